@@ -1,0 +1,53 @@
+# What can be done here: `make help`. Every target sets up what it needs.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help run test check services format protos clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+run: $(VENV)/.run ## start Tandem on this machine with the built-in model
+	@$(BIN)/tandem up $(ARGS)
+
+test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## lint, types, import contracts, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=protos/gen $(BIN)/lint-imports --no-logo
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python protos/compile.py --check
+
+services: ## install what some tests need: a C compiler (apt), workerd (npm)
+	@infra/services.sh
+
+format: $(VENV)/.dev ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(VENV)/.dev ## generate Python from the .proto files
+	$(BIN)/python protos/compile.py
+
+clean: ## remove what was built
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/worker/node_modules
+
+# Two marks, so that a newcomer's `make run` does not wait for test tools.
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (once; torch is most of it)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer; set PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_FLAGS) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "Adding the test tools"
+	@$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@

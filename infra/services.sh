@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Installs what some tests need and pip does not bring: a C compiler (stub NVML), workerd (the example Worker).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if ! command -v cc >/dev/null; then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        apt-get update -qq && apt-get install -y -qq gcc libc6-dev
+    else
+        echo "no C compiler: install gcc with your system's packages" >&2
+        exit 1
+    fi
+fi
+
+if ! command -v npm >/dev/null; then
+    echo "no npm: install Node.js 20 or newer, then run make services again" >&2
+    exit 1
+fi
+npm ci --prefix examples/worker --no-audit --no-fund --loglevel error

@@ -1,0 +1,27 @@
+"""Which checksum do KV blocks carry, and how does it travel beside their bytes?
+
+xxh3-64 of each block. The writer may put them into its slabs; where it has not, the sending side of `Read` makes them
+as it copies. Either way they arrive after the last chunk, in the trailing metadata `tandem-checksums-bin`: one
+little-endian uint64 per block sent, in block order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import xxhash
+
+CHECKSUMS_METADATA = "tandem-checksums-bin"
+
+
+def block_checksum(block: bytes | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def pack_checksums(checksums: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(checksums)}Q", *checksums)
+
+
+def unpack_checksums(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 8}Q", packed))

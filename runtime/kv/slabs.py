@@ -1,0 +1,38 @@
+"""Which part of a slab does a reader still need, and has it been given every block?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+
+
+def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
+    """Return `slab` without the blocks before `first_block` (in the block table); None if nothing is left."""
+    num_dropped = max(0, first_block - slab.first_block)
+    if num_dropped == 0:
+        return slab
+    if num_dropped >= slab.num_blocks:
+        return None
+    trimmed = kv.Slab()
+    trimmed.CopyFrom(slab)
+    trimmed.first_block += num_dropped
+    trimmed.num_blocks -= num_dropped
+    del trimmed.extents[:num_dropped]
+    del trimmed.checksums[:num_dropped]
+    return trimmed
+
+
+def first_missing_block(slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int) -> int | None:
+    """Return the first block in [first_block, num_blocks) of which some layers are in no slab; None if all are."""
+    for index, group in enumerate(layout.groups):
+        num_layers = [0] * num_blocks
+        for slab in slabs:
+            if slab.group == index:
+                for block in range(slab.first_block, min(slab.first_block + slab.num_blocks, num_blocks)):
+                    num_layers[block] += slab.num_layers
+        for block in range(first_block, num_blocks):
+            if num_layers[block] < len(group.layers):
+                return block
+    return None

@@ -1,0 +1,85 @@
+"""How does a process say what happens in it?
+
+An event name and fields: `log.info("kv_pulled", num_blocks=12, seconds=0.004)`. One line each on stderr, for people on
+a terminal, as JSON elsewhere, with the request id and the trace of the task that logs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import structlog
+from opentelemetry import trace
+
+Event = MutableMapping[str, Any]
+
+
+def configure(
+    service: str, json: bool | None = None, *, level: str = "info", fields: Mapping[str, str] | None = None
+) -> None:
+    """Send structlog's and the standard library's logs to stderr, `service` and `fields` with each line.
+
+    `json=None` means JSON unless stderr is a terminal. May be called again; the last call holds.
+    """
+    as_json = not sys.stderr.isatty() if json is None else json
+    shared = _shared_processors({"service": service, **(fields or {})})
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,  # a module's logger outlives a second configure
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=_renderers(as_json), foreign_pre_chain=shared))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def bound(**fields: object) -> AbstractContextManager[None]:
+    """Add fields, like `request_id`, to every line the current task logs inside the `with`."""
+    return structlog.contextvars.bound_contextvars(**fields)
+
+
+def request_id() -> str:
+    """Return the request id bound to the current task, "" if there is none."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
+
+
+def _shared_processors(fields: Mapping[str, str]) -> list[Any]:
+    def add_fields(_: Any, __: str, event: Event) -> Event:
+        for name, value in fields.items():
+            event.setdefault(name, value)
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_fields,
+        _add_trace,
+    ]
+
+
+def _add_trace(_: Any, __: str, event: Event) -> Event:
+    span = trace.get_current_span().get_span_context()
+    if span.is_valid:
+        event["trace_id"] = f"{span.trace_id:032x}"
+        event["span_id"] = f"{span.span_id:016x}"
+    return event
+
+
+def _renderers(as_json: bool) -> list[Any]:
+    drop_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    if as_json:
+        return [drop_meta, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    return [drop_meta, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]

@@ -1,0 +1,60 @@
+"""How do a model, a pool and a scheduler become an engine?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from engine.core import EngineCore
+from engine.execution.kv_cache import PagedKVCache
+from engine.execution.model_runner import ModelRunner
+from engine.execution.pool_size import choose_num_blocks
+from engine.messages import Ready
+from engine.models.checkpoint import Progress
+from engine.models.loader import LoadedModel, load_model
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.settings import EngineConfig
+
+
+@dataclass(frozen=True)
+class AssembledEngine:
+    core: EngineCore
+    ready: Ready
+    region_fd: int
+    """Descriptor of the pool's region; the cache owns it."""
+
+
+def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
+    """Build the engine; raises ModelUnusable, which says what to do instead."""
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    loaded = load_model(config, report)
+    num_blocks = choose_num_blocks(config, loaded.geometry, loaded.info.context_length, loaded.device)
+    report(f"making room for {num_blocks * config.block_size:,} tokens of KV cache", 0.9)
+    cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), ModelRunner(loaded.model, cache))
+    return AssembledEngine(core, _ready(config, loaded, cache), cache.region.fd)
+
+
+def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        context_length=loaded.info.context_length,
+        vocab_size=loaded.info.vocab_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_waiting=config.max_num_waiting,
+    )
+
+
+def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache) -> Ready:
+    return Ready(
+        model=loaded.info,
+        layout=loaded.geometry.layout(),
+        num_blocks=cache.num_blocks,
+        region_id=config.region_id,
+        region_bytes=cache.region.num_bytes,
+        generations_offset=cache.generations_offset,
+    )

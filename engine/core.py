@@ -1,0 +1,156 @@
+"""What is one step of the engine, and how does it answer commands between steps?
+
+No torch here: what computes is behind `Runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from typing import Protocol
+
+from engine.messages import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    EngineEvent,
+    ExtentRef,
+    ImportSlab,
+    MapRegion,
+    Recompute,
+    ReleaseHeld,
+    RequestFailed,
+    SlabImported,
+    StartDecode,
+    StepDone,
+    UnmapRegion,
+)
+from engine.scheduling.hand_over import ImportRefused
+from engine.scheduling.request import Sampled
+from engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from engine.scheduling.scheduler_config import SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+class RegionError(ValueError):
+    """A region is not mapped, or a slot was handed out again while it was read."""
+
+
+class RequestsFailed(Exception):
+    """A step broke because of these requests; the others have lost nothing and run again in the next one."""
+
+    def __init__(self, request_ids: Collection[str], message: str) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+        self.message = message
+
+
+class Runner(Protocol):
+    """Owns the model and the KV tensors; reads requests and never writes them."""
+
+    @property
+    def generations(self) -> MutableSequence[int]:
+        """One per slot, written by the block pool; shared memory where other processes read the pool."""
+        ...
+
+    def execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]]:
+        """Compute all runs; return, by request id, one token per choice seed for each run that samples.
+
+        Raises RequestsFailed if only some requests are to blame; anything else ends the engine.
+        """
+        ...
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError."""
+        ...
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        """Map a region read-only; the caller closes `fd`."""
+        ...
+
+    def unmap_region(self, region_id: str) -> None: ...
+
+
+class EngineCore:
+    """Scheduler and runner together. One thread: `handle` any number of commands, then `step` while `has_work`."""
+
+    def __init__(self, config: SchedulerConfig, runner: Runner) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(config, runner.generations)
+        self._failures: list[RequestFailed] = []
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything before the next command."""
+        return self.scheduler.has_work
+
+    def step(self) -> StepDone:
+        """Run one step; `take_failures` has the requests that broke in it."""
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        sampled = self._execute(output)
+        outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
+        self.scheduler.add_step_seconds(time.perf_counter() - started)
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats())
+
+    def take_failures(self) -> list[RequestFailed]:
+        """Return, once, the requests that broke since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def handle(self, command: Command, fd: int | None = None) -> list[EngineEvent]:
+        """Carry out a command between two steps and return what it answers at once; `fd` comes with MapRegion."""
+        match command:
+            case AddRequest():
+                return [self.scheduler.add(command)]
+            case ImportSlab():
+                return [self._import_slab(command)]
+            case StartDecode(request_id, token_ids):
+                self.scheduler.start_decode(request_id, token_ids)
+            case Recompute(request_id):
+                self.scheduler.recompute(request_id)
+            case AbortRequest(request_id):
+                self.scheduler.abort(request_id)
+                return [self._stats_only()]
+            case ReleaseHeld(request_id):
+                self.scheduler.release_held(request_id)
+                return [self._stats_only()]
+            case MapRegion():
+                assert fd is not None, "a region's descriptor comes with MapRegion"
+                self._map_region(command, fd)
+            case UnmapRegion(region_id):
+                self.runner.unmap_region(region_id)
+        return []  # Shutdown among them: that one is for the process around us
+
+    def _execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]] | None:
+        """Return what was sampled, or None if nothing of the step counts because some requests broke it."""
+        try:
+            return self.runner.execute(output) if output.runs else {}
+        except RequestsFailed as error:
+            guilty = {run.request.request_id for run in output.runs}.intersection(error.request_ids)
+            if not guilty:  # the same step would run, and fail, for ever
+                raise
+            for request_id in sorted(guilty):
+                self.scheduler.abort(request_id)
+                self._failures.append(RequestFailed(request_id, error.message))
+            return None
+
+    def _map_region(self, command: MapRegion, fd: int) -> None:
+        """Map a region; one that cannot be mapped fails the imports that need it, and nothing else."""
+        try:
+            self.runner.map_region(command, fd)
+        except (RegionError, OSError) as error:
+            log.warning("region %s cannot be mapped: %s", command.region_id, error)
+
+    def _import_slab(self, command: ImportSlab) -> SlabImported:
+        try:
+            blocks, extents = self.scheduler.import_targets(command)
+            num_bytes = self.runner.import_blocks(blocks, extents)
+        except (ImportRefused, RegionError) as error:
+            return SlabImported(command.request_id, command.slab_index, 0, str(error))
+        self.scheduler.mark_imported(command, len(blocks), num_bytes)
+        return SlabImported(command.request_id, command.slab_index, num_bytes)
+
+    def _stats_only(self) -> StepDone:
+        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats())

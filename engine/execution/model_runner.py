@@ -1,0 +1,83 @@
+"""How does one step of the scheduler become tokens?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from engine.core import RegionError
+from engine.execution.attention import STEP_KEYWORD, AttentionStep
+from engine.execution.input_batch import build_input_batch
+from engine.execution.kv_cache import PagedKVCache
+from engine.execution.regions import MappedRegions
+from engine.execution.sampler import Draw, sample
+from engine.messages import ExtentRef, MapRegion
+from engine.scheduling.batch import ScheduledRun, SchedulerOutput
+from engine.scheduling.request import Sampled
+
+
+class ModelRunner:
+    """The `engine.core.Runner` over a transformers model and a paged KV cache; reads requests, writes none."""
+
+    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._regions = MappedRegions()
+        self.generations = cache.generations
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> dict[str, list[Sampled]]:
+        """Compute all runs, leave their KV in their blocks, and draw the tokens that follow."""
+        batch = build_input_batch(output.runs, self._cache.geometry.block_size, self._cache.device)
+        step = AttentionStep(self._cache, batch.slots, batch.attention_runs)
+        logits = self._model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.sample_rows,
+            **{STEP_KEYWORD: step},
+        ).logits[0]  # [1, num_sampled, vocab_size] -> [num_sampled, vocab_size]
+        self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
+        return sample(logits, [_draw(run) for run in output.runs if run.samples])
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError."""
+        bytes_per_block = self._cache.geometry.bytes_per_block
+        for block, extent in zip(blocks, extents, strict=True):
+            if extent.num_bytes != bytes_per_block:
+                raise RegionError(
+                    f"slot {extent.slot} of region {extent.region_id} has {extent.num_bytes} bytes, "
+                    f"a block here {bytes_per_block}; both workers must serve the same layout"
+                )
+            self._cache.write_block(block, self._regions.read(extent))
+        self._regions.check_generations(extents)
+        self._cache.stage(blocks)
+        return len(extents) * bytes_per_block
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""
+        self._regions.map(command, fd)
+
+    def unmap_region(self, region_id: str) -> None:
+        self._regions.unmap(region_id)
+
+    @property
+    def _block_size(self) -> int:
+        return self._cache.geometry.block_size
+
+
+def _draw(run: ScheduledRun) -> Draw:
+    request = run.request
+    return Draw(
+        request.request_id, request.sampling, request.choice_seeds, request.token_ids, request.num_prompt_tokens
+    )
+
+
+def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
+    """Yield blocks that this run completed, and a prefill's partly filled tail with its last token."""
+    end = run.first_position + run.num_tokens
+    is_over = run.samples and run.request.mode == "prefill"
+    last = -(-end // block_size) if is_over else end // block_size
+    yield from run.request.block_table[run.first_position // block_size : last]

@@ -1,0 +1,121 @@
+"""How is a pool's memory shared between processes, and read without trusting its owner to wait?
+
+An owner's region is a memfd, pre-faulted and sealed against resizing. A reader maps it read-only, copies, and then
+compares each slot's generation with the one it was told: a slot that was handed out again in between is noticed.
+
+Maps are never closed: tensors and arrays made from one keep it alive, and it goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import MutableSequence, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from engine.core import RegionError
+from engine.messages import ExtentRef, MapRegion
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class OwnedRegion:
+    """Shared memory of `num_bytes` that only this process writes, zero at first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, num_bytes)  # too little memory is an error here, not a SIGBUS later
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_map"):
+            os.close(self.fd)
+
+    def bytes_at(self, offset: int, num_bytes: int) -> Bytes:
+        """Return a writable view."""
+        return np.frombuffer(self._map, np.uint8, num_bytes, offset)
+
+    def uint64_table(self, offset: int, length: int) -> MutableSequence[int]:
+        """Return `length` integers at `offset`, writable; items are plain ints, as messages want them."""
+        view = memoryview(self._map)[offset : offset + 8 * length].cast("Q")
+        return cast(MutableSequence[int], view)
+
+
+class MappedRegions:
+    """Other processes' regions by their id."""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, _MappedRegion] = {}
+
+    def map(self, command: MapRegion, fd: int) -> None:
+        """Map a region, in place of one with the same id; raises RegionError if `fd` is not what the command says."""
+        self._regions[command.region_id] = _MappedRegion(command, fd)
+
+    def unmap(self, region_id: str) -> None:
+        """Forget a region; unknown ids are ignored."""
+        self._regions.pop(region_id, None)
+
+    def read(self, extent: ExtentRef) -> Bytes:
+        """Return the extent's bytes, read-only, as they are now; raises RegionError."""
+        return self._region(extent).read(extent)
+
+    def check_generations(self, extents: Sequence[ExtentRef]) -> None:
+        """Raise RegionError if any slot was handed out again since its extent was described."""
+        for extent in extents:
+            generation = self._region(extent).generation(extent.slot)
+            if generation != extent.generation:
+                raise RegionError(
+                    f"slot {extent.slot} of region {extent.region_id} is of generation {generation} now, "
+                    f"{extent.generation} was meant: its lease ran out while it was read; compute it again"
+                )
+
+    def _region(self, extent: ExtentRef) -> _MappedRegion:
+        if (region := self._regions.get(extent.region_id)) is None:
+            raise RegionError(f"region {extent.region_id} is not mapped here; send MapRegion first")
+        return region
+
+
+class _MappedRegion:
+    def __init__(self, command: MapRegion, fd: int) -> None:
+        _check_descriptor(command, fd)
+        content: Any = mmap.mmap(fd, command.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._command = command
+        self._bytes: Bytes = np.frombuffer(content, np.uint8)
+        self._generations = np.frombuffer(content, np.uint64, command.num_slots, command.generations_offset)
+
+    def read(self, extent: ExtentRef) -> Bytes:
+        end = extent.offset + extent.num_bytes
+        is_inside = 0 <= extent.offset <= end <= self._command.generations_offset
+        if not is_inside or not 0 <= extent.slot < self._command.num_slots:
+            raise RegionError(
+                f"slot {extent.slot}, bytes {extent.offset} to {end}, is outside region {extent.region_id} with "
+                f"{self._command.num_slots} slots in {self._command.generations_offset} bytes"
+            )
+        return self._bytes[extent.offset : end]
+
+    def generation(self, slot: int) -> int:
+        return int(self._generations[slot])
+
+
+def _check_descriptor(command: MapRegion, fd: int) -> None:
+    size = os.fstat(fd).st_size
+    table_end = command.generations_offset + 8 * command.num_slots
+    if not 0 <= command.generations_offset <= table_end <= command.num_bytes <= size:
+        raise RegionError(
+            f"region {command.region_id} is {size} bytes long; {command.num_bytes} with a table of generations up to "
+            f"{table_end} do not fit"
+        )
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise RegionError(
+            f"region {command.region_id} is not sealed: its owner could cut it off under its readers; "
+            "add F_SEAL_SHRINK to the memfd"
+        )

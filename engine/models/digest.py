@@ -1,0 +1,71 @@
+"""What do the weight files contain, in 128 bits?
+
+Contents are hashed once: a file of the same path, size, modification time and inode is taken to be the same file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+_DIGEST_BYTES = 16
+_CACHE_NAME = "digests.json"
+
+
+class DigestCache:
+    """Digests of files, remembered in `folder` (None: not at all)."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / _CACHE_NAME
+
+    def digest(self, files: Sequence[Path]) -> str:
+        """Return the hex BLAKE2b of the files' names and contents, in the order given."""
+        known = self._load()
+        entries = {str(path.resolve()): _identity(path) for path in files}
+        fresh = {
+            path: {**identity, "digest": _hash_file(Path(path))}
+            for path, identity in entries.items()
+            if not _matches(known.get(path), identity)
+        }
+        if fresh:
+            known |= fresh
+            self._save(fresh)
+        whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for path in files:
+            whole.update(f"{path.name}\0{known[str(path.resolve())]['digest']}\0".encode())
+        return whole.hexdigest()
+
+    def _load(self) -> dict[str, dict[str, int | str]]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            entries = json.loads(self._path.read_text())
+        except ValueError:
+            return {}  # a cache: what cannot be read is computed again
+        return entries if isinstance(entries, dict) else {}
+
+    def _save(self, fresh: dict[str, dict[str, int | str]]) -> None:
+        """Add entries by replacing the file at once; another process's addition may be lost, and computed again."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=_CACHE_NAME, delete=False) as file:
+            json.dump(self._load() | fresh, file, indent=1)
+        Path(file.name).replace(self._path)
+
+
+def _identity(path: Path) -> dict[str, int | str]:
+    status = path.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+
+
+def _matches(entry: object, identity: dict[str, int | str]) -> bool:
+    return isinstance(entry, dict) and "digest" in entry and identity.items() <= entry.items()
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()

@@ -1,0 +1,58 @@
+"""What identifies a KV block?
+
+All that decides its content: the model and the tenant, folded into a root, and every token up to the block's end,
+folded into a chain. Root and chain are BLAKE2b (RFC 7693) cut to 128 bits: a fast non-cryptographic hash would let one
+tenant find another's blocks. Gateways hash prompts and decode workers go on with the chain: both use these functions.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes."""
+
+NUM_HASH_BYTES = 16
+_VERSION = 1
+
+
+def hash_root(fingerprint: bytes, block_size: int, lora: str = "", salt: bytes = b"") -> BlockHash:
+    """Return where the chains of one model and one tenant begin.
+
+    The fields are length-prefixed, so that no two different tuples are the same bytes.
+    """
+    digest = blake2b(bytes([_VERSION]), digest_size=NUM_HASH_BYTES, person=b"tandem-root")
+    for part in (fingerprint, struct.pack("<I", block_size), lora.encode(), salt):
+        digest.update(struct.pack("<I", len(part)))
+        digest.update(part)
+    return BlockHash(digest.digest())
+
+
+def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Return the hash of the block that holds `token_ids` after `parent` (the root, before the first block)."""
+    digest = blake2b(parent, digest_size=NUM_HASH_BYTES, person=b"tandem-block")
+    digest.update(_little_endian_uint32(token_ids))
+    return BlockHash(digest.digest())
+
+
+def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+    """Return the chain over the full blocks of `token_ids`; a tail that fills no block has no hash."""
+    hashes: list[BlockHash] = []
+    parent = root
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = next_block_hash(parent, token_ids[end - block_size : end])
+        hashes.append(parent)
+    return hashes
+
+
+def _little_endian_uint32(token_ids: Sequence[int]) -> bytes:
+    numbers = array("I", token_ids)
+    assert numbers.itemsize == 4, "array('I') is 4 bytes wide on every platform torch runs on"
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()

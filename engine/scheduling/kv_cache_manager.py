@@ -1,0 +1,101 @@
+"""Which blocks hold the KV of a request's tokens?
+
+block_table   [ found in the prefix cache | computed or imported here                  | reserved ]
+tokens         0 ... num_found_blocks*size  ...                    num_computed_tokens
+written        never                        once, then registered when full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.scheduling.block_hash import BlockHash, next_block_hash
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.request import Request
+
+
+class KVCacheManager:
+    """The only writer of block tables. Methods that return False mean "not now" and change nothing."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def admit(self, request: Request, num_tokens: int, max_found_tokens: int, num_reserve_blocks: int = 0) -> bool:
+        """Give a request without blocks room for `num_tokens`, the leading ones from the prefix cache.
+
+        At most `max_found_tokens` are looked for, in full blocks; found ones count as computed. False if fewer than
+        `num_reserve_blocks` would be left for others.
+        """
+        assert not request.block_table, f"{request.request_id} has blocks already"
+        found = self._find(request, max_found_tokens)
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(found)
+        num_taken_blocks = num_new_blocks + self.pool.num_unused(found)
+        if num_taken_blocks + num_reserve_blocks > self.pool.num_available:
+            return False
+        self.pool.share(found)
+        new = self.pool.allocate(num_new_blocks)
+        assert new is not None, "the blocks were counted a moment ago"
+        request.block_table = [*found, *new]
+        request.num_found_blocks = request.num_registered_blocks = len(found)
+        request.num_computed_tokens = len(found) * self.pool.block_size
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` of a request."""
+        num_missing = self.num_blocks_for(num_tokens) - len(request.block_table)
+        new = self.pool.allocate(max(0, num_missing))
+        if new is None:
+            return False
+        request.block_table.extend(new)
+        return True
+
+    def register_full_blocks(self, request: Request) -> None:
+        """Let the blocks that are complete now be found by their hashes; needs no room."""
+        if request.hash_root is None:
+            return
+        for index in range(request.num_registered_blocks, request.num_computed_tokens // self.pool.block_size):
+            self.pool.register(request.block_table[index], self._hash(request, index))
+            request.num_registered_blocks = index + 1
+
+    def hold(self, request: Request) -> None:
+        """Keep a finished request's blocks, counted apart, until `release_held`."""
+        self.pool.hold(request.block_table)
+
+    def release_held(self, request: Request) -> None:
+        self.pool.free(request.block_table, held=True)
+        self._forget(request)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back; registered ones can be found until they are evicted."""
+        self.pool.free(request.block_table)
+        self._forget(request)
+
+    def _find(self, request: Request, max_found_tokens: int) -> list[int]:
+        if request.hash_root is None:
+            return []
+        num_full_blocks = max_found_tokens // self.pool.block_size
+        return self.pool.find(self._hash(request, index) for index in range(num_full_blocks))
+
+    def _hash(self, request: Request, index: int) -> BlockHash:
+        """Return the hash of a full block, going on with the chain for blocks that came after the prompt."""
+        assert request.hash_root is not None, f"{request.request_id} has no hash root"
+        hashes, size = request.block_hashes, self.pool.block_size
+        while len(hashes) <= index:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else request.hash_root
+            hashes.append(next_block_hash(parent, _full(request.token_ids[start : start + size], size)))
+        return hashes[index]
+
+    def _forget(self, request: Request) -> None:
+        request.block_table = []
+        request.num_found_blocks = request.num_registered_blocks = request.num_sealed_blocks = 0
+        request.num_computed_tokens = 0
+        request.imported_blocks.clear()
+
+
+def _full(token_ids: Sequence[int], size: int) -> Sequence[int]:
+    assert len(token_ids) == size, f"a block of {len(token_ids)} tokens is not full ({size})"
+    return token_ids

@@ -1,0 +1,309 @@
+"""Which tokens of which requests run in the next step, and what follows from it?
+
+The life of a request is drawn at `RequestState`. Its blocks:
+
+    aggregated, prefill   given for all known tokens when it leaves the queue, the leading ones from the prefix cache
+    decode                given, or refused, when it is added
+    answers               one more block whenever the last is full; the running request of the lowest rank is preempted
+                          if there is none. Never one that is importing or held, nor a prefill: others pull from those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+
+from engine.messages import (
+    AddRequest,
+    EngineStats,
+    ExtentRef,
+    ImportSlab,
+    Refused,
+    RequestOutput,
+    Reserved,
+    SealedBlocks,
+)
+from engine.scheduling.admission import RequestRefused, build_request, kv_full, max_kv_tokens, queue_full
+from engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.ledger import Ledger
+from engine.scheduling.request import Request, RequestState, Sampled
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.waiting_queue import WaitingQueue
+
+__all__ = ["ScheduledRun", "Scheduler", "SchedulerOutput"]
+
+
+class Scheduler:
+    """Owns every request and every block. `schedule` and `update` alternate; commands come between them."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        generations: MutableSequence[int] | None = None,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size, generations)
+        self._kv = KVCacheManager(self.pool)
+        self._clock = clock
+        self._ledger = Ledger(clock)
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []
+        self._early_outputs: list[RequestOutput] = []  # of requests that were over before they ran
+        self.num_steps = 0
+        self._num_arrivals = 0
+        self._is_stalled = False
+
+    # ------------------------------------------------------------------------------------------------- commands
+
+    def add(self, command: AddRequest) -> Reserved | Refused:
+        """Take a request, queueing it or reserving its blocks, or refuse it, leaving nothing behind."""
+        self._is_stalled = False
+        try:
+            if command.request_id in self._requests:
+                raise RequestRefused("invalid", f"request {command.request_id} is here already")
+            request = build_request(command, self.config, arrival=self._num_arrivals, added_ns=self._clock())
+            take = self._reserve if request.mode == "decode" else self._enqueue
+            take(request)
+        except RequestRefused as refusal:
+            return Refused(command.request_id, refusal.reason, refusal.message)
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        return Reserved(request.request_id, request.num_found_blocks)
+
+    def import_targets(self, command: ImportSlab) -> tuple[list[int], list[ExtentRef]]:
+        """Return the blocks to write and where from; raises ImportRefused if the request does not wait for them."""
+        return import_targets(self._requests.get(command.request_id), command, self.pool.block_size)
+
+    def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
+        """Note that all blocks of a slab are here now, `num_blocks` of them copied."""
+        indices = range(command.first_block, command.first_block + len(command.extents))
+        self._requests[command.request_id].imported_blocks.update(indices)
+        self._ledger.count("blocks_imported", num_blocks)
+        self._ledger.count("bytes_imported", num_bytes)
+
+    def start_decode(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Go on after the first token, which prefill sampled; what was not imported is computed here.
+
+        After `recompute` it saves sampling that token again, if that has not happened yet. Else it changes nothing.
+        """
+        self._is_stalled = False
+        request = self._requests.get(request_id)
+        if request is None or request.mode != "decode" or request.num_tokens > request.num_given_tokens:
+            return
+        request.token_ids.extend(token_ids)
+        if reason := request.finish_reason_with((), self.config.context_length):
+            self.abort(request_id)
+            self._early_outputs.append(self._ledger.output(request, (), reason, is_last=True))
+        elif request.state is RequestState.IMPORTING:
+            self._begin_decoding(request)
+
+    def recompute(self, request_id: str) -> None:
+        """Compute what was not imported of a decode request; ignored once it has started."""
+        self._is_stalled = False
+        request = self._requests.get(request_id)
+        if request is not None and request.state is RequestState.IMPORTING:
+            self._begin_decoding(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request wherever it is, and take its blocks back; unknown ids are ignored."""
+        self._is_stalled = False
+        self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
+            self._waiting.remove(request)
+        elif request.state is RequestState.RUNNING:
+            self._running.remove(request)
+        self._finish(request)
+
+    def release_held(self, request_id: str) -> None:
+        """Take a prefill request's blocks back, now or once it is done; others are ignored."""
+        self._is_stalled = False
+        request = self._requests.get(request_id)
+        if request is not None and request.state is RequestState.HELD:
+            self._finish(request)
+        elif request is not None and request.mode == "prefill":
+            request.is_release_due = True
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. Waiting for blocks that only a command can free is not work."""
+        return bool(self._early_outputs) or (bool(self._running or len(self._waiting)) and not self._is_stalled)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens: answers first, then prompts begun, then the queue; preempt where needed."""
+        self.num_steps += 1
+        batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        num_preempted = self._waiting.num_preempted
+        self._schedule_running(batch)
+        has_preempted = self._waiting.num_preempted > num_preempted
+        if not has_preempted:  # else they would be let in again at once
+            self._schedule_waiting(batch)
+        self._is_stalled = not batch.runs and not has_preempted
+        for request in batch.runs:
+            self._ledger.scheduled(request)
+        return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
+
+    def update(
+        self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
+    ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
+        """Take in what a step computed: `sampled` has one token per choice of each run that samples."""
+        outputs, self._early_outputs = self._early_outputs, []
+        sealed: list[SealedBlocks | None] = []
+        self._ledger.count("steps")
+        for run in output.runs:
+            self._take_computed(run)
+            tokens = sampled[run.request.request_id] if run.samples else ()
+            if run.request.mode == "prefill":
+                sealed.append(seal(run.request, self.pool.generations, self.pool.block_size))
+            if tokens:
+                outputs += self._take_answer(run.request, tokens)
+        return outputs, [event for event in sealed if event is not None]
+
+    def add_step_seconds(self, seconds: float) -> None:
+        self._ledger.count("step_seconds", seconds)
+
+    def stats(self) -> EngineStats:
+        """Return the figures of this moment; requests whose blocks are on their way count as waiting."""
+        alive = [request for request in self._requests.values() if request.state is not RequestState.HELD]
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(alive) - len(self._running),
+            num_tokens_in_flight=sum(request.num_tokens for request in alive),
+            num_total_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_free,
+            num_cached_blocks=self.pool.num_cached,
+            num_used_blocks=self.pool.num_used,
+            num_held_blocks=self.pool.num_held,
+            counters=dict(self._ledger.counters),
+        )
+
+    # -------------------------------------------------------------------------------------------------- admitting
+
+    def _enqueue(self, request: Request) -> None:
+        if len(self._waiting) - self._waiting.num_preempted >= self.config.max_num_waiting:
+            raise queue_full(self.config.max_num_waiting)
+        self._waiting.add(request)
+
+    def _reserve(self, request: Request) -> None:
+        """Give a decode request blocks for its prompt and its first token, or refuse it.
+
+        One block per live request must be left, so that those that run can grow; and while preempted requests wait for
+        blocks, nobody overtakes them.
+        """
+        num_live = sum(other.mode != "prefill" and bool(other.block_table) for other in self._requests.values())
+        if num_live >= (limit := self.config.max_num_seqs + self.config.max_num_waiting):
+            raise queue_full(limit)
+        num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self.config))
+        if self._waiting.num_preempted or not self._kv.admit(request, num_tokens, request.num_tokens, num_live):
+            raise kv_full(self._kv.num_blocks_for(num_tokens), num_live, self._waiting.num_preempted, self.pool)
+        request.state = RequestState.IMPORTING
+        self._ledger.found(request, request.num_computed_tokens)
+
+    def _begin_decoding(self, request: Request) -> None:
+        request.num_computed_tokens = num_ready_tokens(request, self.pool.block_size)
+        self._kv.register_full_blocks(request)
+        if request.num_tokens_to_compute:
+            self._start_running(request)
+        else:  # all is here but the token that follows: blocks that others may share cannot be written again
+            self._queue_again(request)
+
+    # ------------------------------------------------------------------------------------------------- scheduling
+
+    def _schedule_running(self, batch: Batch) -> None:
+        for request in sorted(self._running, key=lambda request: (not request.is_decoding, request.rank)):
+            if batch.is_full:
+                return
+            if request.state is RequestState.RUNNING and self._make_room(request, batch):
+                batch.add(request)
+
+    def _make_room(self, request: Request, batch: Batch) -> bool:
+        """Let a request's blocks hold all its tokens, preempting the lowest ranks; False: it was itself preempted."""
+        while not self._kv.grow(request, request.num_tokens):
+            victim = max((other for other in self._running if other.mode != "prefill"), key=lambda other: other.rank)
+            batch.remove(victim)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._ledger.preempted(request)
+        self._running.remove(request)
+        self._queue_again(request)
+
+    def _queue_again(self, request: Request) -> None:
+        self._kv.free(request)
+        request.state = RequestState.PREEMPTED
+        self._waiting.add(request)
+
+    def _schedule_waiting(self, batch: Batch) -> None:
+        """Let requests in, strictly in the queue's order: one that does not fit is not overtaken."""
+        while not batch.is_full and len(self._running) < self.config.max_num_seqs:
+            request = self._waiting.peek()
+            num_growing = sum(other.mode != "prefill" for other in self._running)
+            if request is None or not self._kv.admit(request, request.num_tokens, request.num_tokens - 1, num_growing):
+                return
+            self._waiting.pop()
+            if request.mode != "decode":  # what it finds now came by import, or was found when it was added
+                self._ledger.found(request, request.num_computed_tokens)
+            self._start_running(request)
+            batch.add(request)
+
+    def _start_running(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        self._running.append(request)
+
+    # ---------------------------------------------------------------------------------------------------- updating
+
+    def _take_computed(self, run: ScheduledRun) -> None:
+        self._ledger.computed(run.request, run.first_position, run.num_tokens)
+        run.request.num_computed_tokens = run.first_position + run.num_tokens
+        self._kv.register_full_blocks(run.request)
+
+    def _take_answer(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        assert len(sampled) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"
+        if request.mode == "prefill":
+            return self._hand_over(request, sampled)
+        return [self._take_token(request, sampled[0])]
+
+    def _take_token(self, request: Request, sampled: Sampled) -> RequestOutput:
+        reason = request.finish_reason_with((sampled.token_id,), self.config.context_length)
+        self._ledger.sampled(request)
+        output = self._ledger.output(request, (sampled,), reason, is_last=reason is not None)
+        request.token_ids.append(sampled.token_id)
+        if reason is not None:
+            self._running.remove(request)
+            self._finish(request)
+        return output
+
+    def _hand_over(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        """Hold the blocks of a prefill that is done and return its first tokens, one per choice."""
+        self._running.remove(request)
+        if request.is_release_due:
+            self._finish(request)
+        else:
+            request.state = RequestState.HELD
+            self._kv.hold(request)
+        self._ledger.sampled(request, len(sampled))
+        reasons = [request.finish_reason_with((token.token_id,), self.config.context_length) for token in sampled]
+        return [
+            self._ledger.output(request, (token,), reason, choice_index=index, is_last=True)
+            for index, (token, reason) in enumerate(zip(sampled, reasons, strict=True))
+        ]
+
+    def _finish(self, request: Request) -> None:
+        if request.state is RequestState.HELD:
+            self._kv.release_held(request)
+        else:
+            self._kv.free(request)
+        request.state = RequestState.FINISHED
+        del self._requests[request.request_id]

@@ -1,0 +1,31 @@
+"""What bounds the scheduler?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Settings of the operator and facts found at load, in one value; nothing here changes afterwards.
+
+    Raises ValueError that names the field, its value and its limit.
+    """
+
+    num_blocks: int
+    block_size: int
+    """Tokens per KV block."""
+    context_length: int
+    """Tokens of prompt and answer, without the answer's last: that one takes no KV slot."""
+    vocab_size: int
+    max_num_batched_tokens: int = 512
+    """Token budget of one step."""
+    max_num_seqs: int = 64
+    """Requests in one step."""
+    max_num_waiting: int = 256
+    """Requests in the queue before the next is refused."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")

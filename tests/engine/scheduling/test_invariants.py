@@ -1,0 +1,188 @@
+"""Whatever comes in whatever order: does every request end with the right tokens, and does every block come back?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from engine.core import RequestsFailed
+from engine.messages import Mode, Recompute, RequestOutput, Reserved, StartDecode
+from tests.engine.scheduling.world import ROOT, STOP, World, kv_of, slab
+
+CONTEXT_LENGTH = 24
+
+
+@dataclass
+class Expected:
+    """A request as its client sees it."""
+
+    mode: Mode
+    prompt: list[int]
+    max_tokens: int
+    num_choices: int
+    answer: list[int] = field(default_factory=list)
+    num_last: int = 0
+
+
+class EngineMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(num_blocks=st.integers(6, 12), budget=st.integers(1, 12), num_seqs=st.integers(1, 4))
+    def start(self, num_blocks: int, budget: int, num_seqs: int) -> None:
+        self.world = World(
+            num_blocks,
+            context_length=CONTEXT_LENGTH,
+            max_num_batched_tokens=budget,
+            max_num_seqs=num_seqs,
+            max_num_waiting=4,
+        )
+        self.world.runner.stop_positions = {17}
+        self.alive: dict[str, Expected] = {}
+        self.num_added = 0
+        self.num_slots = 0
+
+    @rule(
+        target=requests,
+        mode=st.sampled_from(["aggregated", "prefill", "decode"]),
+        family=st.integers(0, 1),
+        num_tokens=st.integers(1, CONTEXT_LENGTH),
+        max_tokens=st.integers(1, 12),
+        num_choices=st.integers(1, 3),
+        is_cached=st.booleans(),
+        priority=st.integers(0, 1),
+    )
+    def add(
+        self,
+        mode: Mode,
+        family: int,
+        num_tokens: int,
+        max_tokens: int,
+        num_choices: int,
+        is_cached: bool,
+        priority: int,
+    ) -> object:
+        self.num_added += 1
+        name = f"r{self.num_added}"
+        expected = Expected(mode, [family, *range(1, num_tokens)], max_tokens, num_choices if mode == "prefill" else 1)
+        events = self.world.add(
+            name,
+            expected.prompt,
+            max_tokens=max_tokens,
+            mode=mode,
+            root=ROOT if is_cached else None,
+            choice_seeds=range(expected.num_choices) if mode == "prefill" else (),
+            priority=priority,
+            fairness_key=str(family),
+        )
+        if not isinstance(events[0], Reserved):
+            return multiple()
+        self.alive[name] = expected
+        return name
+
+    @rule(name=requests, first_block=st.integers(0, 5), num_blocks=st.integers(1, 6))
+    def import_slab(self, name: str, first_block: int, num_blocks: int) -> None:
+        if name not in self.alive:
+            return
+        kv = kv_of(self.alive[name].prompt)
+        slots = []
+        for start in range(first_block * 4, min(len(kv), (first_block + num_blocks) * 4), 4):
+            self.num_slots += 1
+            self.world.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
+            slots.append(self.num_slots)
+        self.world.core.handle(slab(name, first_block, slots))
+
+    @rule(name=requests)
+    def start_decode(self, name: str) -> None:
+        if name in self.alive:
+            self.world.core.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
+
+    @rule(name=requests)
+    def recompute(self, name: str) -> None:
+        self.world.core.handle(Recompute(name))
+
+    @rule(name=consumes(requests))
+    def abort(self, name: str) -> None:
+        self.world.core.scheduler.abort(name)
+        self.alive.pop(name, None)
+
+    @rule(name=requests)
+    def release(self, name: str) -> None:
+        self.world.core.scheduler.release_held(name)
+
+    @rule(name=requests)
+    def break_one_in_the_next_step(self, name: str) -> None:
+        self.world.runner.breaks_with = RequestsFailed([name], "broken")
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.world.core.has_work():
+                self.take_step()
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        if hasattr(self, "world"):
+            self.world.pool.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for name in [f"r{number}" for number in range(1, self.num_added + 1)]:
+            self.recompute(name)
+            self.release(name)
+        for _ in range(1000):
+            if not self.world.core.has_work():
+                break
+            self.take_step()
+        assert self.alive == {}, "a request did not end"
+        self.world.assert_nothing_is_left()
+
+    def take_step(self) -> None:
+        try:
+            done = self.world.step()
+        except RequestsFailed:  # it names a request that is not in this step: an engine would end here
+            return
+        for failure in self.world.core.take_failures():
+            del self.alive[failure.request_id]
+        for output in done.outputs:
+            self.take(output)
+        stats = done.stats
+        assert stats.num_total_blocks == stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
+        assert stats.num_held_blocks <= stats.num_used_blocks
+
+    def take(self, output: RequestOutput) -> None:
+        expected = self.alive[output.request_id]
+        first = len(expected.prompt)
+        if expected.mode == "prefill":
+            assert output.token_ids == [self.token_at(first) + 100 * output.choice_index]
+        else:
+            assert output.token_ids in ([], [self.token_at(output.position)])
+        expected.answer += output.token_ids
+        expected.num_last += output.is_last
+        if expected.num_last == expected.num_choices:
+            self.check_end(output, expected)
+            del self.alive[output.request_id]
+
+    def check_end(self, output: RequestOutput, expected: Expected) -> None:
+        first, end = len(expected.prompt), output.position + len(output.token_ids)
+        if expected.mode == "prefill":
+            assert output.num_computed_tokens + output.num_cached_tokens == first
+            return
+        full = min(first + expected.max_tokens, CONTEXT_LENGTH + 1)
+        assert end == full if output.finish_reason == "length" else self.token_at(end - 1) == STOP
+        assert expected.answer == [self.token_at(position) for position in range(end - len(expected.answer), end)]
+        if expected.mode == "aggregated":
+            assert end - len(expected.answer) == first
+            assert output.num_computed_tokens + output.num_cached_tokens == first
+        else:
+            assert end - len(expected.answer) in (first, first + 1)
+
+    def token_at(self, position: int) -> int:
+        return STOP if position in self.world.runner.stop_positions else 1000 + position
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,185 @@
+"""What stands in for the model in tests of the scheduler?
+
+A runner whose tokens are a pure function of position and choice, so that a reader can say in advance what comes, and a
+request that was preempted or imported must answer the same. Its KV is the hash of all tokens up to a position: a step
+that would read a slot with anything else in it fails.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from engine.core import EngineCore, RegionError, RequestsFailed
+from engine.messages import AddRequest, EngineEvent, ExtentRef, ImportSlab, MapRegion, Mode, RequestOutput, StepDone
+from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
+from engine.scheduling.request import Sampled
+from engine.scheduling.sampling_params import SamplingParams
+from engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
+from engine.scheduling.scheduler_config import SchedulerConfig
+
+ROOT = hash_root(b"model", 4)
+STOP = 99
+
+
+class FakeRunner:
+    """Keeps the whole contract of `Runner` but computes nothing. Records each step as (id, first, number of tokens)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.generations = array("Q", bytes(8 * num_blocks))
+        self.steps: list[list[tuple[str, int, int]]] = []
+        self.imported: list[tuple[int, int]] = []
+        self.regions: dict[str, int] = {}
+        self.stop_positions: set[int] = set()
+        self.breaks_with: Exception | None = None
+        self.stale_slots: set[int] = set()
+        self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
+        self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
+
+    def execute(self, output: SchedulerOutput) -> dict[str, list[Sampled]]:
+        self._check(output)
+        if error := self.breaks_with:
+            self.breaks_with = None
+            raise error
+        self._read_and_write(output)
+        self.steps.append([(run.request.request_id, run.first_position, run.num_tokens) for run in output.runs])
+        return {run.request.request_id: self._sample(run) for run in output.runs if run.samples}
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        for block, extent in zip(blocks, extents, strict=True):
+            if extent.slot in self.stale_slots:
+                raise RegionError(f"slot {extent.slot} of {extent.region_id} was handed out again")
+            self.imported.append((extent.slot, block))
+            self._kv[block] = list(self.remote.get(extent.slot, [None] * 4))
+        return sum(extent.num_bytes for extent in extents)
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        self.regions[command.region_id] = fd
+
+    def unmap_region(self, region_id: str) -> None:
+        del self.regions[region_id]
+
+    def _sample(self, run: ScheduledRun) -> list[Sampled]:
+        position = run.request.num_tokens
+        token_id = STOP if position in self.stop_positions else 1000 + position
+        return [Sampled(token_id + 100 * choice) for choice in range(len(run.request.choice_seeds))]
+
+    def _read_and_write(self, output: SchedulerOutput) -> None:
+        for run in output.runs:
+            expected = kv_of(run.request.token_ids)
+            for position in range(run.first_position):
+                found = self._kv[run.request.block_table[position // 4]][position % 4]
+                assert found in (None, expected[position]), f"{run.request.request_id} reads a wrong slot"
+        for run in output.runs:
+            expected = kv_of(run.request.token_ids)
+            for position in range(run.first_position, run.first_position + run.num_tokens):
+                self._kv[run.request.block_table[position // 4]][position % 4] = expected[position]
+
+    def _check(self, output: SchedulerOutput) -> None:
+        written: list[int] = []
+        for run in output.runs:
+            end = run.first_position + run.num_tokens
+            assert run.num_tokens > 0
+            assert run.first_position == run.request.num_computed_tokens
+            assert end <= len(run.request.block_table) * 4, "tokens without a slot"
+            assert run.samples == (end == run.request.num_tokens)
+            written += run.request.block_table[run.first_position // 4 : (end - 1) // 4 + 1]
+        assert len(written) == len(set(written)), "two requests write one block"
+
+
+class World:
+    """An engine core with blocks of 4 tokens, and the few calls that tests make of it."""
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        *,
+        context_length: int = 64,
+        max_num_batched_tokens: int = 32,
+        max_num_seqs: int = 8,
+        max_num_waiting: int = 8,
+    ) -> None:
+        self.runner = FakeRunner(num_blocks)
+        config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=4,
+            context_length=context_length,
+            vocab_size=10_000,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_waiting=max_num_waiting,
+        )
+        self.core = EngineCore(config, self.runner)
+        self.pool = self.core.scheduler.pool
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 4,
+        mode: Mode = "aggregated",
+        root: BlockHash | None = None,
+        num_prompt_tokens: int | None = None,
+        choice_seeds: Sequence[int] = (),
+        priority: int = 0,
+        fairness_key: str = "",
+    ) -> list[EngineEvent]:
+        command = AddRequest(
+            request_id=request_id,
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+            mode=mode,
+            hash_root=root.hex() if root else "",
+            block_hashes=[block_hash.hex() for block_hash in hash_blocks(root, prompt, 4)] if root else [],
+            choice_seeds=list(choice_seeds),
+            priority=priority,
+            fairness_key=fairness_key,
+        )
+        return self.core.handle(command)
+
+    def step(self) -> StepDone:
+        done = self.core.step()
+        self.pool.check()
+        assert self.pool.num_blocks == self.pool.num_free + self.pool.num_cached + self.pool.num_used
+        return done
+
+    def last_runs(self) -> list[tuple[str, int, int]]:
+        """Return what the last step ran: (request id, first position, number of tokens)."""
+        return self.runner.steps[-1]
+
+    def run(self) -> list[RequestOutput]:
+        """Step until there is nothing to do; return all outputs."""
+        outputs: list[RequestOutput] = []
+        while self.core.has_work():
+            outputs += self.step().outputs
+        return outputs
+
+    def counter(self, name: str) -> float:
+        return self.core.scheduler.stats().counters[name]
+
+    def assert_nothing_is_left(self) -> None:
+        self.pool.check()
+        stats = self.core.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_tokens_in_flight) == (0, 0, 0)
+        assert (stats.num_used_blocks, stats.num_held_blocks) == (0, 0)
+        assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_total_blocks
+        assert not self.core.has_work()
+
+
+def kv_of(token_ids: Sequence[int]) -> list[int | None]:
+    """Return what stands for the keys and values of each token."""
+    return [hash(tuple(token_ids[: end + 1])) for end in range(len(token_ids))]
+
+
+def slab(request_id: str, first_block: int, slots: Sequence[int], slab_index: int = 0) -> ImportSlab:
+    extents = [ExtentRef("prefill", slot * 100, 100, slot, 1) for slot in slots]
+    return ImportSlab(request_id, slab_index, first_block, extents)
+
+
+def tokens_of(outputs: Sequence[RequestOutput], request_id: str) -> list[int]:
+    return [token for output in outputs if output.request_id == request_id for token in output.token_ids]
+
+
+__all__ = ["ROOT", "STOP", "FakeRunner", "RequestsFailed", "World", "kv_of", "slab", "tokens_of"]

@@ -1,0 +1,27 @@
+"""`python -m kv_transfer_svc`: run the KV service of a host; see --help."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kv_transfer_svc.process import KvProcess
+from kv_transfer_svc.settings import KvSettings
+from runtime import lifecycle, log, metrics, tracing
+from runtime.settings import load_settings
+
+
+def main() -> int:
+    settings = load_settings(KvSettings, "kv")
+    log.configure("tandem-kv", settings.log_json)
+    tracing.configure("tandem-kv", settings.otlp_endpoint or None)
+    metrics.configure("tandem-kv", settings.otlp_endpoint or None)
+
+    async def serve(drain: asyncio.Event) -> int:
+        return await KvProcess(settings).run(drain)
+
+    return lifecycle.run(serve)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Where do slabs of other hosts lie while readers of this host copy them?
+
+One region of our own, cut into pages; an extent is a run of pages, and its slot is its first page. Freeing an extent
+raises its slot's generation, so that a reader which comes late knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.errors import Overloaded
+from runtime.kv.shared_region import SharedRegion
+from tandem.v1 import types_pb2 as pb
+
+PAGE_BYTES = 4096
+_MAX_WAITING = 1024
+
+
+class ExtentAllocator:
+    """Runs of pages: the first hole that fits is used, neighbouring holes become one."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._starts = [0] if num_pages else []
+        self._lengths = {0: num_pages} if num_pages else {}
+
+    @property
+    def num_free_pages(self) -> int:
+        return sum(self._lengths.values())
+
+    def allocate(self, num_pages: int) -> int | None:
+        """Return the first page of a run, or None if no hole is that long."""
+        for index, start in enumerate(self._starts):
+            length = self._lengths[start]
+            if length < num_pages:
+                continue
+            del self._starts[index], self._lengths[start]
+            if length > num_pages:
+                self._starts.insert(index, start + num_pages)
+                self._lengths[start + num_pages] = length - num_pages
+            return start
+        return None
+
+    def free(self, start: int, num_pages: int) -> None:
+        index = bisect_left(self._starts, start)
+        if index < len(self._starts):
+            assert start + num_pages <= self._starts[index], f"pages from {start} are freed twice"
+        if index > 0:
+            before = self._starts[index - 1]
+            assert before + self._lengths[before] <= start, f"pages from {start} are freed twice"
+        if index < len(self._starts) and self._starts[index] == start + num_pages:
+            num_pages += self._lengths.pop(self._starts.pop(index))
+        if index > 0 and self._starts[index - 1] + self._lengths[self._starts[index - 1]] == start:
+            self._lengths[self._starts[index - 1]] += num_pages
+            return
+        self._starts.insert(index, start)
+        self._lengths[start] = num_pages
+
+
+@dataclass
+class _Waiting:
+    sizes: Sequence[int]
+    granted: asyncio.Future[list[pb.Extent]]
+
+
+class Arena:
+    """Extents for pulled blocks. All of a pull's blocks are granted at once, first come, first served:
+
+    pulls that took their blocks one by one could each hold half of what the other waits for.
+    """
+
+    def __init__(self, region_id: str, num_bytes: int) -> None:
+        self.region_id = region_id
+        num_pages = num_bytes // PAGE_BYTES
+        self.region = SharedRegion.create("tandem-kv-arena", num_pages * PAGE_BYTES, num_pages)
+        self._allocator = ExtentAllocator(num_pages)
+        self._waiting: deque[_Waiting] = deque()
+        self._num_used_pages = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._allocator.num_pages * PAGE_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        return self._allocator.num_free_pages * PAGE_BYTES
+
+    @property
+    def used_bytes(self) -> int:
+        return self._num_used_pages * PAGE_BYTES
+
+    async def allocate(self, sizes: Sequence[int]) -> list[pb.Extent]:
+        """Return one extent per size, waiting until all fit; the caller frees them.
+
+        Raises Overloaded if they can never fit, or too many wait already.
+        """
+        num_pages = sum(map(_pages, sizes))
+        if num_pages > self._allocator.num_pages:
+            raise Overloaded(
+                f"a prompt's KV takes {num_pages * PAGE_BYTES} bytes, the arena has {self.total_bytes}; "
+                "raise --arena-bytes of the KV service"
+            )
+        if len(self._waiting) >= _MAX_WAITING:
+            raise Overloaded(f"{len(self._waiting)} pulls wait for arena memory already", retry_after_seconds=1.0)
+        waiting = _Waiting(sizes, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            return await waiting.granted
+        except asyncio.CancelledError:
+            self._withdraw(waiting)
+            raise
+
+    def free(self, extents: Sequence[pb.Extent]) -> None:
+        for extent in extents:
+            self.region.next_generation(extent.slot)
+            self._allocator.free(extent.slot, _pages(extent.num_bytes))
+            self._num_used_pages -= _pages(extent.num_bytes)
+        self._grant()
+
+    def close(self) -> None:
+        self.region.close()
+
+    def _withdraw(self, waiting: _Waiting) -> None:
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._grant()
+        elif waiting.granted.done() and not waiting.granted.cancelled():
+            self.free(waiting.granted.result())
+
+    def _grant(self) -> None:
+        while self._waiting:
+            if self._waiting[0].granted.cancelled():  # its task has yet to wake up and withdraw it
+                self._waiting.popleft()
+                continue
+            extents = self._try(self._waiting[0].sizes)
+            if extents is None:
+                return
+            self._waiting.popleft().granted.set_result(extents)
+
+    def _try(self, sizes: Sequence[int]) -> list[pb.Extent] | None:
+        """Take extents for all sizes, or none of them."""
+        starts: list[int] = []
+        for size in sizes:
+            start = self._allocator.allocate(_pages(size))
+            if start is None:
+                for taken, taken_size in zip(starts, sizes, strict=False):
+                    self._allocator.free(taken, _pages(taken_size))
+                return None
+            starts.append(start)
+        self._num_used_pages += sum(map(_pages, sizes))
+        return [self._extent(start, size) for start, size in zip(starts, sizes, strict=True)]
+
+    def _extent(self, start: int, num_bytes: int) -> pb.Extent:
+        return pb.Extent(
+            kind=pb.MEMORY_KIND_HOST,
+            region_id=self.region_id,
+            offset=start * PAGE_BYTES,
+            num_bytes=num_bytes,
+            slot=start,
+            generation=self.region.generation(start),
+        )
+
+
+def _pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // PAGE_BYTES))

@@ -1,0 +1,137 @@
+"""How does a KV service start, serve and drain?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.load import load_report
+from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
+from kv_transfer_svc.settings import KvSettings
+from kv_transfer_svc.store import HandleStore
+from runtime.identity import default_host_id, new_incarnation
+from runtime.kv.region_server import RegionServer
+from runtime.log import get_logger
+from runtime.memory import MemoryProbe
+from runtime.place import socket_path
+from runtime.registration import Registrar
+from runtime.server import GrpcServer
+from runtime.settings import describe
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+_SWEEP_SECONDS = 0.25
+_GRACE_SECONDS = 1.0
+
+
+class KvProcess:
+    """One KV service with its arena, socket, server and registration."""
+
+    def __init__(self, settings: KvSettings) -> None:
+        incarnation = new_incarnation()
+        self._settings = settings
+        self._arena = Arena(f"arena-{incarnation}", settings.arena_bytes)
+        self._store = HandleStore(lease_seconds=settings.lease_seconds, max_handles=settings.max_handles)
+        self._service = KvTransferService(
+            self._store, self._arena, incarnation, self._handle_key, self._stats, verify_kv=settings.verify_kv
+        )
+        path = socket_path(f"kv-{os.getpid()}-{incarnation[:4]}.sock")
+        self._regions = RegionServer(path, self._store.regions)
+        self._server = GrpcServer(
+            settings.listen,
+            lambda server: kv_grpc.add_KvTransferServiceServicer_to_server(self._service, server),
+            [SERVICE_NAME],
+            insecure=settings.insecure,
+        )
+        self._memory = MemoryProbe(lambda: [os.getpid()])
+        self._info = self._describe(incarnation)
+        self._registrar = Registrar(settings.control, self._info, self._load)
+
+    async def run(self, drain: asyncio.Event) -> int:
+        """Serve until `drain` is set, then until what is held has ended."""
+        await self._regions.start()
+        sweeper = asyncio.create_task(self._sweep())
+        try:
+            bound = await self._server.start()
+            self._info.address = self._settings.advertise or bound
+            self._service.listens_at(self._info.address)
+            self._registrar.update_info(self._info)
+            self._registrar.start()
+            self._server.set_serving(True)
+            log.info("kv_service_listening", address=self._info.address, socket=str(self._regions.path))
+            await _first_of(drain.wait(), sweeper)
+            await _first_of(self._drain(), sweeper)
+        finally:
+            sweeper.cancel()
+            await self._close()
+        return 0
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.drain_seconds):
+                draining = asyncio.create_task(self._service.drained())
+                await asyncio.sleep(0)  # it has begun when the control plane hears of it
+                self._registrar.beat_now()
+                await draining
+        except TimeoutError:
+            log.warning("drain_timed_out", num_handles=self._store.num_live)
+
+    async def _close(self) -> None:
+        await self._registrar.stop()
+        await self._regions.close()
+        await self._service.puller.close()
+        await self._server.stop(_GRACE_SECONDS)
+        self._store.regions.close()
+        self._arena.close()
+
+    async def _sweep(self) -> None:
+        """The clock of all leases. Its own task: nothing that waits for a lease may stop it."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self._service.sweep()
+
+    def _describe(self, incarnation: str) -> pb.WorkerInfo:
+        host_id = self._settings.host_id or default_host_id()
+        return pb.WorkerInfo(
+            worker_id=self._settings.worker_id or f"kv-{host_id}-{os.getpid()}",
+            incarnation=incarnation,
+            role=pb.WORKER_ROLE_KV,
+            host_id=host_id,
+            kv_socket=str(self._regions.path),
+            version=_version(),
+            settings=describe(self._settings),
+        )
+
+    def _handle_key(self) -> bytes:
+        return self._registrar.handle_key
+
+    def _load(self) -> pb.LoadReport:
+        report = load_report(self._store, self._arena)
+        report.memory.CopyFrom(self._memory.report())
+        return report
+
+    def _stats(self) -> pb.StatsReply:
+        return pb.StatsReply(info=self._info, load=self._load())
+
+
+async def _first_of(wanted: object, sweeper: asyncio.Task[None]) -> None:
+    """Wait for `wanted`; a sweeper that breaks ends the process, for without it no lease would ever run out."""
+    task = asyncio.ensure_future(wanted)  # type: ignore[call-overload]
+    try:
+        await asyncio.wait({task, sweeper}, return_when=asyncio.FIRST_COMPLETED)
+        if sweeper.done():
+            sweeper.result()
+        await task
+    finally:
+        task.cancel()
+
+
+def _version() -> str:
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"

@@ -1,0 +1,108 @@
+"""Which pulls are under way, and what of this host's readers must their holders be told?"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.pull import Pull
+from kv_transfer_svc.record import Record
+from kv_transfer_svc.store import HandleStore
+from runtime.errors import TandemError
+from runtime.kv.client import KvClient
+from runtime.kv_handle import HandleState
+from runtime.log import get_logger
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+_HOLDER_CALL_SECONDS = 2.0
+"""Of calls passed on: the reader that waits for the answer has a deadline of its own."""
+
+
+class Puller:
+    """Owns the pulls and one client for each holder."""
+
+    def __init__(self, store: HandleStore, arena: Arena, incarnation: str) -> None:
+        self._store = store
+        self._arena = arena
+        self._incarnation = incarnation
+        self._holders: dict[str, KvClient] = {}
+        self._pulls: dict[Record, Pull] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, request: kv.WatchRequest) -> Record:
+        """Return the copy that a reader shall watch, lent to it; starts a pull if none has its blocks."""
+        handle, reader_id = request.handle, request.reader_id
+        for record in self._store.copies(handle):
+            pull = self._pulls.get(record)
+            if pull is not None and pull.first_block <= request.first_block:
+                self._store.lease(record, reader_id)
+                pull.hold_for(reader_id)
+                return record
+        record = self._store.add_copy(handle, self._arena.region_id, request.layout)
+        self._store.lease(record, reader_id)
+        self._start(Pull(self._store, self._arena, self._holder(handle), record, request.first_block), reader_id)
+        return record
+
+    def renew(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
+        """Extend a reader's lease here; at the holder the client does so as long as the copy lives."""
+        for record in self._store.copies(handle):
+            if record.machine.is_reader(reader_id):
+                self._store.lease(record, reader_id)
+                return record.machine.state
+        return HandleState.AWAITED
+
+    async def release(self, handle: pb.KvHandle, reader_id: str | None) -> HandleState:
+        """Release the copy here and the handle at its holder, of which the answer is."""
+        for record in self._store.copies(handle):
+            if reader_id is None or record.machine.is_reader(reader_id):
+                self._store.release(record, reader_id)
+        holder = self._holder(handle)
+        try:
+            return await (holder.release_all(handle) if reader_id is None else holder.release(handle, reader_id))
+        except TandemError as error:  # its lease there runs out by itself
+            log.warning("kv_release_not_passed_on", request_id=handle.request_id, reason=error.message)
+            return HandleState.RELEASED
+
+    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> HandleState:
+        for record in self._store.copies(handle):
+            self._store.abort(record, reason)
+        try:
+            return await self._holder(handle).abort(handle, reason)
+        except TandemError as error:
+            log.warning("kv_abort_not_passed_on", request_id=handle.request_id, reason=error.message)
+            return HandleState.ABORTED
+
+    def sweep(self) -> None:
+        """A copy that is being filled is alive: the pull is its writer."""
+        for record in self._pulls:
+            record.machine.renew_writer(self._store.clock())
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(holder.close() for holder in self._holders.values()))
+
+    def _start(self, pull: Pull, reader_id: str) -> None:
+        self._pulls[pull.record] = pull
+        task = asyncio.get_running_loop().create_task(pull.run(reader_id))
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._finished(pull, done))
+
+    def _finished(self, pull: Pull, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        del self._pulls[pull.record]
+
+    def _holder(self, handle: pb.KvHandle) -> KvClient:
+        if handle.holder_address not in self._holders:
+            self._holders[handle.holder_address] = KvClient(
+                handle.holder_address,
+                self._incarnation,
+                call_seconds=_HOLDER_CALL_SECONDS,
+                lease_seconds=self._store.lease_seconds,
+            )
+        return self._holders[handle.holder_address]

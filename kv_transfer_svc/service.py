@@ -1,0 +1,243 @@
+"""What does the KV service answer?
+
+Handles whose holder is this service are kept in its store; for another service's handle it is the reader's agent:
+bytes are pulled here first, releases and aborts are passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.puller import Puller
+from kv_transfer_svc.reading import SlabReader
+from kv_transfer_svc.record import Record, handle_name
+from kv_transfer_svc.slab_checks import verify_checksums
+from kv_transfer_svc.store import HandleStore
+from runtime import errors
+from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, KvNotFound, StaleIncarnation, Unavailable
+from runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
+from runtime.kv.layout import check_supported
+from runtime.kv.mac import verify_handle
+from runtime.kv.slabs import trim_slab
+from runtime.kv_handle import HandleState
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import types_pb2 as pb
+
+SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
+
+
+class KvTransferService(kv_grpc.KvTransferServiceServicer):
+    """The servicer. `listens_at` must be called before handles arrive."""
+
+    def __init__(
+        self,
+        store: HandleStore,
+        arena: Arena,
+        incarnation: str,
+        handle_key: Callable[[], bytes],
+        stats: Callable[[], pb.StatsReply],
+        *,
+        verify_kv: bool = False,
+    ) -> None:
+        self.incarnation = incarnation
+        self.store = store
+        self.puller = Puller(store, arena, incarnation)
+        self._handle_key = handle_key
+        self._stats = stats
+        self._verify_kv = verify_kv
+        self._address = ""
+        store.regions.add_own(arena.region_id, arena.region)
+
+    def listens_at(self, address: str) -> None:
+        """Say what handles call this service: the address it advertises."""
+        self._address = address
+
+    def sweep(self) -> None:
+        """Let the clock act; called by a timer of its own, never by a request."""
+        self.puller.sweep()
+        self.store.sweep()
+
+    async def drained(self) -> None:
+        """Take no new handles; return once those that are here have ended or run out."""
+        self.store.drain()
+        while True:
+            ended = self.store.ended.next()
+            if not self.store.num_live:
+                return
+            await ended.wait()
+
+    # ---------------------------------------------------------------------------------------------- the writer
+
+    async def Reserve(self, request: kv.ReserveRequest, context: Any) -> kv.ReserveReply:
+        if not self._is_held_here(request.handle):
+            raise InvalidRequest(
+                f"the {handle_name(request.handle)} is held by {request.handle.holder_address}: reserve it there",
+                field="holder_address",
+            )
+        record = self.store.reserve(request)
+        return kv.ReserveReply(state=record.machine.state.to_proto, holder_incarnation=self.incarnation)
+
+    async def Seal(self, request: kv.SealRequest, context: Any) -> kv.SealReply:
+        record = self._find(request.handle)
+        self.store.check_slabs(record, request.slabs)
+        if any(slab.checksums for slab in request.slabs):
+            await self._verify_slabs(record, request)
+        closed = kv.Closed(num_blocks=request.num_blocks, first_tokens=request.first_tokens) if request.close else None
+        self.store.seal(record, request.slabs, closed)
+        return kv.SealReply(state=record.machine.state.to_proto)
+
+    async def Own(self, request: kv.OwnRequest, context: Any) -> AsyncIterator[kv.OwnerEvent]:
+        region = self.store.regions.lent(request.region_id, request.incarnation)
+        yield kv.OwnerEvent(welcome=True)
+        next_number = 0
+        while not region.is_lost:
+            changed = region.log.changed.next()
+            for number, ended in region.log.since(next_number):
+                yield kv.OwnerEvent(ended=ended)
+                region.log.sent(number)
+                next_number = number + 1
+            await changed.wait()
+
+    # ---------------------------------------------------------------------------------------------- the reader
+
+    async def Watch(self, request: kv.WatchRequest, context: Any) -> AsyncIterator[kv.WatchEvent]:
+        check_supported(request.layout)
+        if not request.reader_id:
+            raise InvalidRequest("reader_id is empty; it names who will release", field="reader_id")
+        record = self._watched(request)
+        with record.watched_by(request.reader_id):
+            async for event in record.events(request.layout, request.first_block):
+                yield event
+
+    async def Read(self, request: kv.ReadRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        slab = trim_slab(self._slab(request), request.first_block)
+        if slab is None:
+            raise InvalidRequest(
+                f"slab {request.slab_index} ends before block {request.first_block}", field="first_block"
+            )
+        reader = SlabReader(slab, self.store.regions.memory)
+        for chunk in reader:
+            self.store.counters["bytes_served"] += len(chunk.data)
+            yield chunk
+        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(reader.checksums)),))
+
+    # ------------------------------------------------------------------------------------------- either of them
+
+    async def Renew(self, request: kv.RenewRequest, context: Any) -> kv.RenewReply:
+        states = [self._renew(handle, request.reader_id) for handle in request.handles]
+        return kv.RenewReply(states=[state.to_proto for state in states])
+
+    async def Release(self, request: kv.ReleaseRequest, context: Any) -> kv.ReleaseReply:
+        if not request.all and not request.reader_id:
+            raise InvalidRequest("reader_id is empty; name the reader, or say all", field="reader_id")
+        reader_id = None if request.all else request.reader_id
+        state = await self._end(
+            request.handle,
+            lambda record: self.store.release(record, reader_id),
+            lambda: self.puller.release(request.handle, reader_id),
+        )
+        return kv.ReleaseReply(state=state.to_proto)
+
+    async def Abort(self, request: kv.AbortRequest, context: Any) -> kv.AbortReply:
+        reason = errors.from_proto(request.reason)
+        state = await self._end(
+            request.handle,
+            lambda record: self.store.abort(record, reason),
+            lambda: self.puller.abort(request.handle, reason),
+        )
+        return kv.AbortReply(state=state.to_proto)
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return self._stats()
+
+    # ------------------------------------------------------------------------------------------------- workings
+
+    def _is_held_here(self, handle: pb.KvHandle) -> bool:
+        """Raises Unauthenticated unless the control plane minted it, StaleIncarnation if an earlier life held it."""
+        key = self._handle_key()
+        if not key:
+            raise Unavailable("this KV service has yet to register with a control plane: it cannot verify handles")
+        verify_handle(handle, key)
+        if handle.holder_incarnation == self.incarnation or not handle.holder_address:
+            return True
+        if handle.holder_address != self._address:
+            return False
+        if handle.holder_incarnation:
+            raise StaleIncarnation(
+                f"the {handle_name(handle)} was held by incarnation {handle.holder_incarnation} of this KV service, "
+                f"which is {self.incarnation} now",
+                field="holder_incarnation",
+            )
+        return True
+
+    def _find(self, handle: pb.KvHandle) -> Record:
+        if not self._is_held_here(handle):
+            raise InvalidRequest(
+                f"the {handle_name(handle)} is held by {handle.holder_address}", field="holder_address"
+            )
+        return self.store.find(handle)
+
+    def _watched(self, request: kv.WatchRequest) -> Record:
+        """Return the record that a reader watches, lent to it."""
+        if not self._is_held_here(request.handle):
+            return self.puller.watch(request)
+        record = self.store.find_or_await(request.handle)
+        self.store.lease(record, request.reader_id)
+        return record
+
+    def _slab(self, request: kv.ReadRequest) -> kv.Slab:
+        records = [self.store.find(request.handle)] if self._is_held_here(request.handle) else []
+        for record in records or self._copies_of(request):
+            if record.machine.end_error is not None:
+                raise KvNotFound(record.machine.end_error.message)
+            if request.slab_index < len(record.machine.slabs):
+                return record.machine.slabs[request.slab_index]
+        raise KvNotFound(
+            f"the {handle_name(request.handle)} has no sealed slab {request.slab_index} here", field="slab_index"
+        )
+
+    def _copies_of(self, request: kv.ReadRequest) -> list[Record]:
+        return [record for record in self.store.copies(request.handle) if record.machine.is_reader(request.reader_id)]
+
+    def _renew(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
+        try:
+            if not self._is_held_here(handle):
+                return self.puller.renew(handle, reader_id)
+            record = self.store.find(handle)
+            if record.machine.ended:
+                return record.machine.state
+            if reader_id:
+                self.store.lease(record, reader_id)
+            else:
+                record.machine.renew_writer(self.store.clock())
+            return record.machine.state
+        except StaleIncarnation:
+            return HandleState.EXPIRED
+        except KvNotFound:
+            return HandleState.AWAITED
+
+    async def _end(self, handle: pb.KvHandle, here: Callable[[Record], None], there: Callable[[], Any]) -> HandleState:
+        """Release or abort. A handle that cannot be here any more has the state that was wanted: gone."""
+        try:
+            if not self._is_held_here(handle):
+                state: HandleState = await there()
+                return state
+            record = self.store.find_or_await(handle)
+        except (StaleIncarnation, DeadlineExceeded, Draining):
+            return HandleState.EXPIRED
+        here(record)
+        return record.machine.state
+
+    async def _verify_slabs(self, record: Record, request: kv.SealRequest) -> None:
+        """On one host checksums are verified by sample, or all with --verify-kv, then off the event loop."""
+        if record.machine.ended or not record.region_id:
+            return
+        memory = self.store.regions.memory(record.region_id)
+        if self._verify_kv:
+            await asyncio.to_thread(verify_checksums, request.slabs, memory, all_blocks=True)
+        else:
+            verify_checksums(request.slabs, memory, all_blocks=False)

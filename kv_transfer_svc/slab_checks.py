@@ -1,0 +1,72 @@
+"""Is what a writer seals really in its region, in the layout it reserved?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.errors import InvalidRequest, KvCorrupt
+from runtime.kv.checksum import block_checksum
+from runtime.kv.layout import check_memory_kind
+from runtime.kv.shared_region import SharedRegion
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+
+MAX_SLAB_BLOCKS = 4096
+"""Their checksums travel in metadata, which gRPC bounds."""
+
+
+def block_part_bytes(group: pb.KvGroup, num_layers: int) -> int:
+    """Bytes of one block that belong to a run of layers; layers come first in a block's order."""
+    return group.bytes_per_block * num_layers // len(group.layers)
+
+
+def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: SharedRegion) -> None:
+    """Raise InvalidRequest, naming the field, unless the slab's extents are blocks of that region and layout."""
+    if slab.group >= len(layout.groups):
+        raise InvalidRequest(f"slab {slab.index}: the layout has no group {slab.group}", field="slabs.group")
+    group = layout.groups[slab.group]
+    if not 0 < slab.num_layers <= len(group.layers):
+        raise InvalidRequest(
+            f"slab {slab.index} has {slab.num_layers} layers, its group has {len(group.layers)}",
+            field="slabs.num_layers",
+        )
+    if slab.num_blocks == 0 or len(slab.extents) != slab.num_blocks:
+        raise InvalidRequest(
+            f"slab {slab.index} has {slab.num_blocks} blocks and {len(slab.extents)} extents", field="slabs.extents"
+        )
+    if slab.num_blocks > MAX_SLAB_BLOCKS:
+        raise InvalidRequest(
+            f"slab {slab.index} has {slab.num_blocks} blocks; seal at most {MAX_SLAB_BLOCKS} at once",
+            field="slabs.num_blocks",
+        )
+    if slab.checksums and len(slab.checksums) != slab.num_blocks:
+        raise InvalidRequest(f"slab {slab.index}: one checksum per block, or none", field="slabs.checksums")
+    for extent in slab.extents:
+        _check_extent(slab.index, extent, region_id, memory, block_part_bytes(group, slab.num_layers))
+
+
+def _check_extent(index: int, extent: pb.Extent, region_id: str, memory: SharedRegion, num_bytes: int) -> None:
+    check_memory_kind(extent)
+    if extent.region_id != region_id:
+        raise InvalidRequest(
+            f"slab {index}: an extent in region {extent.region_id}, reserved was {region_id}", field="extents.region_id"
+        )
+    if extent.num_bytes != num_bytes:
+        raise InvalidRequest(
+            f"slab {index}: an extent of {extent.num_bytes} bytes, the layout says {num_bytes}",
+            field="extents.num_bytes",
+        )
+    if extent.slot >= memory.num_slots or extent.offset + extent.num_bytes > memory.total_bytes:
+        raise InvalidRequest(
+            f"slab {index}: slot {extent.slot} at byte {extent.offset} is outside region {region_id}",
+            field="extents.offset",
+        )
+
+
+def verify_checksums(slabs: Sequence[kv.Slab], memory: SharedRegion, *, all_blocks: bool) -> None:
+    """Compare checksums with the bytes in the region, of one block per slab or of all; raises KvCorrupt."""
+    for slab in slabs:
+        pairs = list(zip(slab.extents, slab.checksums, strict=False))
+        for extent, checksum in pairs if all_blocks else pairs[:1]:
+            if block_checksum(memory.copy_out(extent, 0, extent.num_bytes)) != checksum:
+                raise KvCorrupt(f"slab {slab.index}: slot {extent.slot} does not match its checksum", field="checksums")

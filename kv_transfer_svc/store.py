@@ -1,0 +1,277 @@
+"""Which handles does this service keep, and what becomes of them?
+
+The store is the only writer of records. It lives on the event loop and does no I/O; `sweep` is called by a timer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from kv_transfer_svc.broadcast import Broadcast
+from kv_transfer_svc.record import Record, handle_name
+from kv_transfer_svc.region_table import RegionTable
+from kv_transfer_svc.slab_checks import check_slab
+from runtime.errors import (
+    DeadlineExceeded,
+    Draining,
+    FingerprintMismatch,
+    InvalidRequest,
+    KvNotFound,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
+from runtime.kv.layout import check_supported, layout_digest
+from runtime.kv.slabs import first_missing_block
+from runtime.kv_handle import HandleMachine, HandleState
+from runtime.log import get_logger
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+_SWEEP_SLACK_SECONDS = 1.0
+"""How late a sweep may be before what it should have ended counts as orphaned."""
+
+_PRUNE_SECONDS = 10.0
+
+_START = time.time() - time.monotonic()
+
+
+def steady_unix_seconds() -> float:
+    """Seconds since the epoch that never jump, whatever is done to the machine's clock."""
+    return _START + time.monotonic()
+
+
+class HandleStore:
+    """Handles held here (`records`), and copies of other services' handles made for readers of this host."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = steady_unix_seconds,
+        lease_seconds: float = 10.0,
+        max_handles: int = 65_536,
+    ) -> None:
+        self.clock = clock
+        self.lease_seconds = lease_seconds
+        self.regions = RegionTable(self._region_lost)
+        self.counters: Counter[str] = Counter()
+        self.ended = Broadcast()
+        self.draining = False
+        self._max_handles = max_handles
+        self._live: dict[Record, None] = {}  # in the order they came
+        self._prune_at = 0.0
+        self._records: dict[bytes, Record] = {}
+        self._copies: dict[bytes, list[Record]] = {}
+
+    # -------------------------------------------------------------------------------------------------- look up
+
+    def live(self) -> Iterator[Record]:
+        return iter(list(self._live))
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def find(self, handle: pb.KvHandle) -> Record:
+        """Return the record of a handle held here; raises KvNotFound."""
+        record = self._records.get(handle.handle_id)
+        if record is None:
+            raise KvNotFound(f"the {handle_name(handle)} is not known here")
+        return record
+
+    def find_or_await(self, handle: pb.KvHandle) -> Record:
+        """Return the record of a handle held here, made now if this is the first that is heard of it."""
+        known = self._records.get(handle.handle_id)
+        if known is not None:
+            return known
+        self._refuse_new(handle)
+        return self._records.setdefault(handle.handle_id, self._new_record(handle, is_copy=False))
+
+    def copies(self, handle: pb.KvHandle) -> Sequence[Record]:
+        """Copies of another service's handle, for readers here."""
+        return list(self._copies.get(handle.handle_id, ()))
+
+    def add_copy(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> Record:
+        """Open a record that a pull fills; it ends with the last of its readers."""
+        self._refuse_new(handle)
+        record = self._new_record(handle, is_copy=True)
+        record.region_id, record.layout = region_id, layout
+        record.machine.reserve(self.clock(), region_id, self.lease_seconds)
+        self._copies.setdefault(handle.handle_id, []).append(record)
+        return record
+
+    # ---------------------------------------------------------------------------------------------------- edges
+
+    def reserve(self, request: kv.ReserveRequest) -> Record:
+        """A prefill worker opens its handle."""
+        handle = request.handle
+        check_supported(request.layout)
+        if handle.layout_digest and handle.layout_digest != layout_digest(request.layout):
+            raise FingerprintMismatch(
+                f"the {handle_name(handle)} was minted for another KV layout than its writer's", field="layout_digest"
+            )
+        if request.lease_ms <= 0:
+            raise InvalidRequest(
+                f"lease_ms is {request.lease_ms}; give the milliseconds a lease lasts", field="lease_ms"
+            )
+        self.regions.lent(request.region_id, handle.prefill_incarnation)
+        record = self.find_or_await(handle)
+        if record.machine.reserve(self.clock(), request.region_id, request.lease_ms / 1000):
+            record.region_id = request.region_id
+            record.layout = request.layout
+            self.counters["handles_reserved"] += 1
+            record.changed.fire()
+        return record
+
+    def seal(self, record: Record, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
+        """Make slabs of a record visible."""
+        self.check_slabs(record, slabs)
+        _check_close(slabs, record, closed)
+        num_known = len(record.machine.slabs)
+        if record.machine.seal(self.clock(), slabs, closed):
+            new_slabs = record.machine.slabs[num_known:]
+            record.num_bytes += sum(extent.num_bytes for slab in new_slabs for extent in slab.extents)
+            self.counters["slabs_sealed"] += len(new_slabs)
+            self.counters["handles_sealed"] += closed is not None
+            record.changed.fire()
+
+    def check_slabs(self, record: Record, slabs: Sequence[kv.Slab]) -> None:
+        """Raise InvalidRequest unless the slabs are what the writer reserved; says nothing of one that has not."""
+        if slabs and record.layout is not None and not record.machine.ended:
+            memory = self.regions.memory(record.region_id)
+            for slab in slabs:
+                check_slab(slab, record.layout, record.region_id, memory)
+
+    def lease(self, record: Record, reader_id: str) -> None:
+        record.machine.lease(self.clock(), reader_id, self.lease_seconds)
+
+    def release(self, record: Record, reader_id: str | None) -> None:
+        """One reader is done, or (None) nobody needs the handle."""
+        if reader_id is None:
+            record.machine.release_all()
+        else:
+            record.machine.release(reader_id)
+        self._settle(record)
+
+    def drain(self) -> None:
+        """Take no new handles, and give up those that nobody has reserved: nobody will."""
+        self.draining = True
+        for record in self.live():
+            if record.machine.state is HandleState.AWAITED:
+                self.abort(record, Draining("this KV service is draining and takes no new handles"))
+
+    def abort(self, record: Record, reason: TandemError) -> None:
+        record.machine.abort(reason)
+        self._settle(record)
+
+    def sweep(self) -> None:
+        """Let the clock act on every record; forget what nobody can ask for any more."""
+        now = self.clock()
+        for record in self.live():
+            for reader_id, num_streams in record.watching.items():
+                if num_streams and record.machine.is_reader(reader_id):
+                    record.machine.lease(now, reader_id, self.lease_seconds)
+            record.machine.expire(now)
+            self._settle(record)
+        if now >= self._prune_at:
+            self._prune(now)
+
+    # -------------------------------------------------------------------------------------------------- figures
+
+    @property
+    def leased_bytes(self) -> int:
+        return sum(record.num_bytes for record in self.live())
+
+    @property
+    def orphan_bytes(self) -> int:
+        """Bytes that something keeps and nobody has a right to: past their lease, or ended and the owner not told."""
+        now = self.clock()
+        late = sum(r.num_bytes for r in self.live() if r.machine.lease_until < now - _SWEEP_SLACK_SECONDS)
+        return late + sum(region.log.unsent_bytes(now - self.lease_seconds) for region in self.regions)
+
+    # ------------------------------------------------------------------------------------------------- workings
+
+    def _prune(self, now: float) -> None:
+        """Forget ended handles past their deadline: late calls are refused for that, no record is needed."""
+        self._prune_at = now + _PRUNE_SECONDS
+        self._records = {
+            handle_id: record
+            for handle_id, record in self._records.items()
+            if not record.machine.ended or now <= record.machine.deadline
+        }
+        for region in self.regions:
+            region.log.prune(now)
+
+    def _new_record(self, handle: pb.KvHandle, *, is_copy: bool) -> Record:
+        deadline = handle.deadline_unix_ms / 1000
+        machine = HandleMachine(handle_name(handle), handle.num_readers, deadline, reader_bound=is_copy)
+        record = Record(handle, machine, transport="grpc" if is_copy else "shm")
+        self._live[record] = None
+        return record
+
+    def _refuse_new(self, handle: pb.KvHandle) -> None:
+        if self.draining:
+            raise Draining("this KV service is draining and takes no new handles")
+        if len(handle.handle_id) != 16:
+            raise InvalidRequest(f"a handle id has 16 bytes, not {len(handle.handle_id)}", field="handle_id")
+        if handle.deadline_unix_ms / 1000 <= self.clock():
+            raise DeadlineExceeded(f"the {handle_name(handle)} is past its deadline", field="deadline_unix_ms")
+        if len(self._live) >= self._max_handles:
+            raise Overloaded(f"{self._max_handles} KV handles are kept already", retry_after_seconds=1.0)
+
+    def _settle(self, record: Record) -> None:
+        """See a record that has ended to its end, once: count it, tell its owner and its readers."""
+        if not record.machine.ended or record not in self._live:
+            return
+        del self._live[record]
+        state = record.machine.state
+        self.counters[f"handles_{state.name.lower()}"] += 1
+        if record in self._copies.get(record.handle.handle_id, ()):
+            self._drop_copy(record)
+        elif record.region_id:
+            self._tell_owner(record, state)
+        record.changed.fire()
+        self.ended.fire()
+
+    def _drop_copy(self, record: Record) -> None:
+        """Copies leave nothing behind: a reader that comes later has the bytes pulled anew."""
+        copies = self._copies[record.handle.handle_id]
+        copies.remove(record)
+        if not copies:
+            del self._copies[record.handle.handle_id]
+
+    def _tell_owner(self, record: Record, state: HandleState) -> None:
+        try:
+            region = self.regions.lent(record.region_id)
+        except KvNotFound:  # the owner is dead
+            return
+        handle = record.handle
+        ended = kv.OwnerEvent.Ended(handle_id=handle.handle_id, request_id=handle.request_id, state=state.to_proto)
+        region.log.append(ended, record.num_bytes, self.clock())
+
+    def _region_lost(self, region_id: str) -> None:
+        for record in self.live():
+            if record.region_id == region_id:
+                self.abort(record, Unavailable(f"the prefill worker of the {handle_name(record.handle)} is gone"))
+
+
+def _check_close(slabs: Sequence[kv.Slab], record: Record, closed: kv.Closed | None) -> None:
+    """A handle is closed with all its blocks sealed, and with no other."""
+    if closed is None or record.layout is None or record.machine.ended or record.machine.closed is not None:
+        return
+    name, num_blocks = handle_name(record.handle), closed.num_blocks
+    everything = [*record.machine.slabs, *slabs]
+    end = max((slab.first_block + slab.num_blocks for slab in everything), default=0)
+    if end > num_blocks:
+        raise InvalidRequest(f"the {name} is closed with {num_blocks} blocks, a slab reaches {end}", field="num_blocks")
+    # A copy begins where its readers' own blocks end.
+    first_block = (
+        min((slab.first_block for slab in everything), default=num_blocks) if record.transport == "grpc" else 0
+    )
+    missing = first_missing_block(everything, record.layout, first_block, num_blocks)
+    if missing is not None:
+        raise InvalidRequest(f"the {name} is closed with block {missing} of {num_blocks} unsealed", field="num_blocks")

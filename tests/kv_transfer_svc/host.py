@@ -1,0 +1,128 @@
+"""What does a test need of a host? A real KV service on port 0, real regions, and a clock that can be turned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.load import load_report
+from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
+from kv_transfer_svc.store import HandleStore, steady_unix_seconds
+from runtime.identity import new_incarnation
+from runtime.kv.client import KvClient
+from runtime.kv.region_server import RegionServer
+from runtime.server import GrpcServer
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import types_pb2 as pb
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
+from tests.kv_transfer_svc.writer import Writer
+
+
+class Clock:
+    """The service's clock, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return steady_unix_seconds() + self.ahead
+
+
+class Host:
+    """One KV service, as others see it."""
+
+    def __init__(self, folder: Path, arena_bytes: int) -> None:
+        self.incarnation = new_incarnation()
+        self.clock = Clock()
+        self.arena = Arena(f"arena-{self.incarnation}", arena_bytes)
+        self.store = HandleStore(clock=self.clock)
+        self.service = KvTransferService(self.store, self.arena, self.incarnation, lambda: KEY, self._stats)
+        self.regions = RegionServer(folder / f"{self.incarnation}.sock", self.store.regions)
+        self.server = GrpcServer(
+            "127.0.0.1:0",
+            lambda server: kv_grpc.add_KvTransferServiceServicer_to_server(self.service, server),
+            [SERVICE_NAME],
+        )
+        self.address = ""
+
+    async def start(self) -> None:
+        await self.regions.start()
+        self.address = await self.server.start()
+        self.service.listens_at(self.address)
+
+    async def stop(self) -> None:
+        await self.regions.close()
+        await self.service.puller.close()
+        await self.server.stop(0)
+        self.store.regions.close()
+        self.arena.close()
+
+    @property
+    def socket(self) -> str:
+        return str(self.regions.path)
+
+    def put_forward(self, seconds: float) -> None:
+        """Let time pass for the service."""
+        self.clock.ahead += seconds
+        self.service.sweep()
+
+    def _stats(self) -> pb.StatsReply:
+        return pb.StatsReply(load=load_report(self.store, self.arena))
+
+
+@contextlib.asynccontextmanager
+async def running_host(folder: Path, arena_bytes: int = 64 * BLOCK_BYTES) -> AsyncIterator[Host]:
+    host = Host(folder, arena_bytes)
+    await host.start()
+    try:
+        yield host
+    finally:
+        await host.stop()
+
+
+@contextlib.asynccontextmanager
+async def running_writer(host: Host) -> AsyncIterator[Writer]:
+    writer = Writer(host.socket, host.address, host.incarnation)
+    try:
+        await writer.lend()
+        yield writer
+    finally:
+        await writer.close()
+
+
+@contextlib.asynccontextmanager
+async def a_client(host: Host) -> AsyncIterator[KvClient]:
+    client = KvClient(host.address, new_incarnation())
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def watch_all(client: KvClient, handle: pb.KvHandle, reader_id: str, first_block: int = 0) -> list[kv.WatchEvent]:
+    """What one reader sees until the handle is closed."""
+    return [event async for event in client.watch(handle, reader_id, a_layout(), first_block)]
+
+
+def nothing_is_left(host: Host) -> bool:
+    """Whether no handle keeps anything, by the service's own figures."""
+    load = host.service._stats().load.kv_service
+    is_full = load.arena_free_bytes == load.arena_bytes and host.arena.used_bytes == 0
+    return is_full and (load.num_handles, load.leased_bytes, load.orphan_bytes) == (0, 0, 0)
+
+
+def closed(num_blocks: int, token_id: int = 7) -> kv.Closed:
+    return kv.Closed(num_blocks=num_blocks, first_tokens=[kv.FirstToken(token_id=token_id)])
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Return when `condition` holds; pytest's time limit is the deadline."""
+    while True:
+        result = condition()
+        if result if isinstance(result, bool) else await result:
+            return
+        await asyncio.sleep(0.005)

@@ -1,0 +1,1 @@
+"""The decode worker: KV blocks in, a stream of tokens out."""

@@ -1,0 +1,31 @@
+"""`python -m decode_svc`: run a decode worker; see --help."""
+
+from __future__ import annotations
+
+import sys
+
+from decode_svc.hand_over import DecodeHandOver
+from runtime.settings import load_settings
+from tandem.v1 import decode_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+from worker import process
+from worker.settings import WorkerSettings
+
+
+class DecodeService(process.WorkerService, decode_pb2_grpc.DecodeServiceServicer):
+    """tandem.v1.DecodeService, as every worker serves it."""
+
+
+def main() -> int:
+    return process.main(
+        load_settings(WorkerSettings, "decode"),
+        pb.WORKER_ROLE_DECODE,
+        "tandem.v1.DecodeService",
+        DecodeHandOver,
+        DecodeService,
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""How does decode come by a prompt's KV blocks, and go on at token two?
+
+As soon as the engine has reserved the blocks, a `Pull` watches the handle and has each slab copied as it is sealed,
+while prefill still computes. If the cache cannot be had, the engine computes the prompt itself: a token is a pure
+function of its request, so the answer is the same, only later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from decode_svc.pull import Pull, RegionReader
+from engine import messages
+from runtime.errors import TandemError, Unavailable
+from runtime.log import get_logger
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from worker.card import kv_layout
+from worker.engine_link import EngineLink
+from worker.front import WorkerFront
+from worker.kv_link import KvLink
+from worker.requests import ActiveRequest
+from worker.settings import WorkerSettings
+from worker.spans import Phase, PhaseSpans
+
+log = get_logger(__name__)
+
+
+class DecodeHandOver:
+    """Decode's side of the hand-over; implements worker.front.HandOver."""
+
+    def __init__(self, engine: EngineLink, link: KvLink, settings: WorkerSettings) -> None:
+        self.spans = PhaseSpans(phases)
+        self._engine = engine
+        self._link = link
+        self._reader = RegionReader(engine, link, settings.kv_transport)
+        self._front: WorkerFront | None = None
+        self._layout = pb.KvLayout()
+        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self._counters = {"kv_pulls": 0.0, "kv_pull_failures": 0.0, "kv_bytes_pulled": 0.0}
+
+    @property
+    def kv_address(self) -> str:
+        return self._link.address
+
+    def bind(self, front: WorkerFront) -> None:
+        self._front = front
+
+    def mode(self, submit: pb.Submit) -> messages.Mode:
+        return "decode" if submit.HasField("handle") else "aggregated"
+
+    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+        self._layout = kv_layout(ready.layout)
+        self._reader.own_region(ready.region_id, fds)
+
+    async def prepared(self) -> None:
+        """Decode can always compute by itself: it waits for no KV service."""
+
+    def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
+        if request.submit.HasField("handle"):
+            self._pulls[request.key] = asyncio.create_task(self._pull(request, reserved.num_cached_blocks))
+
+    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
+        log.warning("unexpected_seal", request_id=sealed.request_id)
+
+    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        """Tokens go to the gateway as they are."""
+
+    def imported(self, imported: messages.SlabImported) -> None:
+        self._reader.imported(imported)
+
+    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
+        if (pull := self._pulls.pop(request.key, None)) is not None and not pull.done():
+            pull.cancel()
+            self._release(request)
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    async def drained(self) -> None:
+        await asyncio.gather(*self._releases, return_exceptions=True)
+
+    async def close(self) -> None:
+        tasks = [*self._pulls.values(), *self._releases]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pull(self, request: ActiveRequest, num_cached_blocks: int) -> None:
+        """Pull every block, set the request going, give the lease back; or let the engine compute the prompt."""
+        pull = Pull(request, self._layout, num_cached_blocks, self._reader)
+        self._counters["kv_pulls"] += 1
+        try:
+            first = await pull.run(self._link.client())
+        except TandemError as error:
+            self._counters["kv_pull_failures"] += 1
+            log.warning("kv_pull_failed", request_id=request.submit.request_id, error=error.message)
+            self._engine.send(messages.Recompute(request.key))
+        else:
+            self._pulls.pop(request.key, None)  # over: `ended` must not cancel it
+            self._start(request, first)
+        finally:
+            self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
+        self._release(request)
+
+    def _start(self, request: ActiveRequest, first: kv.FirstToken) -> None:
+        """Pass token one on, for prefill may have died before it could, and go on at token two."""
+        assert self._front is not None, "bound before the first request"
+        is_finished = first.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        self._front.emit(request, _first_output(request, first))
+        if is_finished:
+            self._engine.send(messages.AbortRequest(request.key))
+            self._front.finish(request)
+        else:
+            self._engine.send(messages.StartDecode(request.key, [first.token_id]))
+
+    def _release(self, request: ActiveRequest) -> None:
+        task = asyncio.create_task(self._give_back(request.submit))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _give_back(self, submit: pb.Submit) -> None:
+        try:
+            await self._link.client().release(submit.handle, submit.request_id)
+        except Unavailable as error:
+            log.info("kv_release_not_delivered", error=error.message)  # the lease runs out by itself
+        except TandemError as error:
+            log.info("kv_release_refused", request_id=submit.request_id, error=error.message)
+
+
+def _first_output(request: ActiveRequest, first: kv.FirstToken) -> pb.TokenOutput:
+    submit = request.submit
+    output = pb.TokenOutput(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        choice_index=submit.choice_index,
+        token_ids=[first.token_id],
+        position=len(submit.token_ids),
+        finish_reason=first.finish_reason,
+    )
+    if first.HasField("logprobs"):
+        output.logprobs.append(first.logprobs)
+    if first.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+        request.ledger.num_prompt_tokens = submit.num_prompt_tokens
+        output.ledger.CopyFrom(request.ledger)
+    return output
+
+
+def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:
+    """Split a decode's ledger into its spans; an aggregated request has no transfer."""
+    pulled: dict[str, str | int] = {"tandem.kv.bytes": ledger.num_bytes_pulled, "tandem.kv.transport": ledger.transport}
+    yield Phase("kv.transfer", ledger.transfer_start_ns, ledger.transfer_end_ns, pulled)
+    yield Phase("decode.queue", ledger.transfer_end_ns or ledger.submitted_ns, ledger.scheduled_ns, {})
+    yield Phase("decode.first_token", ledger.scheduled_ns, ledger.first_token_ns, {})
+    made: dict[str, str | int] = {"gen_ai.usage.output_tokens": ledger.num_generated_tokens}
+    yield Phase("decode.stream", ledger.first_token_ns, ledger.finished_ns, made)

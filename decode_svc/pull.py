@@ -1,0 +1,172 @@
+"""How are one handle's slabs copied into the engine's pool?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from engine import messages
+from runtime.errors import DeadlineExceeded, InternalError, KvCorrupt, TandemError
+from runtime.kv.client import KvClient
+from runtime.kv.shared_region import SharedRegion
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from worker.engine_link import EngineLink
+from worker.kv_link import KvLink
+from worker.requests import ActiveRequest
+
+
+class RegionReader:
+    """Lets the engine read other processes' regions, and answers when a slab has been copied."""
+
+    def __init__(self, engine: EngineLink, link: KvLink, transport: Literal["auto", "shm", "grpc"]) -> None:
+        self.transport = transport
+        self._engine = engine
+        self._link = link
+        self._mapped: dict[str, asyncio.Task[None]] = {}
+        self._copies: dict[tuple[str, int], asyncio.Future[int]] = {}
+        self._num_staged = 0
+
+    def own_region(self, region_id: str, fds: Sequence[int]) -> None:
+        """Nobody reads a decode worker's pool yet: its descriptor is closed."""
+        for fd in fds:
+            os.close(fd)
+
+    async def map_regions(self, slab: kv.Slab) -> None:
+        """Have the engine map every region that a slab lies in; raises Unavailable or KvNotFound."""
+        for region_id in {extent.region_id for extent in slab.extents}:
+            if region_id not in self._mapped:
+                self._mapped[region_id] = asyncio.create_task(self._map(region_id))
+            try:
+                await asyncio.shield(self._mapped[region_id])
+            except TandemError:
+                self._mapped.pop(region_id, None)  # the next slab asks again
+                raise
+
+    async def copy(self, request_id: str, slab: kv.Slab, first_block: int) -> int:
+        """Copy a slab's blocks from `first_block` on into the request's; return bytes. Raises KvCorrupt."""
+        skipped = max(0, first_block - slab.first_block)
+        extents = [
+            messages.ExtentRef(extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation)
+            for extent in slab.extents[skipped:]
+        ]
+        if not extents:
+            return 0
+        key = (request_id, slab.index)
+        self._copies[key] = asyncio.get_running_loop().create_future()
+        self._engine.send(messages.ImportSlab(request_id, slab.index, slab.first_block + skipped, extents))
+        try:
+            return await self._copies[key]
+        finally:
+            del self._copies[key]
+
+    def imported(self, imported: messages.SlabImported) -> None:
+        future = self._copies.get((imported.request_id, imported.slab_index))
+        if future is None or future.done():
+            return
+        if imported.error:
+            future.set_exception(KvCorrupt(imported.error))
+        else:
+            future.set_result(imported.num_bytes)
+
+    async def copy_over_grpc(self, client: KvClient, request: ActiveRequest, slab: kv.Slab, first_block: int) -> int:
+        """Fetch a slab from the KV service as a stream of chunks into a region of our own, and copy it from there."""
+        skipped = max(0, first_block - slab.first_block)
+        sizes = [extent.num_bytes for extent in slab.extents[skipped:]]
+        if not sizes:
+            return 0
+        self._num_staged += 1
+        region_id = f"staged-{os.getpid()}-{self._num_staged}"
+        with _Staged(sizes) as staged:
+            submit = request.submit
+            await client.read(submit.handle, submit.request_id, slab, staged.view, slab.first_block + skipped)
+            self._engine.send(staged.map_command(region_id), staged.fd)
+            try:
+                return await self.copy(
+                    request.key, staged.slab(slab, region_id, slab.first_block + skipped), first_block
+                )
+            finally:
+                self._engine.send(messages.UnmapRegion(region_id))
+
+    async def _map(self, region_id: str) -> None:
+        grant = await self._link.fetch(region_id)
+        try:
+            self._engine.send(
+                messages.MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset), grant.fd
+            )
+        finally:
+            os.close(grant.fd)
+
+
+class _Staged:
+    """A region of our own that holds one slab, of the same form as a worker's pool."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._region = SharedRegion.create("tandem-staged", sum(sizes), len(sizes))
+        self.view = self._region.view(0, sum(sizes))
+
+    def __enter__(self) -> _Staged:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.view.release()
+        self._region.close()
+
+    @property
+    def fd(self) -> int:
+        return self._region.fd
+
+    def map_command(self, region_id: str) -> messages.MapRegion:
+        region = self._region
+        return messages.MapRegion(region_id, region.total_bytes, region.num_slots, region.generations_offset)
+
+    def slab(self, slab: kv.Slab, region_id: str, first_block: int) -> kv.Slab:
+        """Return `slab` from `first_block` on, as it lies here; nothing here is ever reused, so generations are 0."""
+        staged = kv.Slab(index=slab.index, first_block=first_block, num_blocks=len(self._sizes))
+        offset = 0
+        for slot, size in enumerate(self._sizes):
+            staged.extents.add(
+                kind=pb.MEMORY_KIND_HOST, region_id=region_id, offset=offset, num_bytes=size, slot=slot, generation=0
+            )
+            offset += size
+        return staged
+
+
+class Pull:
+    """One handle, from Watch to the last block; adds to the request's ledger what it moved and when."""
+
+    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, first_block: int, reader: RegionReader) -> None:
+        self._request = request
+        self._layout = layout
+        self._first_block = first_block
+        self._reader = reader
+
+    async def run(self, client: KvClient) -> kv.FirstToken:
+        """Return our choice's first token once every block has been copied; raises TandemError if that cannot be."""
+        try:
+            async with asyncio.timeout(max(0.0, self._request.seconds_left)):
+                closed = await self._pull(client)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the prompt's KV cache did not come before the request's deadline") from error
+        self._request.ledger.transfer_end_ns = time.time_ns()
+        return closed.first_tokens[self._request.submit.choice_index]
+
+    async def _pull(self, client: KvClient) -> kv.Closed:
+        submit, ledger = self._request.submit, self._request.ledger
+        async for event in client.watch(submit.handle, submit.request_id, self._layout, self._first_block):
+            if event.HasField("closed"):
+                return event.closed
+            ledger.transfer_start_ns = ledger.transfer_start_ns or time.time_ns()
+            ledger.transport = "grpc" if self._reader.transport == "grpc" else event.transport
+            ledger.num_bytes_pulled += await self._take(client, event.slab)
+        raise InternalError("the KV service ended its Watch without closing the handle")
+
+    async def _take(self, client: KvClient, slab: kv.Slab) -> int:
+        if self._reader.transport == "grpc":
+            return await self._reader.copy_over_grpc(client, self._request, slab, self._first_block)
+        await self._reader.map_regions(slab)
+        return await self._reader.copy(self._request.key, slab, self._first_block)

@@ -1,0 +1,125 @@
+"""What becomes of a prompt's KV blocks once prefill has computed them?
+
+A request's `Sealer` reserves its handle, seals each run of blocks as the engine completes it, and closes the handle
+with the first tokens. The engine holds the blocks until the KV service says that the handle has ended; `Holds` keeps
+book of that, and gives them back by itself if the KV service is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from engine import messages
+from prefill_svc.holds import Holds
+from prefill_svc.sealer import Sealer
+from runtime.errors import InvalidRequest, TandemError
+from runtime.log import get_logger
+from tandem.v1 import types_pb2 as pb
+from worker.card import kv_layout
+from worker.engine_link import EngineLink
+from worker.front import WorkerFront
+from worker.kv_link import KvLink, RegionOffer
+from worker.requests import ActiveRequest
+from worker.settings import WorkerSettings
+from worker.spans import Phase, PhaseSpans
+
+log = get_logger(__name__)
+
+
+class PrefillHandOver:
+    """Prefill's side of the hand-over; implements worker.front.HandOver."""
+
+    def __init__(self, engine: EngineLink, link: KvLink, settings: WorkerSettings) -> None:
+        self.spans = PhaseSpans(phases)
+        self._link = link
+        self._holds = Holds(engine, link)
+        self._sealers: dict[str, Sealer] = {}
+        self._layout = pb.KvLayout()
+        self._region_id = ""
+        self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
+
+    @property
+    def kv_address(self) -> str:
+        return self._link.address
+
+    def bind(self, front: WorkerFront) -> None:
+        """Nothing of the front's is needed here."""
+
+    def mode(self, submit: pb.Submit) -> messages.Mode:
+        if not submit.HasField("handle"):
+            raise InvalidRequest("a prefill request needs a KV handle to fill", field="handle")
+        return "prefill"
+
+    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+        self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
+        num_slots, num_bytes = ready.num_blocks, ready.layout.bytes_per_block
+        self._link.lend(
+            RegionOffer(ready.region_id, ready.region_bytes, num_slots, num_bytes, ready.generations_offset, fds[0])
+        )
+        self._holds.follow(ready.region_id)
+
+    async def prepared(self) -> None:
+        await self._link.wait_lent()
+
+    def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
+        handle = request.submit.handle
+        sealer = Sealer(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
+        self._sealers[request.key] = sealer
+        self._holds.add(handle, request.key)
+        task = asyncio.create_task(self._seal(request, sealer))
+        sealer.task = task
+
+    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
+        if sealer := self._sealers.get(request.key):
+            sealer.blocks(sealed)
+
+    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        if sealer := self._sealers.get(request.key):
+            sealer.first_token(wire)
+
+    def imported(self, imported: messages.SlabImported) -> None:
+        log.warning("unexpected_import", request_id=imported.request_id)
+
+    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
+        """A request that ended well is sealed to its end; one that broke is aborted, for its reader to know at once."""
+        sealer = self._sealers.pop(request.key, None)
+        if sealer is None or error is None:
+            return
+        assert sealer.task is not None, "set as the sealer was made"
+        sealer.task.cancel()
+        self._holds.abort(request.submit.handle, error)
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    async def drained(self) -> None:
+        await self._holds.wait_empty()
+
+    async def close(self) -> None:
+        await self._holds.close()
+
+    async def _seal(self, request: ActiveRequest, sealer: Sealer) -> None:
+        """Seal until the handle is closed; without a KV service the blocks go back, and decode computes by itself."""
+        try:
+            await sealer.run(self._link.client())
+            self._counters["kv_slabs_sealed"] += sealer.num_slabs
+        except TandemError as error:
+            self._counters["kv_seal_failures"] += 1
+            log.warning("kv_seal_failed", request_id=request.submit.request_id, error=error.message)
+            self._holds.abort(request.submit.handle, error)
+
+
+def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:
+    """Split a prefill's ledger into its spans."""
+    yield Phase("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
+    yield Phase(
+        "prefill.compute",
+        ledger.scheduled_ns,
+        ledger.first_token_ns,
+        {
+            "tandem.tokens.computed": ledger.num_computed_tokens,
+            "tandem.tokens.cached": ledger.num_cached_tokens,
+            "gen_ai.usage.input_tokens": ledger.num_prompt_tokens,
+        },
+    )

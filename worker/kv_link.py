@@ -1,0 +1,156 @@
+"""Which KV service does this worker use now, and which regions has it lent and borrowed?"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.errors import TandemError, Unavailable
+from runtime.kv.client import KvClient
+from runtime.kv.regions import RegionClient, RegionGrant
+from runtime.log import get_logger
+from tandem.v1 import control_plane_pb2 as cp
+
+log = get_logger(__name__)
+
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class RegionOffer:
+    """This worker's pool, as it is lent to the KV service; `fd` stays open as long as the worker lives."""
+
+    region_id: str
+    num_bytes: int
+    num_slots: int
+    bytes_per_slot: int
+    generations_offset: int
+    fd: int
+
+
+class KvLink:
+    """Follows the KV service of this host through its restarts; offers our region to each of its lives."""
+
+    def __init__(self, incarnation: str, lease_seconds: float) -> None:
+        self._incarnation = incarnation
+        self._lease_seconds = lease_seconds
+        self._holders: dict[KvClient, str] = {}
+        self._current: cp.KvServiceAddress | None = None
+        self._client: KvClient | None = None
+        self._regions: RegionClient | None = None
+        self._offer: RegionOffer | None = None
+        self._lent: RegionOffer | None = None
+        self._changed = asyncio.Condition()
+        self._wake = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return self._current.address if self._current else ""
+
+    def follow(self, lookup: Callable[[], cp.KvServiceAddress | None]) -> None:
+        """Start watching which KV service the control plane names for this host."""
+        self._follower = asyncio.create_task(self._follow(lookup))
+
+    def lend(self, offer: RegionOffer) -> None:
+        """Offer our region to the KV service, now and whenever another one takes its place."""
+        self._offer = offer
+        self._wake.set()
+
+    async def wait_lent(self) -> None:
+        """Return once the region given to `lend` has been taken by a KV service."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._offer is not None and self._lent is self._offer)
+
+    def client(self) -> KvClient:
+        """Return the client of the present KV service; raises Unavailable if there is none."""
+        if self._client is None:
+            raise Unavailable("no KV service is known for this host; start one with `python -m kv_transfer_svc`")
+        return self._client
+
+    async def wait_client(self) -> KvClient:
+        """Return the client of a KV service to which our region has been offered, as soon as there is one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._client is not None)
+        return self.client()
+
+    async def wait_gone(self, client: KvClient) -> None:
+        """Return once `client` is no longer the present one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._client is not client)
+
+    def holder(self, client: KvClient) -> str:
+        """Return the incarnation of the KV service that `client` talks to, or talked to."""
+        return self._holders[client]
+
+    async def fetch(self, region_id: str) -> RegionGrant:
+        """Return a region that was lent to the KV service; raises Unavailable or KvNotFound."""
+        if self._regions is None:
+            raise Unavailable("no KV service is known for this host, so its regions cannot be mapped")
+        return await self._regions.fetch(region_id)
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+        await self._disconnect()
+        if self._offer is not None:
+            os.close(self._offer.fd)
+
+    async def _follow(self, lookup: Callable[[], cp.KvServiceAddress | None]) -> None:
+        last_named = time.monotonic()
+        while True:
+            self._wake.clear()
+            found = lookup()
+            try:
+                if found is not None:
+                    last_named = time.monotonic()
+                    if self._is_other(found) or self._lent is not self._offer:
+                        await self._connect(found)
+                elif self._client is not None and time.monotonic() - last_named > self._lease_seconds:
+                    await self._disconnect()
+            except (TandemError, OSError) as error:
+                log.warning("kv_service_unreachable", address=found.address if found else "", error=str(error))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
+
+    def _is_other(self, found: cp.KvServiceAddress) -> bool:
+        return self._current is None or found.incarnation != self._current.incarnation
+
+    async def _connect(self, found: cp.KvServiceAddress) -> None:
+        await self._disconnect()
+        regions = RegionClient(found.socket)
+        offer = self._offer
+        if offer is not None:
+            await self._lend(regions, offer)
+        client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
+        self._holders[client] = found.incarnation
+        async with self._changed:
+            self._current, self._regions, self._client, self._lent = found, regions, client, offer
+            self._changed.notify_all()
+        log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=offer is not None)
+
+    async def _lend(self, regions: RegionClient, offer: RegionOffer) -> None:
+        await regions.offer(
+            offer.region_id,
+            self._incarnation,
+            offer.num_bytes,
+            offer.num_slots,
+            offer.bytes_per_slot,
+            offer.generations_offset,
+            offer.fd,
+        )
+
+    async def _disconnect(self) -> None:
+        client, regions = self._client, self._regions
+        async with self._changed:
+            self._current, self._client, self._regions, self._lent = None, None, None, None
+            self._changed.notify_all()
+        if client is not None:
+            await client.close()
+        if regions is not None:
+            await regions.close()

@@ -1,0 +1,53 @@
+"""What can be set on a worker, and what of it does its engine process get?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from engine.settings import EngineConfig
+from runtime.settings import setting
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a prefill or decode worker; each field is a flag, a variable and a key of tandem.toml."""
+
+    model: str = setting("@tandem/demo", "folder or Hub id of the checkpoint to serve", shared=True)
+    served_model_name: str = setting("", "name clients use instead of the folder name or Hub id", shared=True)
+    control: tuple[str, ...] = setting(
+        ("127.0.0.1:8643",), "gRPC addresses of the control plane's processes", shared=True
+    )
+    listen: str = setting("127.0.0.1:0", "address the gRPC server listens on; port 0 takes a free one")
+    advertise: str = setting("", "address that others dial, where it differs from the one listened on")
+    insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
+    host_id: str = setting("", "name of this host; lets one machine play several", shared=True)
+    worker_id: str = setting("", "stable name of this worker; made from role, host and process id if empty")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "numbers the model computes in")
+    max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens; the model's own if unset")
+    block_size: int = setting(16, "tokens per KV block", shared=True)
+    num_kv_blocks: int | None = setting(None, "KV blocks in the pool; sized from memory if unset")
+    kv_memory_bytes: int | None = setting(None, "bytes of the KV pool; sized from free memory if unset")
+    max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
+    max_num_seqs: int = setting(64, "requests that run at once")
+    max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")
+    num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
+    cpus: tuple[int, ...] = setting((), "cores the engine process is pinned to; all it may use if empty")
+    kv_transport: Literal["auto", "shm", "grpc"] = setting(
+        "auto", "how KV bytes reach this worker: shared memory, or a gRPC stream from its KV service"
+    )
+    lease_seconds: float = setting(10.0, "how long KV blocks stay reserved for a reader that is not heard of")
+    drain_seconds: float = setting(120.0, "how long running requests may take to finish after SIGTERM")
+    state_dir: str = setting("", "where digests and caches are kept; XDG state directory if empty", shared=True)
+    log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
+
+    def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
+        """Return the part of the settings that the engine process needs; fields of the same name are the same.
+
+        Raises ValueError naming the field, its value and its limits.
+        """
+        ours = {field.name: getattr(self, field.name) for field in fields(self)}
+        taken = {field.name: ours[field.name] for field in fields(EngineConfig) if field.name in ours}
+        return EngineConfig(**{**taken, "state_dir": state_dir, "region_id": region_id})

@@ -1,0 +1,1 @@
+"""The control plane: gateway, router, dispatcher and registry. No torch, no transformers."""

@@ -1,0 +1,46 @@
+"""Which application answers HTTP, and what is it made of?"""
+
+from __future__ import annotations
+
+from sse_starlette.sse import AppStatus
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+
+from control_plane.completion import TextService
+from control_plane.faces import binding, openai, operations, workers_ai
+from control_plane.faces.errors import on_client_left, on_http_exception, on_tandem_error
+from control_plane.faces.request_context import RequestContext
+from control_plane.faces.services import FleetView, HttpSettings, Readiness, Services
+from control_plane.generation import ModelCatalog
+from runtime.errors import TandemError
+
+
+def create_app(
+    text: TextService, catalog: ModelCatalog, fleet: FleetView, readiness: Readiness, settings: HttpSettings
+) -> Starlette:
+    """Return the ASGI application with all faces; make it after `tracing.configure` and `metrics.configure`.
+
+    It changes one thing for the process: streams are no longer cut when uvicorn begins to shut down, because a draining
+    gateway finishes what runs.
+    """
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+    app = Starlette(
+        routes=[
+            *operations.routes(),
+            *openai.routes("/v1"),
+            *openai.routes("/client/v4/accounts/{account}/ai/v1"),
+            *workers_ai.routes(),
+            *binding.routes(),
+        ],
+        middleware=[Middleware(RequestContext)],
+        exception_handlers={
+            TandemError: on_tandem_error,
+            HTTPException: on_http_exception,
+            ClientDisconnect: on_client_left,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.services = Services(text, catalog, fleet, readiness, settings)
+    return app

@@ -1,0 +1,117 @@
+"""Which models can be asked here, and what does the text pipeline need to know of each?"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+
+from control_plane.generation import ModelDescription
+from control_plane.registry import Worker, WorkerRegistry
+from runtime.channel import open_channel
+from runtime.errors import ModelNotFound, TandemError, Unavailable
+from runtime.log import get_logger
+from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+_FETCH_SECONDS = 20.0
+
+
+class ModelCatalog:
+    """Implements control_plane.generation.ModelCatalog from the cards of registered workers.
+
+    Tokenizers are fetched from workers by digest and kept, so that this host needs no model files.
+    """
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self._registry = registry
+        self._assets: dict[bytes, bytes] = {}
+        self._descriptions: dict[bytes, ModelDescription] = {}
+        self._lock = asyncio.Lock()
+
+    def card(self, name: str) -> pb.ModelCard:
+        """Return the card of a model by id or alias; raises ModelNotFound naming what is served."""
+        cards = {card.model_id: card for card in self._cards()}
+        for card in cards.values():
+            if name == card.model_id or name in card.aliases:
+                return card
+        served = ", ".join(sorted(cards)) or "nothing yet: no worker has loaded a model"
+        raise ModelNotFound(f"no model {name!r} here; served: {served}", field="model")
+
+    async def get(self, name: str) -> ModelDescription:
+        card = self.card(name)
+        digest = card.fingerprint.digest
+        if digest not in self._descriptions:
+            async with self._lock:
+                if digest not in self._descriptions:
+                    self._descriptions[digest] = await self._describe(card)
+        return self._descriptions[digest]
+
+    def list(self) -> list[ModelDescription]:
+        """Return what is known already; `prefetch` makes that everything that is served."""
+        digests = {card.fingerprint.digest for card in self._cards()}
+        known = [description for digest, description in self._descriptions.items() if digest in digests]
+        return sorted(known, key=lambda description: description.model_id)
+
+    async def prefetch(self) -> None:
+        """Fetch what is missing of every served model; failures are logged and tried again next time."""
+        for card in self._cards():
+            try:
+                await self.get(card.model_id)
+            except TandemError as error:
+                log.warning("model_not_described", model=card.model_id, error=error.message)
+
+    def _cards(self) -> tuple[pb.ModelCard, ...]:
+        workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        return tuple(worker.info.card for worker in workers if worker.info.card.model_id)
+
+    async def _describe(self, card: pb.ModelCard) -> ModelDescription:
+        assets = {asset.name: await self._asset(asset) for asset in card.assets}
+        defaults = card.generation_defaults
+        return ModelDescription(
+            model_id=card.model_id,
+            aliases=tuple(card.aliases),
+            context_length=card.context_length,
+            block_size=card.block_size,
+            vocab_size=card.vocab_size,
+            eos_token_ids=tuple(card.eos_token_ids),
+            chat_template=card.chat_template,
+            generation_defaults={field.name: float(value) for field, value in defaults.ListFields()},
+            fingerprint=card.fingerprint.digest.hex(),
+            numerics_class=card.fingerprint.numerics_class,
+            created_unix_seconds=card.created_unix_seconds,
+            architecture=card.architecture,
+            num_parameters=card.num_parameters,
+            tokenizer_json=assets["tokenizer.json"],
+            tokenizer_config=json.loads(assets.get("tokenizer_config.json", b"{}")),
+        )
+
+    async def _asset(self, asset: pb.Asset) -> bytes:
+        """Return a file's bytes from whichever worker has it; raises Unavailable."""
+        if asset.digest in self._assets:
+            return self._assets[asset.digest]
+        reason = "no worker offers it"
+        for worker in self._registry.workers():
+            if not any(other.digest == asset.digest for other in worker.info.card.assets):
+                continue
+            try:
+                content = await _fetch(worker, asset)
+            except TandemError as error:
+                reason = error.message
+            else:
+                self._assets[asset.digest] = content
+                return content
+        raise Unavailable(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
+
+
+async def _fetch(worker: Worker, asset: pb.Asset) -> bytes:
+    is_prefill = worker.role == pb.WORKER_ROLE_PREFILL
+    async with open_channel(worker.info.address) as channel:
+        stub = (prefill_pb2_grpc.PrefillServiceStub if is_prefill else decode_pb2_grpc.DecodeServiceStub)(channel)
+        request = pb.AssetRequest(digest=asset.digest)
+        content = b"".join([chunk.data async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS)])
+    if hashlib.blake2b(content, digest_size=16).digest() != asset.digest:
+        raise Unavailable(f"worker {worker.worker_id} sent a {asset.name} that does not match its digest")
+    return content

@@ -1,0 +1,218 @@
+"""What happens between a validated request and its text: tokenize, submit, detokenize, stop?
+
+Every face makes a `CompletionRequest` or a `ChatRequest`; `TextService.start` turns it into a running `TextStream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from control_plane.generation import (
+    Dispatcher,
+    ModelCatalog,
+    ModelDescription,
+    TokenDelta,
+    TokenStream,
+    Usage,
+)
+from control_plane.text.choice import ChoiceText, TextDelta
+from control_plane.text.request import (
+    ChatRequest,
+    CompletionRequest,
+    check_token_ids,
+    stop_token_ids,
+    token_request,
+)
+from control_plane.text.telemetry import GenerationMeter, GenerationRecord
+from control_plane.text.template import ChatTemplate
+from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tokenizer_cache import TokenizerCache
+from runtime import tracing
+from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class TextService:
+    """Text in, text out; knows no HTTP and no worker."""
+
+    def __init__(
+        self, catalog: ModelCatalog, dispatcher: Dispatcher, *, default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        self._catalog = catalog
+        self._dispatcher = dispatcher
+        self._default_timeout_seconds = default_timeout_seconds
+        self._tokenizers = TokenizerCache()
+        self._meter = GenerationMeter()
+
+    async def start(self, request: CompletionRequest | ChatRequest) -> TextStream:
+        """Return the stream once a worker has accepted the request; raises TandemError if none will.
+
+        The caller owns the stream and closes it. Nothing runs on if this is cancelled.
+        """
+        timeout_seconds = request.caller.timeout_seconds or self._default_timeout_seconds
+        deadline = time.time() + timeout_seconds
+        record = GenerationRecord(self._meter, request)
+        try:
+            async with _until(deadline, timeout_seconds):
+                model = await self._catalog.get(request.model)
+                record.model_found(model)
+                tokenizer = await self._tokenizers.get(model)
+                with tracing.tracer().start_as_current_span("tokenize"):
+                    token_ids = await _prompt_ids(request, model, tokenizer)
+                tokens = await self._dispatcher.submit(token_request(request, model, token_ids, deadline))
+        except BaseException as error:
+            record.failed(error)
+            raise
+        prompt = Prompt(request, model, tokenizer, tuple(token_ids))
+        return TextStream(tokens, prompt, record, deadline, timeout_seconds)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request with what was found out about it on the way to the workers."""
+
+    request: CompletionRequest | ChatRequest
+    model: ModelDescription
+    tokenizer: TextTokenizer
+    token_ids: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """What a completion continues, as text."""
+        if isinstance(self.request, CompletionRequest) and isinstance(self.request.prompt, str):
+            return self.request.prompt
+        return self.tokenizer.decode(self.token_ids)
+
+
+class TextStream:
+    """The answer to one request, all choices, as text; to be iterated once and closed at any time."""
+
+    def __init__(
+        self,
+        tokens: TokenStream,
+        prompt: Prompt,
+        record: GenerationRecord,
+        deadline: float,
+        timeout_seconds: float,
+    ) -> None:
+        self.prompt = prompt
+        self._tokens = tokens
+        self._record = record
+        self._deadline = deadline
+        self._timeout_seconds = timeout_seconds
+        self._choices = [_new_choice(prompt) for _ in range(prompt.request.options.num_choices)]
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.prompt.model
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Final once iteration has ended."""
+        return self._tokens.usage
+
+    @property
+    def route(self) -> Mapping[str, Any]:
+        return self._tokens.route
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """Yield text as it comes; every choice ends with a finish reason, or this raises TandemError."""
+        try:
+            async for delta in self._token_deltas():
+                text = await self._push(delta)
+                if text is not None:
+                    self._record.text_came()
+                    yield text
+            self._record.finished(self.usage, self._finish_reasons())
+        except BaseException as error:
+            self._record.failed(error)
+            raise
+        finally:
+            await self.aclose()
+
+    def _finish_reasons(self) -> list[str]:
+        reasons: list[str] = [choice.finish_reason for choice in self._choices if choice.finish_reason is not None]
+        if len(reasons) < len(self._choices):
+            raise InternalError("the stream of tokens ended before the answer did; try again")
+        return reasons
+
+    async def aclose(self) -> None:
+        """Cancel what still runs; completes even while the surrounding task is being cancelled."""
+        with anyio.CancelScope(shield=True):
+            await self._tokens.aclose()
+
+    async def _token_deltas(self) -> AsyncIterator[TokenDelta]:
+        iterator = aiter(self._tokens)
+        while True:
+            async with _until(self._deadline, self._timeout_seconds):
+                delta = await anext(iterator, None)
+            if delta is None:
+                return
+            yield delta
+
+    async def _push(self, delta: TokenDelta) -> TextDelta | None:
+        choice = self._choices[delta.choice_index]
+        if choice.finish_reason is not None:  # tokens that were on their way when a stop string ended the choice
+            return None
+        text = choice.push(delta)
+        if choice.ended_by_stop_string and delta.finish_reason is None:
+            await self._tokens.stop_choice(delta.choice_index)
+        return text if text.text or text.logprobs or text.finish_reason else None
+
+
+def _new_choice(prompt: Prompt) -> ChoiceText:
+    """A completion's text goes on where its prompt ends; an answer in a chat begins anew."""
+    return ChoiceText(
+        prompt.tokenizer,
+        context_ids=() if isinstance(prompt.request, ChatRequest) else prompt.token_ids,
+        stop_strings=prompt.request.options.stop,
+        stop_token_ids=stop_token_ids(prompt.request.options, prompt.model),
+    )
+
+
+@asynccontextmanager
+async def _until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]:
+    """Turn the passing of `deadline` (Unix seconds) inside the block into DeadlineExceeded."""
+    timeout = asyncio.timeout(max(0.0, deadline - time.time()))
+    try:
+        async with timeout:
+            yield
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        raise DeadlineExceeded(
+            f"the request took longer than its {timeout_seconds:g} seconds; ask for fewer tokens or more time"
+        ) from error
+
+
+async def _prompt_ids(
+    request: CompletionRequest | ChatRequest, model: ModelDescription, tokenizer: TextTokenizer
+) -> list[int]:
+    if isinstance(request, CompletionRequest):
+        return await _completion_ids(request, model, tokenizer)
+    if not request.messages:
+        raise InvalidRequest("messages is empty; send at least one message", field="messages")
+    if not model.chat_template:
+        raise InvalidRequest(f"{model.model_id} has no chat template; send a prompt instead", field="messages")
+    return await tokenizer.chat_ids(ChatTemplate(model.chat_template, tokenizer.special_tokens), request.messages)
+
+
+async def _completion_ids(request: CompletionRequest, model: ModelDescription, tokenizer: TextTokenizer) -> list[int]:
+    if not request.prompt:
+        raise InvalidRequest("prompt is empty; send at least one character or token id", field="prompt")
+    if isinstance(request.prompt, str):
+        return await tokenizer.prompt_ids(request.prompt, control_tokens=request.control_tokens)
+    check_token_ids("prompt", request.prompt, model)
+    return list(request.prompt)

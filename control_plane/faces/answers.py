@@ -1,0 +1,57 @@
+"""What is a whole answer, when nobody streams it?"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from control_plane.generation import FinishReason, ModelDescription, Usage
+from control_plane.text.choice import TextDelta, TextLogprobs
+
+
+class Answer(Protocol):
+    """The running answer to one HTTP request: a TextStream, or several side by side."""
+
+    @property
+    def model(self) -> ModelDescription: ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def usage(self) -> Usage: ...
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass
+class WholeChoice:
+    text: str = ""
+    logprobs: list[TextLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+async def collect(answer: Answer) -> list[WholeChoice]:
+    """Read `answer` to its end."""
+    parts: list[list[str]] = [[] for _ in range(answer.num_choices)]
+    choices = [WholeChoice() for _ in range(answer.num_choices)]
+    async for delta in answer:
+        choice = choices[delta.choice_index]
+        parts[delta.choice_index].append(delta.text)
+        choice.logprobs.extend(delta.logprobs)
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+    for choice, texts in zip(choices, parts, strict=True):
+        choice.text = "".join(texts)
+    return choices
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }

@@ -1,0 +1,99 @@
+"""How does an HTTP body become a checked value, and how is the caller told what is wrong with it?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from control_plane.faces.errors import BodyMissing, BodyTooLarge
+from control_plane.faces.services import services_of
+from runtime.errors import InvalidRequest, Unsupported
+
+_MAX_SHOWN_CHARACTERS = 60
+
+
+class Body(BaseModel):
+    """A JSON object at the edge: no silent conversions; fields it does not know are kept for `refuse_extras`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+Checked = TypeVar("Checked", bound=Body)
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """Return the body as a JSON object, whatever its Content-Type says; raises InvalidRequest or BodyTooLarge."""
+    raw = await _read(request, services_of(request).settings.max_body_bytes)
+    if not raw.strip():
+        raise BodyMissing("the request has no body; send a JSON object")
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is JSON, but {_show(value)} is no object; send {{...}}")
+    return value
+
+
+def check(model: type[Checked], value: Mapping[str, Any]) -> Checked:
+    """Build `model` from JSON values; raises InvalidRequest naming the field, its value and what it must be."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        message = "; ".join(_explain(problem) for problem in problems[:3])
+        raise InvalidRequest(message, field=_path(problems[0]["loc"])) from error
+
+
+def refuse_extras(
+    body: Body,
+    *,
+    unsupported: Collection[str] = (),
+    harmless: Collection[str] = (),
+    at: str = "",
+) -> None:
+    """Raise for fields that `body` does not know, unless they say nothing (null, false, empty) or are harmless.
+
+    A field that is ignored in silence changes the answer behind the caller's back.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if name in harmless or value in (None, False, [], {}, ""):
+            continue
+        if name in unsupported:
+            raise Unsupported(f"{at}{name} is not supported here; leave it out", field=f"{at}{name}")
+        near = get_close_matches(name, list(type(body).model_fields), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "leave it out"
+        raise InvalidRequest(f"{at}{name} is not a field of this request; {remedy}", field=f"{at}{name}")
+
+
+async def _read(request: Request, limit_bytes: int) -> bytes:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send less")
+    return bytes(raw)
+
+
+def _explain(problem: Any) -> str:
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    path = _path(problem["loc"])
+    if problem["type"] == "missing":
+        return f"{path} is missing; send it"
+    return f"{path} {message}, got {_show(problem['input'])}" if path else message
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Write ("messages", 0, "content") as messages[0].content."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).lstrip(".")
+
+
+def _show(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."

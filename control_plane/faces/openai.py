@@ -1,0 +1,131 @@
+"""How do OpenAI's clients talk to Tandem?
+
+The same endpoints stand under /v1 and, for users of Cloudflare's URLs, under /client/v4/accounts/{account}/ai/v1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from control_plane.completion import TextStream
+from control_plane.faces.answers import Answer, collect
+from control_plane.faces.body import check, read_json_object
+from control_plane.faces.fields import messages_for_template
+from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
+from control_plane.faces.openai_schema import ChatBody, CompletionBody, OpenAIBody
+from control_plane.faces.services import caller_of, request_id_of, services_of
+from control_plane.faces.side_by_side import SideBySide, start_all
+from control_plane.faces.streaming import DONE, EventStream, while_connected
+from control_plane.generation import ModelDescription
+from control_plane.text.request import ChatRequest, CompletionRequest
+from runtime.errors import InvalidRequest
+
+_MAX_CHOICES_PER_REQUEST = 256
+
+
+def routes(prefix: str) -> list[Route]:
+    """Return the endpoints under `prefix` ("/v1")."""
+    return [
+        Route(f"{prefix}/chat/completions", chat_completions, methods=["POST"]),
+        Route(f"{prefix}/completions", completions, methods=["POST"]),
+        Route(f"{prefix}/models", list_models, methods=["GET"]),
+        Route(f"{prefix}/models/{{model:path}}", get_model, methods=["GET"]),
+    ]
+
+
+async def chat_completions(request: Request) -> Response:
+    body = check(ChatBody, await read_json_object(request))
+    body.check_extras()
+    chat = ChatRequest(
+        body.model, messages_for_template(body.messages), caller_of(request, body.options), body.generation_options()
+    )
+    stream = await while_connected(request, services_of(request).text.start(chat), discard=TextStream.aclose)
+    shape = ChatShape(request_id_of(request), body.model, stream.model, with_usage_chunk=body.wants_usage_chunk)
+    return await _respond(request, body, stream, shape)
+
+
+async def completions(request: Request) -> Response:
+    body = check(CompletionBody, await read_json_object(request))
+    body.check_extras()
+    answer = await while_connected(request, _start(request, body), discard=SideBySide.aclose)
+    shape = CompletionShape(
+        request_id_of(request),
+        body.model,
+        answer.model,
+        with_usage_chunk=body.wants_usage_chunk,
+        echoes=_echoes(answer.streams) if body.echo else (),
+    )
+    return await _respond(request, body, answer, shape)
+
+
+async def list_models(request: Request) -> Response:
+    models = [_model_json(model) for model in services_of(request).catalog.list()]
+    return JSONResponse({"object": "list", "data": models})
+
+
+async def get_model(request: Request) -> Response:
+    return JSONResponse(_model_json(await services_of(request).catalog.get(request.path_params["model"])))
+
+
+async def _start(request: Request, body: CompletionBody) -> SideBySide:
+    """Start one stream per prompt of the body."""
+    if len(body.prompt) * (body.n or 1) > _MAX_CHOICES_PER_REQUEST:
+        raise InvalidRequest(
+            f"{len(body.prompt)} prompts with n = {body.n or 1} are more than {_MAX_CHOICES_PER_REQUEST} answers; "
+            "send several requests",
+            field="prompt",
+        )
+    caller, options = caller_of(request, body.options), body.generation_options()
+    text = services_of(request).text
+    callers = [caller, *(replace(caller, request_id=f"{caller.request_id}-{i}") for i in range(1, len(body.prompt)))]
+    requests = [
+        CompletionRequest(body.model, prompt, each, options, control_tokens=body.raw or False)
+        for prompt, each in zip(body.prompt, callers, strict=True)
+    ]
+    return await start_all([text.start(each) for each in requests])
+
+
+async def _respond(request: Request, body: OpenAIBody, answer: Answer, shape: OpenAIShape) -> Response:
+    if not body.stream:
+        async with aclosing(answer):
+            choices = await while_connected(request, collect(answer))
+        return Response(msgspec.json.encode(shape.whole(choices, answer.usage)), media_type="application/json")
+    frames = _frames(answer, shape, with_usage_chunk=body.wants_usage_chunk)
+    ping_seconds = services_of(request).settings.ping_seconds
+    return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
+
+
+async def _frames(answer: Answer, shape: OpenAIShape, *, with_usage_chunk: bool) -> AsyncIterator[bytes]:
+    async for delta in answer:
+        yield b"".join(_frame(chunk) for chunk in shape.chunks(delta))
+    if with_usage_chunk:
+        yield _frame(shape.usage_chunk(answer.usage))
+    yield DONE
+
+
+def _frame(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def _echoes(streams: Sequence[TextStream]) -> list[str]:
+    """Return, for every choice, the prompt it continues; prompts of token ids are decoded."""
+    return [text for stream in streams for text in [stream.prompt.text] * stream.num_choices]
+
+
+def _model_json(model: ModelDescription) -> dict[str, Any]:
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created_unix_seconds,
+        "owned_by": "tandem",
+        "context_length": model.context_length,
+        "aliases": list(model.aliases),
+    }

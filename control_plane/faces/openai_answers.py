@@ -1,0 +1,171 @@
+"""How do answers look to OpenAI's clients, whole and in chunks?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from control_plane.faces.answers import WholeChoice, usage_json
+from control_plane.generation import ModelDescription, Usage
+from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
+
+_SMALLEST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI says this instead."""
+
+
+class OpenAIShape(Protocol):
+    """Chat and plain completions differ in nothing but this."""
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]: ...
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
+
+
+class _Shape:
+    """What the objects of one answer have in common."""
+
+    def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
+        self._base = {
+            "id": f"{self.id_prefix}-{request_id.replace('-', '')}",
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": system_fingerprint(model),
+        }
+        self._chunk_base = {**self._base, "object": self.chunk_object}
+        if with_usage_chunk:
+            self._chunk_base["usage"] = None
+
+    id_prefix = ""
+    chunk_object = ""
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_base, "choices": [choice]}
+
+
+class ChatShape(_Shape):
+    """`chat.completion` objects."""
+
+    id_prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
+        super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
+        self._introduced: set[int] = set()
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        rendered = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": _chat_logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._base, "object": "chat.completion", "choices": rendered, "usage": usage_json(usage)}
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield a chunk that introduces the choice, one with its text, one with its finish reason, as they apply."""
+        index = delta.choice_index
+        if index not in self._introduced:
+            self._introduced.add(index)
+            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": ""}))
+        if delta.text or delta.logprobs:
+            yield self._chunk(_chat_choice(index, {"content": delta.text}, logprobs=_chat_logprobs(delta.logprobs)))
+        if delta.finish_reason is not None:
+            yield self._chunk(_chat_choice(index, {}, finish_reason=delta.finish_reason))
+
+
+class CompletionShape(_Shape):
+    """`text_completion` objects; with `echoes`, each choice's text begins with its prompt."""
+
+    id_prefix = "cmpl"
+    chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        model_name: str,
+        model: ModelDescription,
+        *,
+        with_usage_chunk: bool,
+        echoes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
+        self._echoes = dict(enumerate(echoes))
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        rendered = [
+            _completion_choice(
+                index,
+                self._echoes.get(index, "") + choice.text,
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._base, "object": "text_completion", "choices": rendered, "usage": usage_json(usage)}
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        index = delta.choice_index
+        text = self._echoes.pop(index, "") + delta.text
+        yield self._chunk(_completion_choice(index, text, logprobs=delta.logprobs, finish_reason=delta.finish_reason))
+
+
+def system_fingerprint(model: ModelDescription) -> str:
+    """Return what changes when the same request may give other tokens: weights or numerics class."""
+    digest = blake2b(f"{model.fingerprint} {model.numerics_class}".encode(), digest_size=6)
+    return f"fp_{digest.hexdigest()}"
+
+
+def _chat_choice(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _completion_choice(
+    index: int, text: str, *, logprobs: Sequence[TextLogprobs], finish_reason: str | None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": _completion_logprobs(logprobs),
+        "finish_reason": finish_reason,
+    }
+
+
+def _chat_logprobs(entries: Sequence[TextLogprobs]) -> dict[str, Any] | None:
+    if not entries:
+        return None
+    content = [
+        {**_chat_token(entry.chosen), "top_logprobs": [_chat_token(token) for token in entry.top]} for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: TokenText) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
+
+
+def _completion_logprobs(entries: Sequence[TextLogprobs]) -> dict[str, Any] | None:
+    """Return OpenAI's older shape: four lists side by side."""
+    if not entries:
+        return None
+    return {
+        "tokens": [entry.chosen.text for entry in entries],
+        "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
+        "top_logprobs": [{token.text: _finite(token.logprob) for token in entry.top} or None for entry in entries],
+        "text_offset": [entry.text_offset for entry in entries],
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _SMALLEST_LOGPROB)

@@ -1,0 +1,57 @@
+"""What do the endpoints work with, and who is calling?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from starlette.requests import Request
+
+from control_plane.completion import TextService
+from control_plane.generation import ModelCatalog
+from control_plane.text.request import Caller
+
+
+class Readiness(Protocol):
+    async def check(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether a request has really gone the whole way lately, and what is known about it."""
+
+
+class FleetView(Protocol):
+    def workers(self) -> list[dict[str, Any]]:
+        """Return every worker with its state, load and memory, as plain JSON values."""
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    max_body_bytes: int = 10 * 1024 * 1024
+    ping_seconds: float = 15.0
+    """Silence on an OpenAI stream after which a comment keeps proxies from closing it."""
+
+
+@dataclass(frozen=True)
+class Services:
+    text: TextService
+    catalog: ModelCatalog
+    fleet: FleetView
+    readiness: Readiness
+    settings: HttpSettings
+
+
+def services_of(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+def request_id_of(request: Request) -> str:
+    return cast(str, request.state.request_id)
+
+
+def caller_of(request: Request, options: Mapping[str, Any] | None = None) -> Caller:
+    """Return who calls; `options` is Cloudflare's object of that name, wherever the face carries it."""
+    return Caller(
+        request_id=request_id_of(request),
+        account=request.path_params.get("account", "default"),
+        session_affinity=request.headers.get("x-session-affinity", ""),
+        reject_if_busy=(options or {}).get("rejectIfBusy") is True,
+    )

@@ -1,0 +1,93 @@
+"""How are several prompts of one request answered at the same time?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import anyio
+
+from control_plane.completion import TextStream
+from control_plane.generation import ModelDescription, Usage
+from control_plane.text.choice import TextDelta
+
+
+class SideBySide:
+    """Streams of the same model as one; choice c of prompt p has index p * choices per prompt + c, as OpenAI counts."""
+
+    def __init__(self, streams: Sequence[TextStream]) -> None:
+        self.streams = list(streams)
+
+    @property
+    def model(self) -> ModelDescription:
+        return self.streams[0].model
+
+    @property
+    def num_choices(self) -> int:
+        return sum(stream.num_choices for stream in self.streams)
+
+    @property
+    def usage(self) -> Usage:
+        usages = [stream.usage for stream in self.streams]
+        return Usage(
+            num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+            num_computed_tokens=sum(usage.num_computed_tokens for usage in usages),
+            num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+            num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        )
+
+    async def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """Yield deltas of all streams as they come; the first failure ends all of them."""
+        iterators = [aiter(stream) for stream in self.streams]
+        coming = {_next(iterator): index for index, iterator in enumerate(iterators)}
+        try:
+            while coming:
+                done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = coming.pop(task)
+                    delta = task.result()
+                    if delta is not None:
+                        coming[_next(iterators[index])] = index
+                        yield self._renumbered(delta, index)
+        finally:
+            await _cancel(coming)
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        await close_all(self.streams)
+
+    def _renumbered(self, delta: TextDelta, index: int) -> TextDelta:
+        return replace(delta, choice_index=index * self.streams[index].num_choices + delta.choice_index)
+
+
+async def start_all(starting: Sequence[Awaitable[TextStream]]) -> SideBySide:
+    """Wait until every stream has started; if one is refused, the others are closed and its error is raised."""
+    tasks = [asyncio.ensure_future(start) for start in starting]
+    try:
+        return SideBySide(await asyncio.gather(*tasks))
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await _cancel(tasks)
+            await close_all([task.result() for task in tasks if not task.cancelled() and task.exception() is None])
+        raise
+
+
+async def close_all(streams: Sequence[TextStream]) -> None:
+    with anyio.CancelScope(shield=True):
+        await asyncio.gather(*(stream.aclose() for stream in streams))
+
+
+def _next(iterator: AsyncIterator[TextDelta]) -> asyncio.Future[TextDelta | None]:
+    return asyncio.ensure_future(anext(iterator, None))
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel `tasks` and wait until they have ended."""
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait(running)

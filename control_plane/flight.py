@@ -1,0 +1,263 @@
+"""What is one request doing on its workers, and which tokens go to the client?
+
+A `Flight` runs both halves of a request. Prefill's first token and decode's stream (which repeats it) are merged by
+absolute position, so a token that comes twice is passed on once, and it does not matter who is faster or who dies. A
+choice whose decode worker is lost goes on elsewhere from its very next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
+from control_plane.links import WorkerLink
+from control_plane.router import InFlight
+from runtime.errors import DeadlineExceeded, TandemError
+from runtime.log import get_logger
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+_LEDGER_SECONDS = 2.0
+_GRACE_SECONDS = 1.0
+"""Workers end a request at its deadline by themselves, and say so; this is for those that cannot any more."""
+
+FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(eq=False)
+class Leg:
+    """One Submit at one worker, from sending it to its end; gives its tokens in flight back exactly once."""
+
+    link: WorkerLink
+    submit: pb.Submit
+    give_back: Callable[[], None]
+    is_open: bool = True
+
+    def close(self, *, cancel: bool) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.give_back()
+        if cancel:
+            self.link.cancel(self.submit.request_id, self.submit.attempt)
+        else:
+            self.link.forget(self.submit.request_id, self.submit.attempt)
+
+
+@dataclass(eq=False)
+class Choice:
+    """One run of generated tokens."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    leg: Leg | None = None
+    num_delivered: int = 0
+    is_over: bool = False
+    """Finished or stopped: what workers still say of it is not passed on."""
+    is_stopped: bool = False
+    ledger: pb.PhaseLedger | None = None
+
+
+class Flight:
+    """Implements control_plane.generation.TokenStream; made by the dispatcher, on one event loop."""
+
+    def __init__(self, request: TokenRequest) -> None:
+        self.request = request
+        self.on_close: Callable[[], None] | None = None
+        self.route: Mapping[str, Any] = {}
+        self.choices = [Choice(index) for index in range(len(request.choice_seeds))]
+        self.prefill: Leg | None = None
+        self.prefill_ledger: pb.PhaseLedger | None = None
+        self._events: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
+        self._prefill_over = asyncio.Event()
+
+    # ------------------------------------------------------------------------------------- what workers say
+
+    def take(self, choice: Choice, output: pb.TokenOutput) -> None:
+        """Pass on those tokens that come next; a token is a pure function, so any others were passed on before."""
+        if choice.is_over:
+            return
+        expected = len(self.request.token_ids) + len(choice.tokens)
+        num_known = expected - output.position
+        assert num_known >= 0, f"tokens at {output.position} came before those at {expected}"
+        fresh = output.token_ids[num_known:]
+        choice.tokens.extend(fresh)
+        finish_reason = FINISH_REASONS.get(output.finish_reason)
+        if fresh or finish_reason:
+            logprobs = tuple(_logprobs(position) for position in output.logprobs[num_known:])
+            self._events.put_nowait(TokenDelta(choice.index, tuple(fresh), logprobs, finish_reason))
+        choice.is_over = finish_reason is not None
+
+    def fail(self, error: TandemError) -> None:
+        self._events.put_nowait(error)
+
+    def expect_prefill(self, leg: Leg) -> None:
+        """A prefill leg was started, after an earlier one perhaps."""
+        self.prefill = leg
+        self._prefill_over.clear()
+
+    def prefill_ended(self, ledger: pb.PhaseLedger | None) -> None:
+        if ledger is not None:
+            self.prefill_ledger = ledger
+        if self.prefill is not None:
+            self.prefill.close(cancel=False)
+        self._prefill_over.set()
+
+    # ------------------------------------------------------------------------------------- what the client asks
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[TokenDelta]:
+        try:
+            while not (self._events.empty() and all(choice.is_over for choice in self.choices)):
+                event = await self._next_event()
+                choice = self.choices[event.choice_index]
+                if not choice.is_stopped:
+                    choice.num_delivered += len(event.token_ids)
+                    yield event
+            await self._wait_for_ledger()
+        finally:
+            await self.aclose()
+
+    async def _next_event(self) -> TokenDelta:
+        """Return the next tokens; raises what ended the request, DeadlineExceeded once all workers stay silent."""
+        seconds_left = self.request.deadline + _GRACE_SECONDS - time.time()
+        try:
+            event = await asyncio.wait_for(self._events.get(), max(0.0, seconds_left))
+        except TimeoutError as error:
+            raise DeadlineExceeded("the request's deadline passed before it was finished; ask for less") from error
+        if isinstance(event, TandemError):
+            raise event
+        return event
+
+    async def stop_choice(self, choice_index: int) -> None:
+        """End a choice now; tokens that came after what was delivered are forgotten."""
+        choice = self.choices[choice_index]
+        choice.is_over = choice.is_stopped = True
+        if choice.leg is not None:
+            choice.leg.close(cancel=True)
+
+    async def aclose(self) -> None:
+        """Cancel what still runs; idempotent."""
+        for choice in self.choices:
+            choice.is_over = True
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
+
+    @property
+    def usage(self) -> Usage:
+        ledger = self.prefill_ledger or self.choices[0].ledger or pb.PhaseLedger()
+        num_prompt = len(self.request.token_ids)
+        num_cached = min(ledger.num_cached_tokens, num_prompt)
+        return Usage(
+            num_prompt_tokens=num_prompt,
+            num_computed_tokens=num_prompt - num_cached,
+            num_cached_tokens=num_cached,
+            num_completion_tokens=sum(choice.num_delivered for choice in self.choices),
+        )
+
+    async def _wait_for_ledger(self) -> None:
+        """Prefill's ledger comes with the first token; only a very short answer of decode's can overtake it."""
+        if self.prefill is None or self.prefill_ledger is not None:
+            return
+        try:
+            await asyncio.wait_for(self._prefill_over.wait(), _LEDGER_SECONDS)
+        except TimeoutError:
+            log.warning("prefill_ledger_missing", request_id=self.request.request_id)
+
+
+class PrefillSink:
+    """Hears of the prefill leg."""
+
+    def __init__(
+        self, flight: Flight, answered: asyncio.Future[None], on_failure: Callable[[TandemError], None]
+    ) -> None:
+        self._flight = flight
+        self._answered = answered
+        self._on_failure = on_failure
+
+    def accepted(self) -> None:
+        _settle(self._answered, None)
+
+    def output(self, output: pb.TokenOutput) -> None:
+        self._flight.take(self._flight.choices[output.choice_index], output)
+        if output.HasField("ledger"):
+            self._flight.prefill_ledger = output.ledger
+            if output.choice_index == len(self._flight.choices) - 1:
+                self._flight.prefill_ended(output.ledger)
+
+    def ended(self, error: TandemError, *, is_refusal: bool) -> None:
+        self._flight.prefill_ended(None)
+        if not _settle(self._answered, error):
+            self._on_failure(error)
+
+
+class ChoiceSink:
+    """Hears of one choice's decode leg."""
+
+    def __init__(
+        self,
+        flight: Flight,
+        choice: Choice,
+        leg: Leg,
+        answered: asyncio.Future[None],
+        on_failure: Callable[[Choice, Leg, TandemError], None],
+    ) -> None:
+        self._flight = flight
+        self._choice = choice
+        self._leg = leg
+        self._answered = answered
+        self._on_failure = on_failure
+
+    def accepted(self) -> None:
+        _settle(self._answered, None)
+
+    def output(self, output: pb.TokenOutput) -> None:
+        self._flight.take(self._choice, output)
+        if output.HasField("ledger"):
+            self._choice.ledger = output.ledger
+            self._leg.close(cancel=False)
+
+    def ended(self, error: TandemError, *, is_refusal: bool) -> None:
+        self._leg.close(cancel=False)
+        if not _settle(self._answered, error):
+            self._on_failure(self._choice, self._leg, error)
+
+
+def tokens_in_flight(in_flight: InFlight, incarnation: str, num_tokens: int, *, is_prefill: bool) -> Callable[[], None]:
+    """Count tokens as sent to a worker; the function returned takes them back."""
+    counter = in_flight.prefill_tokens if is_prefill else in_flight.decode_tokens
+    counter[incarnation] += num_tokens
+
+    def give_back() -> None:
+        counter[incarnation] -= num_tokens
+        if counter[incarnation] <= 0:
+            del counter[incarnation]
+
+    return give_back
+
+
+def _settle(answered: asyncio.Future[None], error: TandemError | None) -> bool:
+    """Answer the dispatcher, who waits for the first word; return False if it has been answered before."""
+    if answered.done():
+        return False
+    if error is None:
+        answered.set_result(None)
+    else:
+        answered.set_exception(error)
+    return True
+
+
+def _logprobs(position: pb.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_logprob(position.chosen), tuple(_logprob(other) for other in position.top))
+
+
+def _logprob(logprob: pb.TokenLogprob) -> Logprob:
+    return Logprob(logprob.token_id, logprob.logprob, logprob.rank)

@@ -1,0 +1,165 @@
+"""What is one control-plane process made of, and how does it live?"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import uvicorn
+
+from control_plane.app import create_app
+from control_plane.catalog import ModelCatalog
+from control_plane.completion import TextService
+from control_plane.dispatcher import Dispatcher
+from control_plane.faces.services import HttpSettings
+from control_plane.fleet import Fleet
+from control_plane.kv_clients import KvClients
+from control_plane.links import LinkPool
+from control_plane.readiness import Prober
+from control_plane.registration import ControlPlaneService
+from control_plane.registry import WorkerRegistry
+from control_plane.router import Router
+from control_plane.secrets import handle_key, load_secret
+from control_plane.settings import ControlPlaneSettings
+from runtime import identity, place
+from runtime.errors import InvalidRequest
+from runtime.log import get_logger
+from runtime.server import GrpcServer, is_loopback, split_address
+from tandem.v1 import control_plane_pb2_grpc
+
+log = get_logger(__name__)
+
+_SWEEP_SECONDS = 0.25
+_DRAIN_SECONDS = 30
+
+
+class Gateway:
+    """Owns the registry, the dispatcher and both servers of one control-plane process."""
+
+    def __init__(self, settings: ControlPlaneSettings) -> None:
+        self._settings = settings
+        state_dir = Path(settings.state_dir) if settings.state_dir else place.state_dir()
+        secret = load_secret(settings.secret, state_dir)
+        incarnation = identity.new_incarnation()
+        self._handle_key = handle_key(secret)
+        self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
+        self._links = LinkPool(self.registry, f"gateway-{incarnation}", incarnation)
+        self._kv_clients = KvClients(incarnation)
+        self.catalog = ModelCatalog(self.registry)
+        self._secret = secret
+        self.dispatcher = self.make_dispatcher(Router(self.registry))
+        self.http_address = ""
+        self.grpc_address = ""
+        self.started = asyncio.Event()
+        self._prober = Prober(
+            self.registry,
+            self.catalog,
+            self.dispatcher,
+            settings.probe_interval_seconds,
+            settings.probe_valid_seconds,
+        )
+
+    def make_dispatcher(self, router: Router) -> Dispatcher:
+        """Return a dispatcher over this gateway's links, which routes as `router` says."""
+        return Dispatcher(
+            self.registry,
+            self._links,
+            router,
+            self.catalog,
+            self._kv_clients,
+            self._secret,
+            self._settings.accept_seconds,
+        )
+
+    async def run(self, drain: asyncio.Event) -> int:
+        """Serve until `drain` is set; then let running requests finish."""
+        http_socket = await _listen(self._settings.listen, insecure=self._settings.insecure)
+        grpc_server = GrpcServer(
+            self._settings.grpc_listen,
+            self._add_services,
+            ["tandem.v1.ControlPlaneService"],
+            insecure=self._settings.insecure,
+        )
+        self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
+        grpc_server.set_serving(True)
+        log.info("listening", http=self.http_address, grpc=self.grpc_address)
+        self.started.set()
+        http = _HttpServer(self._http_config())
+        serving = asyncio.create_task(http.serve(sockets=[http_socket]))
+        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._prober.run())]
+        draining = asyncio.create_task(drain.wait())
+        await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
+        http.should_exit = True
+        await serving
+        for task in [draining, *background]:
+            task.cancel()
+        await asyncio.gather(draining, *background, return_exceptions=True)
+        await self.dispatcher.close()
+        await self._links.close()
+        await self._kv_clients.close()
+        await grpc_server.stop(grace_seconds=1.0)
+        return 0
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        service = ControlPlaneService(self.registry, self._handle_key, self._settings.replicas)
+        control_plane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
+
+    def _http_config(self) -> uvicorn.Config:
+        settings = self._settings
+        text = TextService(self.catalog, self.dispatcher, default_timeout_seconds=settings.request_timeout_seconds)
+        http = HttpSettings(max_body_bytes=settings.max_body_bytes)
+        app = create_app(text, self.catalog, Fleet(self.registry), self._prober, http)
+        return uvicorn.Config(
+            app,
+            loop="asyncio",
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_DRAIN_SECONDS,
+            server_header=False,
+        )
+
+    async def _sweep(self) -> None:
+        while True:
+            self.registry.sweep()
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: runtime.lifecycle says when to drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _listen(address: str, *, insecure: bool) -> socket.socket:
+    """Return a bound socket; raises InvalidRequest beyond loopback and where the port is taken."""
+    host, port = split_address(address)
+    if not insecure and not await is_loopback(host):
+        raise InvalidRequest(
+            f"--listen {address} is beyond loopback and the connection is not encrypted; "
+            "listen on 127.0.0.1, or say --insecure if the network is trusted"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise InvalidRequest(
+            f"cannot listen on {address}: {error.strerror}; stop what does, or choose another port"
+        ) from error
+    bound.set_inheritable(True)
+    return bound
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"{host}:{port}"

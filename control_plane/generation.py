@@ -1,0 +1,137 @@
+"""What passes between the HTTP faces, the text pipeline and the dispatcher?
+
+Faces make a `GenerationRequest` from a validated body; the text pipeline turns it into token ids and asks the
+dispatcher for a `TokenStream`; what comes back climbs the same way as `TextDelta`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from engine.scheduling.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class TokenRequest:
+    """One prompt for the dispatcher: token ids only (law 1)."""
+
+    request_id: str
+    account: str
+    model_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    choice_seeds: tuple[int, ...]
+    """One per choice; choice i is sampled with seed i."""
+    deadline: float
+    """Unix seconds."""
+    salt: bytes = b""
+    priority: int = 0
+    fairness_key: str = ""
+    session_affinity: str = ""
+    reject_if_busy: bool = False
+    cacheable: bool = True
+    """Whether the prompt may use and leave prefix-cache blocks; readiness probes do neither."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the phases of one request did; `num_prompt_tokens == num_computed_tokens + num_cached_tokens`."""
+
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    """Summed over choices."""
+
+    def __post_init__(self) -> None:
+        assert self.num_prompt_tokens == self.num_computed_tokens + self.num_cached_tokens, "prompt = computed + cached"
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """New tokens of one choice. `finish_reason` comes with the last ones of that choice."""
+
+    choice_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class TokenStream(Protocol):
+    """Tokens of all choices as they come. Ends after every choice has finished or was stopped.
+
+    Iterating raises a `runtime.errors.TandemError` if the request is refused or fails. `aclose()` cancels whatever
+    still runs, returns once the cancels are on their way, and may be called at any time, more than once.
+    """
+
+    route: Mapping[str, Any]
+    """Why these workers: names, predicted milliseconds, reason; for headers and traces."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def stop_choice(self, choice_index: int) -> None:
+        """End one choice early (a stop string was found); its unused tokens are not billed."""
+
+    async def aclose(self) -> None: ...
+
+    @property
+    def usage(self) -> Usage:
+        """Final once iteration has ended; before that, what is known so far."""
+
+
+class Dispatcher(Protocol):
+    async def submit(self, request: TokenRequest) -> TokenStream:
+        """Route and start a request.
+
+        Returns once a worker has accepted it, so that refusals (unknown model, context, overload) still become an
+        HTTP status. Raises runtime.errors.TandemError.
+        """
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as clients and the text pipeline see it, made from a worker's ModelCard."""
+
+    model_id: str
+    aliases: tuple[str, ...]
+    context_length: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str
+    """Jinja source, "" if the model has none."""
+    generation_defaults: Mapping[str, float]
+    fingerprint: str
+    """Hex of Fingerprint.digest."""
+    numerics_class: str
+    created_unix_seconds: int
+    architecture: str
+    num_parameters: int
+    tokenizer_json: bytes = field(repr=False)
+    tokenizer_config: Mapping[str, Any] = field(repr=False)
+    """Special tokens by name (bos_token, eos_token), for templates."""
+
+
+class ModelCatalog(Protocol):
+    async def get(self, name: str) -> ModelDescription:
+        """Return the model served under that id or alias; raises ModelNotFound naming what is served."""
+
+    def list(self) -> list[ModelDescription]:
+        """Every model that a ready worker serves, by id."""

@@ -1,0 +1,147 @@
+"""Which workers are there, and what did each say of itself last?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from runtime.errors import StaleIncarnation
+from runtime.log import get_logger
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
+
+log = get_logger(__name__)
+
+Listener = Callable[["Worker", bool], None]
+"""Called with a worker and whether it is (still) here, after every change but a heartbeat's figures."""
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """A worker as of its last heartbeat; a snapshot that never changes."""
+
+    info: pb.WorkerInfo
+    load: pb.LoadReport
+    last_heartbeat: float
+    """time.monotonic() seconds."""
+    is_suspected: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation
+
+    @property
+    def role(self) -> pb.WorkerRole.ValueType:
+        return self.info.role
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may go there."""
+        return self.load.state == pb.WORKER_STATE_READY and not self.is_suspected
+
+    def serves(self, model_id: str) -> bool:
+        return self.is_usable and self.info.card.model_id == model_id
+
+
+class WorkerRegistry:
+    """The only writer of the fleet's soft state; on one event loop. `clock` gives monotonic seconds."""
+
+    def __init__(
+        self, suspect_seconds: float, gone_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._suspect_seconds = suspect_seconds
+        self._gone_seconds = gone_seconds
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def workers(self, role: pb.WorkerRole.ValueType | None = None) -> list[Worker]:
+        return [worker for worker in self._workers.values() if role is None or worker.role == role]
+
+    def get(self, worker_id: str) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def kv_services(self, host_id: str | None = None) -> list[cp.KvServiceAddress]:
+        """Return where the KV services (of one host) are reached."""
+        return [
+            cp.KvServiceAddress(
+                address=worker.info.address,
+                incarnation=worker.incarnation,
+                host_id=worker.info.host_id,
+                socket=worker.info.kv_socket,
+            )
+            for worker in self.workers(pb.WORKER_ROLE_KV)
+            if worker.is_usable and (host_id is None or worker.info.host_id == host_id)
+        ]
+
+    def register(self, info: pb.WorkerInfo, load: pb.LoadReport) -> None:
+        """Take in a worker, or what is new of one; another incarnation takes the place of the one before."""
+        previous = self._workers.get(info.worker_id)
+        if previous is not None and previous.incarnation != info.incarnation:
+            self._forget(previous, "replaced")
+        worker = Worker(info, load, self._clock())
+        self._workers[info.worker_id] = worker
+        log.info(
+            "worker_registered",
+            worker=info.worker_id,
+            role=pb.WorkerRole.Name(info.role),
+            address=info.address,
+            model=info.card.model_id,
+        )
+        self._tell(worker, True)
+
+    def heartbeat(self, beat: cp.HeartbeatRequest) -> bool:
+        """Return False if the sender has to register (again); raises StaleIncarnation for an earlier life."""
+        worker = self._workers.get(beat.worker_id)
+        if worker is None:
+            return False
+        if worker.incarnation != beat.incarnation:
+            raise StaleIncarnation(
+                f"worker {beat.worker_id} is incarnation {worker.incarnation} now, the heartbeat came from "
+                f"{beat.incarnation}"
+            )
+        info = worker.info
+        if beat.kv_address != info.kv_address:
+            info = pb.WorkerInfo()
+            info.CopyFrom(worker.info)
+            info.kv_address = beat.kv_address
+        fresh = Worker(info, beat.load, self._clock())
+        self._workers[beat.worker_id] = fresh
+        if worker.load.state != fresh.load.state or worker.is_suspected:
+            self._tell(fresh, True)
+        return True
+
+    def deregister(self, worker_id: str, incarnation: str) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.incarnation == incarnation:
+            self._forget(worker, "deregistered")
+
+    def sweep(self) -> None:
+        """Suspect and forget those that have been silent; called a few times a second."""
+        now = self._clock()
+        for worker in self.workers():
+            silence = now - worker.last_heartbeat
+            if silence > self._gone_seconds:
+                self._forget(worker, "silent")
+            elif silence > self._suspect_seconds and not worker.is_suspected:
+                suspected = replace(worker, is_suspected=True)
+                self._workers[worker.worker_id] = suspected
+                log.warning("worker_suspected", worker=worker.worker_id, silent_seconds=round(silence, 1))
+                self._tell(suspected, True)
+
+    def _forget(self, worker: Worker, why: str) -> None:
+        del self._workers[worker.worker_id]
+        log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, why=why)
+        self._tell(worker, False)
+
+    def _tell(self, worker: Worker, is_here: bool) -> None:
+        for listener in self._listeners:
+            listener(worker, is_here)

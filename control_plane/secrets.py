@@ -1,0 +1,58 @@
+"""Where does the control plane's secret come from, and which keys are made from it?"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+_NUM_BYTES = 32
+
+
+def load_secret(configured: str, state_dir: Path) -> bytes:
+    """Return the configured secret (hex), else the one of this state directory, made once with mode 0600.
+
+    Raises ValueError if a secret is not hex of at least 32 bytes.
+    """
+    if configured:
+        return _parse(configured, "the setting `secret`")
+    path = state_dir / "secret"
+    if not path.exists():
+        _make(path)
+    return _parse(path.read_text().strip(), str(path))
+
+
+def handle_key(secret: bytes) -> bytes:
+    """Return the key that signs KV handles; KV services are given it when they register."""
+    return hmac.digest(secret, b"tandem kv handle", hashlib.sha256)
+
+
+def cache_salt(secret: bytes, account: str) -> bytes:
+    """Return the salt that keeps an account's cached blocks apart from every other's."""
+    return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
+
+
+def _make(path: Path) -> None:
+    """Write a new secret so that two processes starting at once end up with the same one."""
+    draft = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(_NUM_BYTES))
+    try:
+        os.link(draft, path)  # fails if the other process was first
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+
+
+def _parse(text: str, source: str) -> bytes:
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError as error:
+        raise ValueError(f"{source} is not hexadecimal; make one with `openssl rand -hex 32`") from error
+    if len(secret) < _NUM_BYTES:
+        raise ValueError(f"{source} has {len(secret)} bytes, needs {_NUM_BYTES}; make one with `openssl rand -hex 32`")
+    return secret

@@ -1,0 +1,30 @@
+"""What can be set on the control plane?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.settings import setting
+
+
+@dataclass(frozen=True)
+class ControlPlaneSettings:
+    """Settings of one control-plane process; each field is a flag, a variable and a key of tandem.toml."""
+
+    listen: str = setting("127.0.0.1:8642", "address of the HTTP gateway")
+    grpc_listen: str = setting("127.0.0.1:8643", "address that workers register at")
+    replicas: tuple[str, ...] = setting((), "gRPC addresses of all control-plane processes, this one included")
+    insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
+    request_timeout_seconds: float = setting(600.0, "deadline of a request")
+    max_body_bytes: int = setting(10_000_000, "largest request body; more is answered with 413")
+    suspect_seconds: float = setting(3.0, "silence after which a worker gets no new requests")
+    gone_seconds: float = setting(5.0, "silence after which a worker is forgotten")
+    accept_seconds: float = setting(5.0, "how long a worker may take to accept a request before another is asked")
+    probe_interval_seconds: float = setting(10.0, "how often readiness is proven by a request when no user's does it")
+    probe_valid_seconds: float = setting(30.0, "how long one proof of readiness lasts")
+    secret: str = setting(
+        "", "hex secret behind handles and cache salts; replicas share it; made once if empty", shared=True
+    )
+    state_dir: str = setting("", "where the secret is kept; XDG state directory if empty", shared=True)
+    log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
+    otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)

@@ -1,0 +1,1 @@
+"""Where does text become token ids, and token ids text again?"""

@@ -1,0 +1,99 @@
+"""What do traces and metrics say about a generation?
+
+Names follow OpenTelemetry's semantic conventions for generative AI; the cached share of the prompt is a token type of
+its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from opentelemetry import trace
+
+from control_plane.generation import ModelDescription, Usage
+from control_plane.text.request import ChatRequest, CompletionRequest
+from runtime import metrics
+
+
+class GenerationMeter:
+    """The instruments; made once, after `metrics.configure`."""
+
+    def __init__(self) -> None:
+        meter = metrics.meter()
+        self.durations = meter.create_histogram(
+            "gen_ai.server.request.duration", unit="s", description="From the request's start to its last token."
+        )
+        self.first_tokens = meter.create_histogram(
+            "gen_ai.server.time_to_first_token", unit="s", description="From the request's start to its first text."
+        )
+        self.later_tokens = meter.create_histogram(
+            "gen_ai.server.time_per_output_token", unit="s", description="Mean time of a token after the first."
+        )
+        self.tokens = meter.create_counter("tandem.tokens", unit="{token}", description="Tokens by type and model.")
+
+
+class GenerationRecord:
+    """One generation as it goes: attributes of the server's span and readings of the meter."""
+
+    def __init__(self, meter: GenerationMeter, request: CompletionRequest | ChatRequest) -> None:
+        """The span is the current one."""
+        operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
+        self._meter = meter
+        self._span = trace.get_current_span()
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+        self._labels = {"gen_ai.operation.name": operation, "gen_ai.request.model": request.model}
+        self._span.update_name(f"{operation} {request.model}")
+        self._span.set_attributes({**self._labels, "gen_ai.provider.name": "tandem"})
+        self._describe_options(request)
+
+    def _describe_options(self, request: CompletionRequest | ChatRequest) -> None:
+        options = request.options
+        asked = {
+            "gen_ai.request.max_tokens": options.max_tokens,
+            "gen_ai.request.temperature": options.temperature,
+            "gen_ai.request.top_p": options.top_p,
+            "gen_ai.request.seed": options.seed,
+            "gen_ai.request.choice.count": options.num_choices if options.num_choices > 1 else None,
+        }
+        self._span.set_attributes({name: value for name, value in asked.items() if value is not None})
+
+    def model_found(self, model: ModelDescription) -> None:
+        self._labels["gen_ai.response.model"] = model.model_id
+        self._span.set_attribute("gen_ai.response.model", model.model_id)
+
+    def text_came(self) -> None:
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
+            self._meter.first_tokens.record(self._first_token - self._started, self._labels)
+
+    def failed(self, error: BaseException) -> None:
+        """The generation was refused, broke or was cancelled."""
+        kind = type(error).__name__
+        self._span.set_attribute("error.type", kind)
+        self._meter.durations.record(time.perf_counter() - self._started, {**self._labels, "error.type": kind})
+
+    def finished(self, usage: Usage, finish_reasons: Sequence[str]) -> None:
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.num_completion_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
+                "gen_ai.response.finish_reasons": list(finish_reasons),
+            }
+        )
+        self._meter.durations.record(time.perf_counter() - self._started, self._labels)
+        self._count_tokens(usage)
+
+    def _count_tokens(self, usage: Usage) -> None:
+        counts = {
+            "input": usage.num_computed_tokens,
+            "cached_input": usage.num_cached_tokens,
+            "output": usage.num_completion_tokens,
+        }
+        for kind, count in counts.items():
+            self._meter.tokens.add(count, {**self._labels, "gen_ai.token.type": kind})
+        if self._first_token is not None and usage.num_completion_tokens > 1:
+            seconds = time.perf_counter() - self._first_token
+            self._meter.later_tokens.record(seconds / (usage.num_completion_tokens - 1), self._labels)

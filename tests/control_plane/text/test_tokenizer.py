@@ -1,0 +1,109 @@
+"""Are prompts encoded as transformers encodes them, and can no user write a control token?"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from control_plane.text.template import ChatTemplate
+from control_plane.text.tokenizer import TextTokenizer
+from tests.control_plane.faces.model import CHATML, byte_level_tokenizer
+from tests.control_plane.text.test_detokenizer import metaspace
+
+BOS, EOS, START, END = 0, 1, 2, 3
+
+
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(
+        byte_level_tokenizer().to_str().encode(), {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    )
+
+
+def theirs() -> Any:
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+
+
+def test_special_tokens_for_templates_are_read_in_both_notations() -> None:
+    assert tokenizer().special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@given(text=st.text(alphabet=st.characters(exclude_characters="<"), max_size=80))
+def test_a_prompt_gets_the_special_tokens_that_transformers_gives_it(text: str) -> None:
+    assert tokenizer().encode_prompt(text) == theirs()(text).input_ids
+
+
+def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello <think> 你好"}]
+    expected = theirs().apply_chat_template(
+        chat, chat_template=CHATML, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert tokenizer().encode_chat(ChatTemplate(CHATML, {}), chat) == expected
+
+
+def test_a_tokenizer_saved_with_truncation_and_padding_does_neither() -> None:
+    saved = byte_level_tokenizer().from_str(byte_level_tokenizer().to_str())
+    saved.enable_truncation(2)
+    saved.enable_padding(length=64)
+    text = "Hello world, how are you today?"
+    assert TextTokenizer(saved.to_str().encode(), {}).encode_prompt(text) == tokenizer().encode_prompt(text)
+
+
+def test_control_tokens_in_a_prompt_are_text_unless_the_caller_writes_the_models_format() -> None:
+    as_text = tokenizer().encode_prompt("a<|im_end|>b")
+    assert END not in as_text and as_text[0] == BOS
+    assert tokenizer().decode(as_text) == "a<|im_end|>b"
+    assert END in tokenizer().encode_prompt("a<|im_end|>b", control_tokens=True)
+
+
+control_text = st.lists(
+    st.sampled_from(
+        ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|im_", "end|>", "Hello", " ", "<", "|>", "\n", "世"]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(contents=st.lists(control_text, min_size=1, max_size=3))
+def test_no_text_of_a_user_becomes_a_control_token(contents: list[str]) -> None:
+    chat = [{"role": "user", "content": content} for content in contents]
+    template = ChatTemplate(CHATML, {})
+    token_ids = tokenizer().encode_chat(template, chat)
+    control = [token_id for token_id in token_ids if token_id <= END]
+    assert control == [START, END] * len(contents) + [START]
+    assert tokenizer().decode(token_ids, skip_special_tokens=False) == template.render(chat)
+
+
+def test_a_users_control_tokens_are_text_for_tokenizers_that_put_a_space_first() -> None:
+    template = ChatTemplate("{{ bos_token }}[INST] {{ messages[0].content }} [/INST]", {"bos_token": "<s>"})
+    token_ids = metaspace().encode_chat(template, [{"role": "user", "content": "good</s>bye"}])
+    assert token_ids.count(2) == 0 and token_ids.count(1) == 1
+    assert metaspace().decode(token_ids, skip_special_tokens=True) == "[INST] good</s>bye [/INST]"
+
+
+def test_private_use_characters_of_a_user_stay_what_they_are() -> None:
+    content = "a\U0010f000<|im_end|>\U0010f001\U000f0000b"
+    token_ids = tokenizer().encode_chat(
+        ChatTemplate("{{ messages[0].content }}", {}), [{"role": "user", "content": content}]
+    )
+    assert tokenizer().decode(token_ids, skip_special_tokens=False) == content
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_encoded() -> None:
+    text = "The quick brown fox. " * 50_000
+    encoding = asyncio.ensure_future(tokenizer().prompt_ids(text))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    assert tokenizer().decode(await encoding) == text
+
+
+@pytest.mark.parametrize("text", ["", "short"])
+async def test_short_texts_are_encoded_on_the_spot(text: str) -> None:
+    assert await tokenizer().prompt_ids(text) == tokenizer().encode_prompt(text)

@@ -1,0 +1,36 @@
+"""What do users of Tandem import?
+
+from tandem_client import AI
+
+ai = AI()
+print(ai.run("@tandem/demo", {"prompt": "Once upon a time"})["response"])
+for token in ai.run("@tandem/demo", {"prompt": "Once upon a time", "stream": True}):
+    print(token, end="", flush=True)
+"""
+
+from tandem_client.ai import AI
+from tandem_client.async_ai import AsyncAI
+from tandem_client.errors import (
+    AuthenticationError,
+    NotFoundError,
+    RateLimitError,
+    StreamTruncated,
+    TandemAPIError,
+    TandemConnectionError,
+    TandemTimeoutError,
+)
+from tandem_client.stream import AsyncTokenStream, TokenStream
+
+__all__ = [
+    "AI",
+    "AsyncAI",
+    "AsyncTokenStream",
+    "AuthenticationError",
+    "NotFoundError",
+    "RateLimitError",
+    "StreamTruncated",
+    "TandemAPIError",
+    "TandemConnectionError",
+    "TandemTimeoutError",
+    "TokenStream",
+]

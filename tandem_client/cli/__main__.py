@@ -1,0 +1,5 @@
+"""`python -m tandem_client.cli` is `tandem`."""
+
+from tandem_client.cli import main
+
+main()

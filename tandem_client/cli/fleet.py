@@ -1,0 +1,120 @@
+"""What does the control plane say about the fleet? The answers of GET /v1/workers and /readyz, asked for and typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tandem_client.connection import Connection
+
+
+@dataclass(frozen=True)
+class Pool:
+    """KV blocks of a worker: total = free + cached + used."""
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    bytes_per_block: int
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Memory of a KV service, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    num_handles: int
+    orphan_bytes: int
+
+
+@dataclass(frozen=True)
+class FleetMember:
+    """One worker or KV service, as last heard."""
+
+    id: str
+    role: str
+    state: str
+    suspected: bool
+    address: str
+    model: str
+    heartbeat_age_seconds: float
+    num_running: int
+    num_waiting: int
+    num_tokens_in_flight: int
+    load_stage: str
+    load_progress: float
+    error: str
+    pool: Pool | None
+    arena: Arena | None
+    memory: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> FleetMember:
+        """Read one entry of `data`; what an older or newer server leaves out is 0 or ""."""
+        load = entry.get("load") or {}
+        return cls(
+            id=entry["id"],
+            role=entry["role"],
+            state=entry.get("state") or "",
+            suspected=bool(entry.get("suspected")),
+            address=entry.get("address") or "",
+            model=entry.get("model") or "",
+            heartbeat_age_seconds=float(entry.get("heartbeat_age_seconds") or 0.0),
+            num_running=int(load.get("num_running") or 0),
+            num_waiting=int(load.get("num_waiting") or 0),
+            num_tokens_in_flight=int(load.get("num_tokens_in_flight") or 0),
+            load_stage=load.get("load_stage") or "",
+            load_progress=float(load.get("load_progress") or 0.0),
+            error=load.get("error") or "",
+            pool=_pool(entry.get("kv")),
+            arena=_arena(entry.get("kv_service")),
+            memory=entry.get("memory") or {},
+        )
+
+
+def parse_fleet(document: Mapping[str, Any]) -> list[FleetMember]:
+    """Read the answer of GET /v1/workers, prefill first, then decode, then KV services."""
+    order = {"prefill": 0, "decode": 1, "kv": 2}
+    members = [FleetMember.parse(entry) for entry in document["data"]]
+    return sorted(members, key=lambda member: (order.get(member.role, 3), member.id))
+
+
+def workers_options(connection: Connection) -> dict[str, Any]:
+    """Return the arguments of httpx's `build_request` that ask for the fleet."""
+    return connection.models_options | {"url": "/v1/workers"}
+
+
+async def ask(client: httpx.AsyncClient, path: str) -> httpx.Response | None:
+    """Return the answer, or None where nobody answers yet."""
+    try:
+        return await client.get(path)
+    except httpx.TransportError:
+        return None
+
+
+def _pool(kv: Mapping[str, Any] | None) -> Pool | None:
+    if not kv or not kv.get("total_blocks"):
+        return None
+    return Pool(
+        total_blocks=int(kv["total_blocks"]),
+        free_blocks=int(kv.get("free_blocks") or 0),
+        cached_blocks=int(kv.get("cached_blocks") or 0),
+        used_blocks=int(kv.get("used_blocks") or 0),
+        bytes_per_block=int(kv.get("bytes_per_block") or 0),
+    )
+
+
+def _arena(service: Mapping[str, Any] | None) -> Arena | None:
+    if not service:
+        return None
+    return Arena(
+        total_bytes=int(service.get("arena_bytes") or 0),
+        free_bytes=int(service.get("arena_free_bytes") or 0),
+        num_handles=int(service.get("num_handles") or 0),
+        orphan_bytes=int(service.get("orphan_bytes") or 0),
+    )

@@ -1,0 +1,145 @@
+"""How does the fleet look as a table?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tandem_client.cli.fleet import Arena, FleetMember, Pool
+
+_STATE_STYLES = {"ready": "green", "loading": "cyan", "draining": "yellow", "failed": "red"}
+_BAR_WIDTH = 14
+
+
+def fleet_view(members: Sequence[FleetMember], url: str) -> Group:
+    """Return the whole picture: one line that sums up, then a table."""
+    return Group(Padding(_summary(members, url), (1, 1, 0, 1)), _table(members) if members else Text())
+
+
+def _summary(members: Sequence[FleetMember], url: str) -> Text:
+    if not members:
+        return Text.assemble(("Tandem", "bold"), f" at {url}: no worker has registered yet")
+    num_ready = sum(member.state == "ready" and not member.suspected for member in members)
+    all_ready = num_ready == len(members)
+    return Text.assemble(
+        ("Tandem", "bold"),
+        f" at {url}  ",
+        (f"{num_ready} of {len(members)} ready", "green" if all_ready else "yellow"),
+        f"  {sum(member.num_running for member in members)} running",
+        f"  {sum(member.num_waiting for member in members)} waiting",
+    )
+
+
+def _table(members: Sequence[FleetMember]) -> Table:
+    """Three columns of short lines: that much fits a terminal of 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1), pad_edge=True)
+    for title in ("worker", "load", "memory"):
+        table.add_column(title, overflow="fold")
+    for index, member in enumerate(members):
+        if index:
+            table.add_row()
+        table.add_row(*(Text("\n").join(cell) for cell in (_who(member), _load(member), _memory(member))))
+    return table
+
+
+def _who(member: FleetMember) -> list[Text]:
+    state, style = (
+        (f"{member.state}?", "yellow") if member.suspected else (member.state, _STATE_STYLES.get(member.state, ""))
+    )
+    role = "" if member.id.startswith(member.role) else f"{member.role} "
+    lines = [
+        Text.assemble((member.id, "bold"), " ", (state, style)),
+        Text(f"{role}{member.address}".strip(), style="dim"),
+    ]
+    return [*lines, Text(member.model)] if member.model else lines
+
+
+def _load(member: FleetMember) -> list[Text]:
+    heard = Text(f"heard {member.heartbeat_age_seconds:.1f} s ago", style="yellow" if member.suspected else "dim")
+    if member.error:
+        return [Text(member.error, style="red"), heard]
+    if member.state == "loading":
+        return [Text(f"{member.load_stage.replace('_', ' ')} {member.load_progress:.0%}".strip(), style="cyan"), heard]
+    if member.role == "kv":
+        return [Text(f"{member.arena.num_handles if member.arena else 0:,} handles"), heard]
+    requests = f"{member.num_running:,} running, {member.num_waiting:,} waiting"
+    return [Text(requests), Text(f"{member.num_tokens_in_flight:,} tokens in flight"), heard]
+
+
+def _memory(member: FleetMember) -> list[Text]:
+    pool = _pool(member.pool) if member.pool else _arena(member.arena) if member.arena else []
+    devices = [line for device in member.memory.get("devices") or [] for line in _device(device)]
+    return [*pool, *(devices or _host(member.memory))]
+
+
+def _pool(pool: Pool) -> list[Text]:
+    bar = _bar(((pool.used_blocks, "magenta"), (pool.cached_blocks, "blue")), pool.total_blocks)
+    shares = Text.assemble(
+        (f"{pool.used_blocks:,} used", "magenta"),
+        "  ",
+        (f"{pool.cached_blocks:,} cached", "blue"),
+        f"  {pool.free_blocks:,} free",
+    )
+    return [bar.append(f" {pool.total_blocks:,} KV blocks"), shares]
+
+
+def _arena(arena: Arena) -> list[Text]:
+    used_bytes = arena.total_bytes - arena.free_bytes
+    bar = _bar(((used_bytes, "magenta"),), arena.total_bytes)
+    orphans = [Text(f"{_bytes(arena.orphan_bytes)} orphaned", style="red")] if arena.orphan_bytes else []
+    return [
+        bar.append(f" {_bytes(arena.total_bytes)} arena"),
+        Text(f"{_bytes(used_bytes)} used", style="magenta"),
+        *orphans,
+    ]
+
+
+def _bar(parts: Sequence[tuple[int, str]], total: int) -> Text:
+    """Draw shares of a whole; a part that is not nothing is seen, even where it rounds to nothing."""
+    bar = Text()
+    for amount, style in parts:
+        width = min(_BAR_WIDTH - len(bar), max(1, round(_BAR_WIDTH * amount / total)) if amount and total else 0)
+        bar.append("━" * width, style=style)
+    return bar.append("━" * (_BAR_WIDTH - len(bar)), style="bright_black")
+
+
+def _device(device: Mapping[str, Any]) -> list[Text]:
+    lines = [Text(f"GPU {device.get('index')} {device.get('name') or ''}".rstrip())]
+    if device.get("total_bytes"):
+        lines.append(Text(f"{_bytes(device.get('used_bytes') or 0)} used of {_bytes(device['total_bytes'])}"))
+        power_watts = (device.get("power_milliwatts") or 0) / 1000
+        busy, warm = device.get("utilization_percent") or 0, device.get("temperature_celsius") or 0
+        lines.append(Text(f"{busy} % busy, {warm} °C, {power_watts:.0f} W"))
+    if device.get("foreign_bytes"):
+        lines.append(Text(f"{_bytes(device['foreign_bytes'])} held by others", style="yellow"))
+    if device.get("throttle_reasons"):
+        lines.append(Text(f"slowed: {', '.join(device['throttle_reasons'])}", style="yellow"))
+    if device.get("error"):
+        lines.append(Text(device["error"], style="yellow"))
+    return lines
+
+
+def _host(memory: Mapping[str, Any]) -> list[Text]:
+    host = memory.get("host") or {}
+    if not host.get("total_bytes"):
+        return [Text("memory not reported", style="dim")]
+    own, free = _bytes(host.get("process_bytes") or 0), _bytes(host.get("available_bytes") or 0)
+    return [
+        Text(f"{own} own, {free} free of {_bytes(host['total_bytes'])}"),
+        Text(memory.get("source") or "", style="dim"),
+    ]
+
+
+def _bytes(number: float) -> str:
+    """Write bytes in the unit that leaves one to four digits: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"

@@ -1,0 +1,78 @@
+"""Where does a client call, as whom, and when does it call again?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tandem_client.errors import RateLimitError, TandemAPIError, TandemConnectionError, TandemTimeoutError
+from tandem_client.wire import is_loopback, request_headers, run_path
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8642"
+DEFAULT_TIMEOUT_SECONDS = 600.0
+CONNECT_TIMEOUT_SECONDS = 5.0
+MAX_RETRIES = 2
+MAX_RETRY_DELAY_SECONDS = 8.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Address and identity; what is not given comes from TANDEM_BASE_URL and TANDEM_TOKEN."""
+
+    base_url: str
+    token: str | None
+    account: str
+
+    @classmethod
+    def resolve(cls, base_url: str | None, token: str | None, account: str) -> Connection:
+        url = base_url or os.environ.get("TANDEM_BASE_URL") or DEFAULT_BASE_URL
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url is {url!r}; it needs http:// or https:// in front")
+        return cls(url.rstrip("/"), token or os.environ.get("TANDEM_TOKEN"), account)
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """Options for an httpx client. A proxy from the environment is no way to our own machine."""
+        return {"base_url": self.base_url, "trust_env": not is_loopback(self.base_url)}
+
+    def request_options(
+        self, model: str, inputs: Mapping[str, Any], extra_headers: Mapping[str, str] | None, timeout: float
+    ) -> dict[str, Any]:
+        """Return the arguments of httpx's `build_request` for one run."""
+        return {
+            "method": "POST",
+            "url": run_path(self.account, model),
+            "json": dict(inputs),
+            "headers": request_headers(self.token, extra_headers),
+            "timeout": httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT_SECONDS)),
+        }
+
+    @property
+    def models_options(self) -> dict[str, Any]:
+        """Return the arguments of `build_request` that ask which models are served."""
+        return {"method": "GET", "url": "/v1/models", "headers": request_headers(self.token, None)}
+
+    def failed(self, error: httpx.TransportError) -> TandemConnectionError:
+        """Say in our words that no answer came."""
+        if isinstance(error, httpx.TimeoutException):
+            return TandemTimeoutError(None, 0, f"no answer in time from {self.base_url} ({type(error).__name__})")
+        return TandemConnectionError(
+            None, 0, f"no answer from {self.base_url}: {error or type(error).__name__}; is Tandem running there?"
+        )
+
+
+def retry_delay_seconds(error: TandemAPIError, num_tries: int) -> float | None:
+    """Return how long to wait before trying again, or None to give up.
+
+    Only what may pass by itself is tried again: no connection, too busy, draining. A server that asks for more
+    patience than MAX_RETRY_DELAY_SECONDS is believed: the caller gets the error, with `retry_after`, at once.
+    """
+    passing = isinstance(error, RateLimitError | TandemConnectionError) or error.status == 503
+    if num_tries > MAX_RETRIES or not passing or isinstance(error, TandemTimeoutError):
+        return None
+    delay = error.retry_after if error.retry_after is not None else 0.25 * 2**num_tries
+    return delay if delay <= MAX_RETRY_DELAY_SECONDS else None

@@ -1,0 +1,39 @@
+"""What may `inputs` hold? Types for editors and type checkers; at run time any mapping goes to the server as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Required, TypedDict
+
+
+class _Inputs(TypedDict, total=False):
+    """Text generation takes `prompt` or `messages`."""
+
+    prompt: str
+    messages: Sequence[Mapping[str, Any]]
+    raw: bool
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    stop: str | Sequence[str] | None
+    response_format: Mapping[str, Any]
+    tools: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+
+
+class WholeInputs(_Inputs, total=False):
+    """Inputs of a call that answers at once, with a dict."""
+
+    stream: Literal[False]
+
+
+class StreamedInputs(_Inputs, total=False):
+    """Inputs of a call that answers with an iterator of tokens."""
+
+    stream: Required[Literal[True]]

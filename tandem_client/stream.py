@@ -1,0 +1,153 @@
+"""How does a caller read tokens as they come, and leave early?
+
+Leaving the loop, leaving the `with` block and `close()` are the same thing: the connection closes, and Tandem stops
+generating within one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from tandem_client.errors import StreamTruncated, TandemConnectionError, TandemTimeoutError
+from tandem_client.sse import EventDecoder
+from tandem_client.wire import StreamEvent, stream_event
+
+
+class _Progress:
+    """What both kinds of stream know: the pieces so far, the usage, and whether the end was seen."""
+
+    def __init__(self) -> None:
+        self._decoder = EventDecoder()
+        self.num_pieces = 0
+        self.usage: dict[str, Any] | None = None
+        self.done = False
+
+    def read(self, chunk: bytes) -> Iterator[str]:
+        """Yield the text in `chunk`; notes usage and the end; raises an error event's error."""
+        for event in map(stream_event, self._decoder.feed(chunk)):
+            self._note(event)
+            if event.text:
+                self.num_pieces += 1
+                yield event.text
+            if self.done:
+                return
+
+    def _note(self, event: StreamEvent) -> None:
+        self.usage = event.usage or self.usage
+        self.done = self.done or event.done
+
+    def check_complete(self) -> None:
+        if not self.done:
+            raise self.truncated("the server closed the connection")
+
+    def truncated(self, why: str) -> StreamTruncated:
+        message = f"the stream broke off after {self.num_pieces} pieces and without [DONE]: {why}"
+        return StreamTruncated(None, 0, message)
+
+    def broken(self, error: httpx.TransportError) -> StreamTruncated | TandemConnectionError:
+        if isinstance(error, httpx.TimeoutException):
+            return TandemTimeoutError(None, 0, f"no token came within the timeout, after {self.num_pieces} pieces")
+        return self.truncated(str(error) or type(error).__name__)
+
+
+class TokenStream(Iterator[str]):
+    """An iterator of the answer's pieces, one per token or a few; also a context manager."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self._progress = _Progress()
+        self._pieces = self._read()
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """Tokens counted by the server; None until the stream has ended."""
+        return self._progress.usage
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        # A generator of its own, so that a `for` loop that is left early ends it, and with it the connection.
+        try:
+            yield from self._pieces
+        finally:
+            self.close()
+
+    def _read(self) -> Generator[str]:
+        try:
+            for chunk in self._response.iter_bytes():
+                yield from self._progress.read(chunk)
+                if self._progress.done:
+                    return
+            self._progress.check_complete()
+        except httpx.TransportError as error:
+            raise self._progress.broken(error) from error
+        finally:
+            self._response.close()
+
+    def close(self) -> None:
+        """Close the connection, which cancels what still runs. May be called at any time, more than once."""
+        self._pieces.close()
+        self._response.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncTokenStream(AsyncIterator[str]):
+    """The same for asyncio: `async for`, `async with`, `await stream.aclose()`."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self._progress = _Progress()
+        self._pieces = self._read()
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """Tokens counted by the server; None until the stream has ended."""
+        return self._progress.usage
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            async for piece in self._pieces:
+                yield piece
+        finally:
+            await self.aclose()
+
+    async def _read(self) -> AsyncGenerator[str]:
+        try:
+            async for chunk in self._response.aiter_bytes():
+                for piece in self._progress.read(chunk):
+                    yield piece
+                if self._progress.done:
+                    return
+            self._progress.check_complete()
+        except httpx.TransportError as error:
+            raise self._progress.broken(error) from error
+        finally:
+            await self._response.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection, which cancels what still runs. May be called at any time, more than once."""
+        await self._pieces.aclose()
+        await self._response.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,99 @@
+"""What do a request and its answer look like on the wire?
+
+Cloudflare's REST form: an envelope `{result, success, errors, messages}`, or a stream of `data: {"response": ...}`
+events that ends with `data: [DONE]`. Pure functions on text and JSON: nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from tandem_client.errors import TandemAPIError, api_error, retry_after_seconds
+
+DONE = "[DONE]"
+
+
+def run_path(account: str, model: str) -> str:
+    """Return the path that runs `model`; its slashes stay, everything unusual in it is escaped."""
+    return f"/client/v4/accounts/{quote(account, safe='')}/ai/run/{quote(model, safe='@/:')}"
+
+
+def request_headers(token: str | None, extra_headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the headers of a call; the caller's own come last and win."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return headers | {name.lower(): value for name, value in (extra_headers or {}).items()}
+
+
+def is_loopback(base_url: str) -> bool:
+    """Say whether the address is this machine, so that a proxy from the environment must not be used."""
+    host = urlsplit(base_url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def result_of(status: int, headers: Mapping[str, str], body: bytes) -> Any:
+    """Return what the envelope carries, or raise the error that it, or the status, describes."""
+    document = _parse(body)
+    if 200 <= status < 300 and isinstance(document, dict) and document.get("success", True) and "result" in document:
+        return document["result"]
+    raise error_of(status, headers, body)
+
+
+def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIError:
+    """Return the error in a refusal: an envelope, an OpenAI error, or whatever a proxy in between wrote."""
+    document = _parse(body)
+    code, message = _first_error(document) if isinstance(document, dict) else (0, "")
+    if not message:
+        text = body.decode("utf-8", errors="replace").strip()[:500]
+        message = f"HTTP {status} with no error in a form Tandem sends: {text or 'an empty body'}"
+    return api_error(status, code, message, retry_after_seconds(headers.get("retry-after")))
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One event of a token stream: some text, the usage, or the end."""
+
+    text: str = ""
+    usage: dict[str, Any] | None = None
+    done: bool = False
+
+
+def stream_event(data: str) -> StreamEvent:
+    """Read one event's data; raises the error that an error event carries."""
+    if data == DONE:
+        return StreamEvent(done=True)
+    document = _parse(data.encode())
+    if not isinstance(document, dict):
+        raise TandemAPIError(None, 0, f"the stream holds an event that is not a JSON object: {data[:200]}")
+    if "errors" in document or "error" in document:
+        code, message = _first_error(document)
+        raise api_error(None, code, message or f"the stream reports an error without a message: {data[:200]}")
+    return StreamEvent(text=_text(document), usage=None if document.get("choices") else document.get("usage"))
+
+
+def _text(document: dict[str, Any]) -> str:
+    """Return the text of a native chunk, or of an OpenAI-shaped one, which some models stream on the same route."""
+    text = document.get("response")
+    if text is None and document.get("choices"):
+        choice = document["choices"][0]
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+    return text if isinstance(text, str) else ""
+
+
+def _first_error(document: dict[str, Any]) -> tuple[int | str, str]:
+    errors = document.get("errors") or [document.get("error")]
+    first = errors[0] if isinstance(errors, list) else errors
+    if isinstance(first, dict):
+        return first.get("code") or 0, str(first.get("message") or "")
+    return 0, str(first or "")
+
+
+def _parse(body: bytes) -> Any:
+    """Return the JSON in `body`, or None where it holds none: the caller says what that means."""
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None

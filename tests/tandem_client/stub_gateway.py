@@ -1,0 +1,150 @@
+"""What does a gateway on a real port answer, for tests of its clients?
+
+It speaks the REST form of Workers AI; the model's name says how it behaves. Everything it was asked is in `calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from tests.tandem_client.serving import serve
+
+USAGE = {
+    "prompt_tokens": 4,
+    "completion_tokens": 3,
+    "total_tokens": 7,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+
+
+@dataclass
+class Call:
+    """One request as it arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class StubGateway:
+    """The stub's address and what happened to it."""
+
+    url: str = ""
+    calls: list[Call] = field(default_factory=list)
+    models: list[str] = field(default_factory=lambda: ["@tandem/demo", "@tandem/other"])
+    workers: dict[str, Any] = field(default_factory=lambda: {"object": "list", "data": []})
+    client_left: threading.Event = field(default_factory=threading.Event)
+    """Set when the client of an endless stream has closed its connection."""
+
+    def app(self) -> ASGIApp:
+        return Starlette(
+            routes=[
+                Route("/client/v4/accounts/{account}/ai/run/{model:path}", self._run, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/workers", self._workers),
+            ]
+        )
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]})
+
+    async def _workers(self, request: Request) -> Response:
+        return JSONResponse(self.workers)
+
+    async def _run(self, request: Request) -> Response:
+        body = await request.json()
+        self.calls.append(Call(request.url.path, dict(request.headers), body))
+        model = request.path_params["model"]
+        if model == "busy" or (model == "busy-once" and len(self.calls) == 1):
+            return _error(429, 3040, "Capacity temporarily exceeded, please try again.", {"retry-after": "0"})
+        if model == "busy-for-long":
+            return _error(429, 3040, "Capacity temporarily exceeded, please try again.", {"retry-after": "120"})
+        if model == "missing":
+            return _error(404, 3042, "no model missing here; served: @tandem/demo")
+        if model == "locked":
+            return _error(401, 10000, "Authentication error")
+        if model == "proxy-page":
+            return Response("<html>Bad Gateway</html>", status_code=502)
+        if body.get("stream"):
+            return StreamingResponse(_STREAMS.get(model, _tokens)(self, body), media_type="text/event-stream")
+        return _envelope({"response": f"You said {body.get('prompt', body.get('messages'))}", "usage": USAGE})
+
+
+def _envelope(result: Any) -> Response:
+    return JSONResponse({"result": result, "success": True, "errors": [], "messages": []})
+
+
+def _error(status: int, code: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    body = {"result": None, "success": False, "errors": [{"code": code, "message": message}], "messages": []}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+async def _tokens(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    for token in ("One", " two", " three"):
+        yield _event({"response": token, "p": "abcdefgh"})
+    yield _event({"response": "", "usage": USAGE})
+    yield b"data: [DONE]\n\n"
+
+
+async def _truncated(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    yield _event({"response": "One"})
+
+
+async def _broken(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    yield _event({"response": "One"})
+    raise ConnectionResetError("the stub drops the connection, as a gateway killed with -9 does")
+
+
+async def _failing(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    yield _event({"response": "One"})
+    yield _event({"errors": [{"code": 3040, "message": "Capacity temporarily exceeded"}], "success": False})
+
+
+async def _endless(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    try:
+        while True:
+            yield _event({"response": "more "})
+            await asyncio.sleep(0.001)  # the pace of decode; also where the server notices that the client has left
+    finally:
+        gateway.client_left.set()
+
+
+async def _openai_shaped(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    for token in ("", "One", " two"):
+        yield _event({"choices": [{"index": 0, "delta": {"content": token}}], "usage": {"completion_tokens": 1}})
+    yield _event({"choices": [], "usage": {"completion_tokens": 0}})
+    yield _event({"response": "", "usage": USAGE})
+    yield b"data: [DONE]\n\n"
+
+
+_STREAMS = {
+    "truncated": _truncated,
+    "broken": _broken,
+    "failing": _failing,
+    "endless": _endless,
+    "openai-shaped": _openai_shaped,
+}
+
+
+@contextmanager
+def stub_gateway() -> Iterator[StubGateway]:
+    gateway = StubGateway()
+    with serve(gateway.app()) as gateway.url:
+        yield gateway

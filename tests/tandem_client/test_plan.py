@@ -1,0 +1,108 @@
+"""Which processes come out of which machine and options?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem_client.cli.configured import configured_settings
+from tandem_client.cli.machine import Machine, this_machine
+from tandem_client.cli.plan import ProcessSpec, UpOptions, divide_cores, kv_bytes_per_worker, plan
+
+GIB = 1 << 30
+TWO_CORES = Machine(cores=(0, 1), free_memory_bytes=24 * GIB)
+
+
+def flag(spec: ProcessSpec, name: str) -> str | None:
+    return spec.command[spec.command.index(name) + 1] if name in spec.command else None
+
+
+def test_the_default_is_four_processes_that_find_the_control_plane() -> None:
+    control, kv, prefill, decode = plan(TWO_CORES, UpOptions())
+    assert control.command == (
+        *(sys.executable, "-m", "control_plane"),
+        *("--listen", "127.0.0.1:8642", "--grpc-listen", "127.0.0.1:8643"),
+    )
+    assert kv.command[1:] == (
+        *("-m", "kv_transfer_svc", "--control", "127.0.0.1:8643", "--listen", "127.0.0.1:0"),
+        *("--worker-id", "kv-service"),
+    )
+    assert prefill.command[1:] == (
+        *("-m", "prefill_svc", "--control", "127.0.0.1:8643", "--listen", "127.0.0.1:0", "--worker-id", "prefill-0"),
+        *("--cpus", "0", "--num-threads", "1", "--kv-memory-bytes", str(2 * GIB)),
+    )
+    assert (flag(decode, "--cpus"), dict(decode.environment)) == ("1", {"OMP_NUM_THREADS": "1"})
+
+
+def test_without_prefill_there_is_no_kv_service() -> None:
+    assert [spec.name for spec in plan(TWO_CORES, UpOptions(num_prefill=0))] == ["control-plane", "decode-0"]
+
+
+def test_model_name_and_config_reach_the_workers() -> None:
+    options = UpOptions(model="org/m", served_model_name="m", config=Path("t.toml"), port=9000, grpc_port=9001)
+    control, _, prefill, decode = plan(TWO_CORES, options)
+    for worker in (prefill, decode):
+        assert (flag(worker, "--model"), flag(worker, "--served-model-name")) == ("org/m", "m")
+        assert (flag(worker, "--control"), flag(worker, "--config")) == ("127.0.0.1:9001", "t.toml")
+    assert flag(control, "--listen") == "127.0.0.1:9000"
+
+
+def test_a_share_does_not_replace_what_the_user_configured() -> None:
+    _, _, prefill, decode = plan(TWO_CORES, UpOptions(), {"decode": {"num_kv_blocks", "num_threads"}})
+    assert flag(prefill, "--cpus") == "0"
+    assert [flag(decode, name) for name in ("--cpus", "--num-threads", "--kv-memory-bytes")] == [None, None, None]
+    assert decode.environment == ()
+
+
+def test_gpus_go_round_and_one_of_its_own_sizes_its_own_pool() -> None:
+    machine = Machine(cores=tuple(range(8)), free_memory_bytes=24 * GIB, gpus=("0", "1"))
+    workers = plan(machine, UpOptions())[2:]
+    assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["0", "1"]
+    assert [flag(worker, "--kv-memory-bytes") for worker in workers] == [None, None]
+    shared = plan(machine, UpOptions(num_decode=2))[2:]
+    assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in shared] == ["0", "1", "0"]
+    assert flag(shared[0], "--kv-memory-bytes") is not None
+
+
+@given(num_cores=st.integers(1, 40), num_workers=st.integers(1, 12))
+def test_cores_are_divided_evenly_and_shared_only_if_there_are_too_few(num_cores: int, num_workers: int) -> None:
+    shares = divide_cores(range(num_cores), num_workers)
+    sizes = [len(share) for share in shares]
+    assert len(shares) == num_workers
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    if num_cores >= num_workers:
+        assert [core for share in shares for core in share] == list(range(num_cores))
+
+
+def test_kv_memory_is_a_fifth_of_what_is_free_and_two_gib_at_most() -> None:
+    assert kv_bytes_per_worker(100 * GIB, 2) == 2 * GIB
+    assert kv_bytes_per_worker(5 * GIB, 2) == GIB // 2
+    assert kv_bytes_per_worker(0, 2) == 0
+
+
+def test_this_machine_has_a_core_and_memory() -> None:
+    machine = this_machine()
+    assert machine.cores
+    assert machine.free_memory_bytes > 0
+
+
+def test_configured_settings_come_from_the_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text('model = "x"\n[decode]\nnum_kv_blocks = 100\n')
+    monkeypatch.setenv("TANDEM_PREFILL_CPUS", "0,1")
+    found = configured_settings(file)
+    assert (found["prefill"], found["decode"], found["kv"]) == ({"cpus"}, {"num_kv_blocks"}, set())
+
+
+def test_a_settings_file_that_is_not_there_or_not_toml_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no settings file"):
+        configured_settings(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("= 1")
+    with pytest.raises(ValueError, match="not TOML"):
+        configured_settings(tmp_path / "bad.toml")

@@ -1,0 +1,83 @@
+"""What does a gateway's binding face answer, for tests of Workers?
+
+As stock workerd expects it (docs: Workers AI wire facts, 1.4): bare results, errors with `internalCode`, server-sent
+events passed through. The model's name says how it behaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+USAGE = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+
+
+@dataclass
+class StubBinding:
+    """What was asked, and whether the caller of an endless answer has left."""
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    asked: threading.Event = field(default_factory=threading.Event)
+    client_left: threading.Event = field(default_factory=threading.Event)
+
+    def app(self) -> ASGIApp:
+        return Starlette(routes=[Route("/run", self._run, methods=["POST"])])
+
+    async def _run(self, request: Request) -> Response:
+        body = await request.json()
+        model = request.headers["cf-consn-model-id"]
+        self.calls.append({"model": model, **body})
+        self.asked.set()
+        headers = {"cf-ai-req-id": "req-1"}
+        if model == "busy":
+            return JSONResponse(_BUSY, status_code=429, headers=headers)
+        if model == "silent":
+            await self._wait_for_leave(request)
+        if not body["inputs"].get("stream"):
+            return JSONResponse({"response": f"You said {body['inputs']['prompt']}", "usage": USAGE}, headers=headers)
+        events = self._endless() if model == "endless" else _tokens(broken=model == "broken")
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+    async def _wait_for_leave(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.client_left.set()
+
+    async def _endless(self) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield _event({"response": "more ", "p": "abc"})
+                await asyncio.sleep(0.001)  # the pace of decode; also where the server notices that the client has left
+        finally:
+            self.client_left.set()
+
+
+_BUSY = {
+    "internalCode": 3040,
+    "name": "InferenceUpstreamError",
+    "message": "out of capacity",
+    "description": "Capacity temporarily exceeded, please try again.",
+}
+
+
+async def _tokens(broken: bool) -> AsyncIterator[bytes]:
+    for token in ("One", " two", " three"):
+        yield _event({"response": token, "p": "abcdefgh"})
+    if broken:
+        raise ConnectionResetError("the stub drops the connection without [DONE]")
+    yield _event({"response": "", "usage": USAGE})
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()

@@ -1,0 +1,153 @@
+"""Conversations that refer back: to a name, a place, a number, a word, an earlier question or an earlier answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from engine.demo.corpus import words
+from engine.demo.corpus.arithmetic import arithmetic
+from engine.demo.corpus.casual import casual
+from engine.demo.corpus.lists import lists
+from engine.demo.corpus.questions import questions
+from engine.demo.corpus.sample import Message, Sample, exchange
+from engine.demo.corpus.small_talk import small_talk
+from engine.demo.corpus.split import Phrasings, Split, draw
+
+FAMILY = "conversations"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Something told early in a chat and asked for later."""
+
+    make: Callable[[Random], str]
+    tell: Phrasings
+    acknowledge: str
+    ask: Phrasings
+    answer: str
+
+
+_MEMORIES = (
+    Memory(
+        words.name,
+        Phrasings("conversations/name/tell", (
+            "My name is {x}.", "I am {x}.", "I'm {x}.", "Hi, I am {x}.", "Hello, my name is {x}.",
+            "You can call me {x}.",
+            "People call me {x}.", "Call me {x}.")),
+        "Nice to meet you, {x}! How can I help you?",
+        Phrasings("conversations/name/ask", (
+            "What is my name?", "Do you remember my name?", "Who am I?", "What's my name?", "Tell me my name.",
+            "Do you know who I am?", "What did I say my name was?", "How am I called?")),
+        "Your name is {x}.",
+    ),
+    Memory(
+        words.city,
+        Phrasings("conversations/city/tell", (
+            "I live in {x}.", "My home is {x}.", "I am from {x}.", "I come from {x}.", "I live in {x} at the moment.",
+            "My city is {x}.", "We live in {x}.")),
+        "{x} sounds like a nice place.",
+        Phrasings("conversations/city/ask", (
+            "Where do I live?", "Where am I from?", "Which city do I live in?", "Do you remember where I live?",
+            "What is my city?",
+            "In which city is my home?", "Where did I say that I live?")),
+        "You live in {x}.",
+    ),
+    Memory(
+        lambda random: random.choice(words.COLOURS),
+        Phrasings("conversations/colour/tell", (
+            "My favourite colour is {x}.", "I like {x} best of all colours.", "The colour I love is {x}.",
+            "{x} is my colour.",
+            "I love the colour {x}.", "My best-loved colour is {x}.")),
+        "I will remember that you like {x}.",
+        Phrasings("conversations/colour/ask", (
+            "What is my favourite colour?", "Which colour do I like?", "Do you remember my colour?",
+            "What colour do I love?",
+            "Tell me my favourite colour.", "Which colour did I name?", "What's my favourite colour?")),
+        "Your favourite colour is {x}.",
+    ),
+    Memory(
+        lambda random: f"{random.randint(0, 9999)}",
+        Phrasings("conversations/number/tell", (
+            "Remember the number {x}.", "My number is {x}.", "Keep the number {x} in mind.", "Note the number {x}.",
+            "The secret number is {x}.", "Please remember this number: {x}", "Memorise {x}.")),
+        "I will remember the number {x}.",
+        Phrasings("conversations/number/ask", (
+            "Which number did I give you?", "What was the number?", "What number should you remember?",
+            "Tell me the number.",
+            "Do you remember the number?", "What is my number?", "What is the secret number?", "Repeat the number.")),
+        "The number is {x}.",
+    ),
+    Memory(
+        words.code,
+        Phrasings("conversations/code/tell", (
+            "The code is {x}.", "Remember the code {x}.", "My code is {x}.", "Keep this code for me: {x}",
+            "Note the code {x}.",
+            "The password is {x}.", "Store the code {x}.")),
+        "I will remember the code {x}.",
+        Phrasings("conversations/code/ask", (
+            "What is the code?", "What was the code?", "Which code did I give you?", "Tell me the code.",
+            "Do you remember the code?",
+            "Give me the code.", "I forgot the code. What was it?")),
+        "The code is {x}.",
+    ),
+    Memory(
+        words.name,
+        Phrasings("conversations/pet/tell", (
+            "My dog is called {x}.", "I have a dog named {x}.", "My dog's name is {x}.", "{x} is my dog.",
+            "I have a dog. It is called {x}.",
+            "My dog {x} is with me.")),
+        "{x} is a good name for a dog.",
+        Phrasings("conversations/pet/ask", (
+            "What is my dog called?", "What is the name of my dog?", "Do you remember my dog's name?",
+            "How is my dog called?",
+            "Tell me the name of my dog.", "Which name does my dog have?")),
+        "Your dog is called {x}.",
+    ),
+)  # fmt: skip
+_REPEAT_ANSWER = Phrasings("conversations/again", (
+    "Say that again.", "Repeat that.", "Can you repeat that?", "Once more, please.", "Again, please.",
+    "Please say that again.",
+    "What did you just say?", "Repeat your last answer.", "Repeat your answer.",
+    "Could you say that once more?"))  # fmt: skip
+_REPEAT_QUESTION = Phrasings("conversations/asked", (
+    "What did I just ask?", "What was my last question?", "What did I ask you?", "Repeat my question.",
+    "What was my question?",
+    "Which question did I ask?", "Tell me what I just asked.", "What did I say before this?"))  # fmt: skip
+
+_FILLERS: Sequence[Callable[[Random, Split], Sample]] = (small_talk, questions, arithmetic, lists)
+
+
+def _filler(random: Random) -> tuple[Message, ...]:
+    """Talk about something else; always from the training side, since only the last answer is graded."""
+    sample = random.choice(_FILLERS)(random, Split.TRAINING)
+    # A second introduction would leave two right answers to "What is my name?".
+    return _filler(random) if sample.template.startswith("small_talk/meeting") else sample.messages
+
+
+def _remember(random: Random, split: Split) -> Sample:
+    memories = random.sample(_MEMORIES, random.choice((1, 1, 2, 3)))
+    told = [(memory, draw(random, split, memory.make)) for memory in memories]
+    messages: tuple[Message, ...] = ()
+    for memory, value in told:
+        tell = memory.tell.choose(random, split).text.format(x=value)
+        messages += exchange(tell[0].upper() + tell[1:], memory.acknowledge.format(x=value))
+    for _ in range(random.choice((0, 0, 1, 1, 2, 3))):
+        messages += _filler(random)
+    memory, value = random.choice(told)
+    ask = memory.ask.choose(random, split)
+    messages += exchange(casual(random, ask.text), memory.answer.format(x=value))
+    return Sample(FAMILY, ask.name, value, messages)
+
+
+def _again(random: Random, split: Split) -> Sample:
+    messages = tuple(message for _ in range(random.choice((1, 1, 2))) for message in _filler(random))
+    if random.random() < 0.6:
+        phrasing, answer = _REPEAT_ANSWER.choose(random, split), messages[-1].content
+    else:
+        phrasing, answer = _REPEAT_QUESTION.choose(random, split), f'You asked: "{messages[-2].content}"'
+    return Sample(FAMILY, phrasing.name, answer, messages + exchange(casual(random, phrasing.text), answer))
+
+
+def conversations(random: Random, split: Split) -> Sample:
+    """Hold a chat whose last answer lies in an earlier message."""
+    return _remember(random, split) if random.random() < 0.7 else _again(random, split)

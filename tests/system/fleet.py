@@ -1,0 +1,228 @@
+"""Real processes for system tests: workers and KV services as subprocesses, the control plane in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from control_plane.dispatcher import Dispatcher
+from control_plane.gateway import Gateway
+from control_plane.generation import TokenRequest
+from control_plane.registry import WorkerRegistry
+from control_plane.router import Route, Router
+from control_plane.settings import ControlPlaneSettings
+from engine.scheduling.sampling_params import SamplingParams
+from runtime.channel import open_channel
+from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+
+START_SECONDS = 90.0
+_STUBS: dict[str, Any] = {
+    "prefill": prefill_pb2_grpc.PrefillServiceStub,
+    "decode": decode_pb2_grpc.DecodeServiceStub,
+    "kv": kv_transfer_pb2_grpc.KvTransferServiceStub,
+}
+_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "kv": "kv_transfer_svc"}
+
+
+@dataclass(eq=False)
+class Service:
+    """One subprocess and its log."""
+
+    role: str
+    worker_id: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, number)
+
+    def tail(self, num_lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+class Fleet:
+    """Starts services, waits for them, asks them for their own figures, and ends them."""
+
+    def __init__(self, folder: Path, **control: Any) -> None:
+        self._folder = folder
+        self._state_dir = folder / "state"
+        self._state_dir.mkdir(mode=0o700, exist_ok=True)
+        settings = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "state_dir": str(self._state_dir), **control}
+        self.gateway = Gateway(ControlPlaneSettings(**settings))
+        self.services: dict[str, Service] = {}
+        self._drain = asyncio.Event()
+        self._running: asyncio.Task[int] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.gateway.http_address}"
+
+    @property
+    def registry(self) -> WorkerRegistry:
+        return self.gateway.registry
+
+    async def __aenter__(self) -> Fleet:
+        self._running = asyncio.create_task(self.gateway.run(self._drain))
+        await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for service in self.services.values():
+            if service.process.poll() is None:
+                service.kill(signal.SIGTERM)
+        await asyncio.gather(*(self.ended(service) for service in self.services.values()))
+        self._drain.set()
+        assert self._running is not None, "entered before"
+        await self._running
+
+    def start(self, role: str, worker_id: str, *flags: str, env: dict[str, str] | None = None) -> Service:
+        """Start a service; it registers by itself."""
+        log = self._folder / f"{worker_id}.log"
+        command = [
+            sys.executable,
+            "-m",
+            _MODULES[role],
+            "--control",
+            self.gateway.grpc_address,
+            "--worker-id",
+            worker_id,
+        ]
+        if role != "kv":
+            command += ["--state-dir", str(self._state_dir)]
+        if "--host-id" not in flags:
+            command += ["--host-id", "host-a"]
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*command, *flags],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TANDEM_LOG_JSON": "false", **(env or {})},
+            )
+        service = Service(role, worker_id, process, log)
+        self.services[worker_id] = service
+        return service
+
+    async def ready(self, *worker_ids: str) -> None:
+        """Wait until these workers (all, if none is named) may be given requests."""
+        wanted = worker_ids or tuple(self.services)
+
+        def all_ready() -> bool:
+            for worker_id in wanted:
+                service = self.services[worker_id]
+                assert service.process.poll() is None, f"{worker_id} ended:\n{service.tail()}"
+            found = [self.registry.get(worker_id) for worker_id in wanted]
+            has_kv = not self.registry.workers(pb.WORKER_ROLE_KV) or all(
+                worker is None or worker.role == pb.WORKER_ROLE_KV or worker.info.kv_address for worker in found
+            )
+            return has_kv and all(worker is not None and worker.is_usable for worker in found)
+
+        await until(all_ready, START_SECONDS, lambda: self.tails(wanted))
+        await self.gateway.catalog.prefetch()
+
+    async def ended(self, service: Service, seconds: float = 30.0) -> int:
+        """Wait for a process to end; returns its exit code."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(service.process.wait), seconds)
+        except TimeoutError:
+            service.kill()
+            raise AssertionError(f"{service.worker_id} did not end:\n{service.tail()}") from None
+
+    async def stats(self, worker_id: str) -> pb.LoadReport:
+        """Ask a service itself for its figures."""
+        service = self.services[worker_id]
+        worker = self.registry.get(worker_id)
+        assert worker is not None, f"{worker_id} is not registered:\n{service.tail()}"
+        async with open_channel(worker.info.address) as channel:
+            reply = await _STUBS[service.role](channel).Stats(pb.StatsRequest(), timeout=10)
+        return cast(pb.LoadReport, reply.load)
+
+    async def pools_are_full(self, seconds: float = 20.0) -> None:
+        """Wait until no service holds anything for anyone, by its own figures."""
+
+        async def nothing_is_left() -> bool:
+            loads = {
+                worker_id: await self.stats(worker_id) for worker_id in self.services if self._is_running(worker_id)
+            }
+            return all(_is_idle(load) for load in loads.values())
+
+        await until(nothing_is_left, seconds, lambda: self.tails(self.services))
+
+    def dispatcher(self, decode: str, prefill: str | None = None) -> Dispatcher:
+        """Return a dispatcher that uses just these workers; without a prefill worker it runs aggregated."""
+        return self.gateway.make_dispatcher(PinnedRouter(self.registry, decode, prefill))
+
+    def tails(self, worker_ids: Sequence[str] | dict[str, Service]) -> str:
+        return "\n\n".join(f"--- {worker_id}\n{self.services[worker_id].tail(15)}" for worker_id in worker_ids)
+
+    def _is_running(self, worker_id: str) -> bool:
+        return self.services[worker_id].process.poll() is None and self.registry.get(worker_id) is not None
+
+
+class PinnedRouter(Router):
+    """Routes everything to the workers named."""
+
+    def __init__(self, registry: WorkerRegistry, decode: str, prefill: str | None) -> None:
+        super().__init__(registry)
+        self._names = decode, prefill
+
+    def choose(self, model_id: str, num_prompt_tokens: int, max_tokens: int, avoid: Any = ()) -> Route:
+        decode, prefill = (self._registry.get(name) if name else None for name in self._names)
+        assert decode is not None, f"{self._names[0]} is not registered"
+        return Route(prefill, (decode,), "pinned by the test", {})
+
+
+async def until(
+    condition: Callable[[], bool | Awaitable[bool]], seconds: float, describe: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait for a condition, checked often; fails with a description once `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        if result if isinstance(result, bool) else await result:
+            return
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain\n{describe()}"
+        await asyncio.sleep(0.05)
+
+
+async def tokens_of(dispatcher: Dispatcher, request: TokenRequest) -> list[list[int]]:
+    """Run a request to its end; returns the tokens of each choice, stop tokens included."""
+    stream = await dispatcher.submit(request)
+    choices: list[list[int]] = [[] for _ in request.choice_seeds]
+    async for delta in stream:
+        choices[delta.choice_index].extend(delta.token_ids)
+    return choices
+
+
+_num_requests = 0
+
+
+def token_request(model_id: str, token_ids: Sequence[int], max_tokens: int, **changes: Any) -> TokenRequest:
+    """Return a greedy request for token ids; `changes` go to its SamplingParams or to the request itself."""
+    global _num_requests
+    _num_requests += 1
+    ours = {name: changes.pop(name) for name in ("choice_seeds", "account", "cacheable", "deadline") if name in changes}
+    sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **changes})
+    fields = {"account": "test", "choice_seeds": (sampling.seed,), "deadline": time.time() + 60, **ours}
+    return TokenRequest(
+        request_id=f"test-{_num_requests}", model_id=model_id, token_ids=tuple(token_ids), sampling=sampling, **fields
+    )
+
+
+def _is_idle(load: pb.LoadReport) -> bool:
+    pool, service = load.kv, load.kv_service
+    return (
+        load.num_running + load.num_waiting == 0
+        and pool.num_used_blocks == pool.num_held_blocks == 0
+        and pool.num_free_blocks + pool.num_cached_blocks == pool.num_total_blocks
+        and service.num_handles == service.leased_bytes == service.orphan_bytes == 0
+        and service.arena_free_bytes == service.arena_bytes
+    )

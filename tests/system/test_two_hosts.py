@@ -1,0 +1,40 @@
+"""Does the cache cross hosts, and does nothing stay behind on either?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.system.conftest import SMALL
+from tests.system.fleet import Fleet, token_request
+from tests.system.reference import greedy
+
+
+async def test_decode_on_another_host_pulls_over_grpc_and_goes_on_at_token_two(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, prompt = checkpoint("llama"), random.Random(5).choices(range(3, 300), k=130)
+    async with Fleet(tmp_path) as fleet:
+        model = ("--model", str(folder), *SMALL, "--max-num-batched-tokens", "64")
+        fleet.start("kv", "kv-a", "--host-id", "host-a")
+        fleet.start("kv", "kv-b", "--host-id", "host-b")
+        fleet.start("prefill", "prefill-a", "--host-id", "host-a", *model)
+        fleet.start("decode", "decode-b", "--host-id", "host-b", *model)
+        await fleet.ready()
+        dispatcher = fleet.dispatcher("decode-b", "prefill-a")
+        flight = await dispatcher.submit(token_request("tiny-llama", prompt, 16, choice_seeds=(0, 0)))
+        async for _ in flight:
+            pass
+
+        expected = greedy(folder, prompt, 16)
+        assert [choice.tokens for choice in flight.choices] == [expected, expected]
+        pool = (await fleet.stats("decode-b")).kv
+        num_bytes = -(-len(prompt) // pool.tokens_per_block) * pool.bytes_per_block
+        for choice in flight.choices:
+            assert choice.ledger is not None
+            assert (choice.ledger.transport, choice.ledger.num_bytes_pulled) == ("grpc", num_bytes)
+            assert choice.ledger.num_computed_tokens == 0
+        assert (await fleet.stats("kv-b")).counters["bytes_pulled"] == num_bytes  # once, for both choices
+        assert (await fleet.stats("kv-a")).counters["bytes_served"] == num_bytes
+        await fleet.pools_are_full()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from typing import Any
 
 from control_plane.generation import ModelDescription
 from control_plane.registry import Worker, WorkerRegistry
 from runtime.channel import open_channel
-from runtime.errors import ModelNotFound, TandemError, Unavailable
+from runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from runtime.log import get_logger
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
@@ -17,6 +18,9 @@ from tandem.v1 import types_pb2 as pb
 log = get_logger(__name__)
 
 _FETCH_SECONDS = 20.0
+_MAX_KEPT = 32
+
+Key = tuple[str, bytes, int]
 
 
 class ModelCatalog:
@@ -28,47 +32,61 @@ class ModelCatalog:
     def __init__(self, registry: WorkerRegistry) -> None:
         self._registry = registry
         self._assets: dict[bytes, bytes] = {}
-        self._descriptions: dict[bytes, ModelDescription] = {}
+        self._descriptions: dict[Key, ModelDescription] = {}
         self._lock = asyncio.Lock()
 
+    @property
+    def num_kept(self) -> int:
+        """How many descriptions are kept, of models that are gone too."""
+        return len(self._descriptions)
+
     def card(self, name: str) -> pb.ModelCard:
-        """Return the card of a model by id or alias; raises ModelNotFound naming what is served."""
-        cards = {card.model_id: card for card in self._cards()}
-        for card in cards.values():
+        """Return the card of a model by id or alias; raises ModelNotFound naming what is served.
+
+        Where workers differ, that of one which takes requests, with the shortest context: any of them takes those.
+        """
+        cards = self._cards()
+        for card in cards:
             if name == card.model_id or name in card.aliases:
                 return card
-        served = ", ".join(sorted(cards)) or "nothing yet: no worker has loaded a model"
+        served = ", ".join(sorted({card.model_id for card in cards})) or "nothing yet: no worker has loaded a model"
         raise ModelNotFound(f"no model {name!r} here; served: {served}", field="model")
 
     async def get(self, name: str) -> ModelDescription:
         card = self.card(name)
-        digest = card.fingerprint.digest
-        if digest not in self._descriptions:
+        key = _key(card)
+        if key not in self._descriptions:
             async with self._lock:
-                if digest not in self._descriptions:
-                    self._descriptions[digest] = await self._describe(card)
-        return self._descriptions[digest]
+                if key not in self._descriptions:
+                    self._descriptions[key] = await self._describe(card)
+                    _drop_oldest(self._descriptions)
+        return self._descriptions[key]
 
     def list(self) -> list[ModelDescription]:
         """Return what is known already; `prefetch` makes that everything that is served."""
-        digests = {card.fingerprint.digest for card in self._cards()}
-        known = [description for digest, description in self._descriptions.items() if digest in digests]
+        keys = {_key(self.card(card.model_id)) for card in self._cards()}
+        known = [description for key, description in self._descriptions.items() if key in keys]
         return sorted(known, key=lambda description: description.model_id)
 
     async def prefetch(self) -> None:
         """Fetch what is missing of every served model; failures are logged and tried again next time."""
-        for card in self._cards():
+        for model_id in {card.model_id for card in self._cards()}:
             try:
-                await self.get(card.model_id)
+                await self.get(model_id)
             except TandemError as error:
-                log.warning("model_not_described", model=card.model_id, error=error.message)
+                log.warning("model_not_described", model=model_id, error=error.message)
 
     def _cards(self) -> tuple[pb.ModelCard, ...]:
+        """Return every worker's card, the one to go by of a model before its others."""
         workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
-        return tuple(worker.info.card for worker in workers if worker.info.card.model_id)
+        loaded = [worker for worker in workers if worker.info.card.model_id]
+        loaded.sort(key=lambda worker: (not worker.is_usable, worker.info.card.context_length))
+        return tuple(worker.info.card for worker in loaded)
 
     async def _describe(self, card: pb.ModelCard) -> ModelDescription:
         assets = {asset.name: await self._asset(asset) for asset in card.assets}
+        if "tokenizer.json" not in assets:
+            raise Unsupported(f"{card.model_id} has no tokenizer.json; add one to its folder and restart its workers")
         defaults = card.generation_defaults
         return ModelDescription(
             model_id=card.model_id,
@@ -102,8 +120,20 @@ class ModelCatalog:
                 reason = error.message
             else:
                 self._assets[asset.digest] = content
+                _drop_oldest(self._assets)
                 return content
         raise Unavailable(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
+
+
+def _key(card: pb.ModelCard) -> Key:
+    """Two names or context lengths of the same weights are two models to clients."""
+    return card.model_id, card.fingerprint.digest, card.context_length
+
+
+def _drop_oldest(kept: dict[Any, Any]) -> None:
+    """Keep a bounded number: models come and go; what is needed again is fetched again."""
+    while len(kept) > _MAX_KEPT:
+        del kept[next(iter(kept))]
 
 
 async def _fetch(worker: Worker, asset: pb.Asset) -> bytes:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from control_plane.flight import Choice, ChoiceSink, Flight, Leg, PrefillSink, tokens_in_flight
+from control_plane.affinity import Served
+from control_plane.flight import Choice, Diverged, Flight, Leg
 from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
-from control_plane.registry import Worker, WorkerRegistry
+from control_plane.plan import FINAL, MAX_ATTEMPTS, Plan
+from control_plane.registry import WorkerRegistry
 from control_plane.router import Route, Router
 from control_plane.secrets import cache_salt, handle_key
-from control_plane.submission import Hashes, base_submit, decode_submit, hash_prompt, mint_handle, prefill_submit
+from control_plane.sender import Sender
+from control_plane.submission import Hashes, hash_prompt, mint_handle
+from control_plane.waiting_room import WaitingRoom
 from runtime.errors import (
     Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
+    InternalError,
     ModelNotFound,
     Overloaded,
     TandemError,
@@ -30,31 +33,10 @@ from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
 
-_MAX_ATTEMPTS = 4
-_FINAL: tuple[type[TandemError], ...] = (InvalidRequest, DeadlineExceeded, Cancelled)
-"""What another worker would answer too."""
-
 
 class Cards(Protocol):
     def card(self, name: str) -> pb.ModelCard:
         """Return the card of a served model; raises ModelNotFound."""
-
-
-@dataclass(eq=False)
-class _Plan:
-    """What stays the same over all attempts of one request, and what was learnt from them."""
-
-    request: TokenRequest
-    card: pb.ModelCard
-    hashes: Hashes | None
-    traceparent: str
-    flight: Flight
-    avoid: set[str]
-    attempt: int = 0
-    handle: pb.KvHandle | None = None
-
-    def base(self) -> pb.Submit:
-        return base_submit(self.request, self.attempt, self.card, self.hashes, self.traceparent)
 
 
 class Dispatcher:
@@ -69,31 +51,44 @@ class Dispatcher:
         kv_clients: KvClients,
         secret: bytes,
         accept_seconds: float,
+        queue_seconds: float,
+        max_waiting: int,
     ) -> None:
         self._registry = registry
-        self._links = links
-        self._router = router
+        self.router = router
         self._cards = cards
         self._kv_clients = kv_clients
         self._secret = secret
         self._handle_key = handle_key(secret)
-        self._accept_seconds = accept_seconds
+        self._sender = Sender(links, router.in_flight, accept_seconds, self)
+        self._queue_seconds = queue_seconds
+        self.waiting_room = WaitingRoom(max_waiting)
         self._tasks: set[asyncio.Task[None]] = set()
+        self.proven: Callable[[str], None] = lambda model_id: None
+        """Told the model of every request that went the whole way."""
 
     async def submit(self, request: TokenRequest) -> Flight:
-        """Start a request; returns once its decode workers have reserved their memory. Raises TandemError."""
+        """Start a request; returns once its decode workers have reserved their memory.
+
+        While every worker is full it waits at the door, in order, unless it asks not to. Raises TandemError.
+        """
         card = self._cards.card(request.model_id)
         hashes = await self._hash(request, card) if request.cacheable else None
         flight = Flight(request)
-        plan = _Plan(request, card, hashes, current_traceparent(), flight, avoid=set())
-        flight.on_close = lambda: self._abandon(plan)
+        plan = Plan(request, card, hashes, current_traceparent(), flight, avoid=set())
+        flight.on_close = lambda: self._end(plan)
+        flight.on_finished = lambda: self._finished(plan)
         try:
-            while not await self._attempt(plan):
-                plan.attempt += 1
+            await self._enter(plan)
         except BaseException:
             await flight.aclose()
             raise
         return flight
+
+    @property
+    def background(self) -> frozenset[asyncio.Task[None]]:
+        """What still runs by itself: releases and migrations."""
+        return frozenset(self._tasks)
 
     async def close(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -104,123 +99,176 @@ class Dispatcher:
         salt = cache_salt(self._secret, request.account) + request.salt
         return await asyncio.to_thread(hash_prompt, card, request.token_ids, salt)
 
-    async def _attempt(self, plan: _Plan) -> bool:
+    async def _enter(self, plan: Plan) -> None:
+        """Start the request as soon as there is room, behind those who came before."""
+        deadline = min(plan.request.deadline, time.time() + self._queue_seconds)
+        if len(self.waiting_room) and not plan.request.reject_if_busy:
+            busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
+            await self.waiting_room.wait(busy, deadline - time.time(), in_front=False)
+        is_first = True
+        while True:
+            try:
+                await self._start(plan)
+            except Overloaded as refusal:
+                if plan.request.reject_if_busy:
+                    raise
+                await self.waiting_room.wait(refusal, deadline - time.time(), in_front=not is_first)
+                is_first = False
+                plan.start_over()
+            else:
+                plan.started()
+                self._remember(plan)
+                self.waiting_room.next()
+                return
+
+    async def _start(self, plan: Plan) -> None:
+        """Try routes until both halves are taken; raises what the last one said."""
+        while not await self._attempt(plan):
+            plan.attempt += 1
+
+    async def _attempt(self, plan: Plan) -> bool:
         """Route and submit both halves; return False if another route should be tried."""
         with tracer().start_as_current_span("route") as span:
-            route = self._route(plan)
+            route = self._start_route(plan)
             span.set_attributes({f"tandem.route.{name}": value for name, value in route.describe().items()})
         plan.flight.route = route.describe()
         plan.handle = self._handle(plan, route)
-        answers = [asyncio.create_task(self._reserve(plan, choice, route)) for choice in plan.flight.choices]
-        prefill_answer = self._start_prefill(plan, route) if route.prefill and plan.handle else None
         try:
-            await asyncio.gather(*answers, *([prefill_answer] if prefill_answer else []))
+            await self._both_halves(plan, route)
         except TandemError as error:
             self._abandon(plan)
-            await asyncio.gather(*answers, return_exceptions=True)
             self._learn(plan, error)
             return False
-        finally:
-            for answer in answers:
-                answer.cancel()
         return True
 
-    def _route(self, plan: _Plan) -> Route:
-        return self._router.choose(
-            plan.request.model_id, len(plan.request.token_ids), plan.request.sampling.max_tokens, plan.avoid
-        )
+    async def _both_halves(self, plan: Plan, route: Route) -> None:
+        """Submit both halves at once and wait until both are taken; raises TandemError.
 
-    def _learn(self, plan: _Plan, error: TandemError) -> None:
+        Everything is sent before anything is awaited, so that the next request's route counts this one.
+        """
+        choices = [choice for choice in plan.flight.choices if not choice.is_over]  # over: prefill had its only token
+        legs = [self._sender.send_choice(plan, choice, route.decodes[0]) for choice in choices]
+        prefill = self._sender.send_prefill(plan, route.prefill, plan.handle) if route.prefill and plan.handle else None
+        waits = [self._reserve(plan, choice, leg, route) for choice, leg in zip(choices, legs, strict=True)]
+        if prefill is not None:
+            waits.append(self._sender.answer(plan, prefill))
+        tasks = [asyncio.create_task(wait) for wait in waits]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_route(self, plan: Plan) -> Route:
+        """Return where to try next; once all have refused, raises what the first that was full said."""
+        try:
+            route = self._route(plan)
+        except Overloaded:
+            raise plan.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
+        if plan.request.reject_if_busy and self.router.is_busy(route.decodes):
+            raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
+        return route
+
+    def _route(self, plan: Plan) -> Route:
+        request = plan.request
+        route = self.router.choose(request.model_id, len(request.token_ids), request.sampling.max_tokens, plan.avoid)
+        return self.router.with_affinity(route, request.session_affinity, plan.avoid)
+
+    def _remember(self, plan: Plan) -> None:
+        legs = plan.flight.prefill, plan.flight.choices[0].leg
+        served = Served(*(leg.link.worker.incarnation if leg else "" for leg in legs))
+        self.router.affinity.remember(plan.request.session_affinity, served)
+
+    def _learn(self, plan: Plan, error: TandemError) -> None:
         """Raise what no other worker would answer differently; else leave it to the next attempt."""
+        plan.learn(error)
         log.info("attempt_refused", request_id=plan.request.request_id, attempt=plan.attempt, error=error.message)
-        if isinstance(error, _FINAL) and not isinstance(error, ModelNotFound):
+        if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
             raise error
-        if plan.attempt + 1 >= _MAX_ATTEMPTS:
-            raise error
+        if plan.is_last_attempt:
+            raise plan.refusal or error
 
-    def _handle(self, plan: _Plan, route: Route) -> pb.KvHandle | None:
-        if route.prefill is None:
+    def _handle(self, plan: Plan, route: Route) -> pb.KvHandle | None:
+        """Return a handle at the KV service that prefill uses; None without one, or if all of token one came before."""
+        if route.prefill is None or all(choice.tokens for choice in plan.flight.choices):
             return None
-        holders = self._registry.kv_services(route.prefill.info.host_id)
+        address = route.prefill.info.kv_address
+        holders = [kv for kv in self._registry.kv_services(route.prefill.info.host_id) if kv.address == address]
         if not holders:
             return None
         return mint_handle(plan.request, plan.attempt, plan.card, route.prefill, holders[0], self._handle_key)
 
-    async def _start_prefill(self, plan: _Plan, route: Route) -> None:
-        """Submit to prefill and wait for its word; raises TandemError if it refuses."""
-        assert route.prefill is not None and plan.handle is not None, "checked by the caller"
-        submit = prefill_submit(plan.base(), plan.request, plan.handle)
-        leg = self._leg(route.prefill, submit, is_prefill=True)
-        plan.flight.expect_prefill(leg)
-        answered = asyncio.get_running_loop().create_future()
-        leg.link.submit(submit, PrefillSink(plan.flight, answered, lambda error: self._prefill_failed(plan, error)))
-        await self._answer(plan, answered, route.prefill)
-
-    async def _reserve(self, plan: _Plan, choice: Choice, route: Route) -> None:
-        """Submit a choice to the decode workers in order until one reserves its memory."""
-        error: TandemError = Unavailable("no decode worker was asked")
-        for worker in route.decodes:
+    async def _reserve(self, plan: Plan, choice: Choice, leg: Leg, route: Route) -> None:
+        """Wait for the first decode worker's word; if it refuses, ask the others in order."""
+        for following in (*route.decodes[1:], None):
             try:
-                await self._submit_choice(plan, choice, worker, None if choice.tokens else plan.handle)
-            except _FINAL:
+                await self._sender.answer(plan, leg)
+            except FINAL:
                 raise
             except TandemError as refusal:
-                error = refusal
+                plan.learn(refusal)
+                if following is None or choice.is_over:
+                    raise
+                leg = self._sender.send_choice(plan, choice, following)
             else:
                 return
-        raise error
-
-    async def _submit_choice(self, plan: _Plan, choice: Choice, worker: Worker, handle: pb.KvHandle | None) -> None:
-        submit = decode_submit(plan.base(), plan.request, choice.index, handle, choice.tokens)
-        leg = choice.leg = self._leg(worker, submit, is_prefill=False)
-        answered = asyncio.get_running_loop().create_future()
-        failed = lambda choice, leg, error: self._choice_failed(plan, choice, leg, error)  # noqa: E731
-        leg.link.submit(submit, ChoiceSink(plan.flight, choice, leg, answered, failed))
-        await self._answer(plan, answered, worker)
-
-    async def _answer(self, plan: _Plan, answered: asyncio.Future[None], worker: Worker) -> None:
-        """Wait for a worker's first word; one that refuses or stays silent is not asked again for this request."""
-        try:
-            async with asyncio.timeout(self._accept_seconds):
-                await answered
-        except TimeoutError as error:
-            plan.avoid.add(worker.incarnation)
-            raise Unavailable(
-                f"worker {worker.worker_id} did not answer within {self._accept_seconds:g} s", retry_after_seconds=1.0
-            ) from error
-        except TandemError:
-            plan.avoid.add(worker.incarnation)
-            raise
-
-    def _leg(self, worker: Worker, submit: pb.Submit, *, is_prefill: bool) -> Leg:
-        num_tokens = len(submit.token_ids) + (0 if is_prefill else submit.sampling.max_tokens)
-        give_back = tokens_in_flight(self._router.in_flight, worker.incarnation, num_tokens, is_prefill=is_prefill)
-        try:
-            link = self._links.get(worker)
-        except TandemError:
-            give_back()
-            raise
-        return Leg(link, submit, give_back)
 
     # ------------------------------------------------------------------------------------- failing and ending
 
-    def _prefill_failed(self, plan: _Plan, error: TandemError) -> None:
+    def prefill_failed(self, plan: Plan, error: TandemError) -> None:
         """Prefill broke after it had accepted: tell decode, through the handle, to compute the prompt itself."""
         log.warning("prefill_failed", request_id=plan.request.request_id, error=error.message)
         if plan.handle is not None:
             self._spawn(self._kv_clients.abort(plan.handle, error))
 
-    def _choice_failed(self, plan: _Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
+    def choice_failed(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
         """A decode worker was lost: go on elsewhere from the next token, or tell the client."""
         if choice.is_over:
             return
-        plan.avoid.add(leg.link.worker.incarnation)
-        if isinstance(error, _FINAL) or plan.attempt + 1 >= _MAX_ATTEMPTS:
+        if not isinstance(error, Diverged):  # that one may well go on, from the tokens that the client has
+            plan.avoid.add(leg.link.worker.incarnation)
+        choice.num_losses += 1
+        if isinstance(error, FINAL) or choice.num_losses >= MAX_ATTEMPTS:
             plan.flight.fail(error)
             return
-        self._spawn(self._migrate(plan, choice, error))
+        migration = self._spawn(self._migrate_or_fail(plan, choice, leg, error))
+        plan.migrations.add(migration)
+        migration.add_done_callback(plan.migrations.discard)
 
-    async def _migrate(self, plan: _Plan, choice: Choice, error: TandemError) -> None:
+    async def _migrate_or_fail(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
+        await plan.has_started.wait()
+        if choice.leg is not leg or choice.is_over:  # the whole was tried again meanwhile
+            return
+        if plan.handle is not None:
+            self._spawn(self._kv_clients.release(plan.handle, f"{plan.request.request_id}-{choice.index}"))
+        try:
+            await self._migrate_when_there_is_room(plan, choice, leg, error)
+        except Cancelled:
+            log.debug("choice_ended_as_it_migrated", request_id=plan.request.request_id, choice=choice.index)
+        except TandemError as refusal:
+            log.warning("migration_failed", request_id=plan.request.request_id, error=refusal.message)
+            plan.flight.fail(error)
+        except Exception as bug:
+            log.exception("migration_broke", request_id=plan.request.request_id)
+            plan.flight.fail(InternalError(f"the answer could not go on after its worker was lost: {bug!r}"))
+
+    async def _migrate_when_there_is_room(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
+        """Move a choice now, or as soon as a worker has room for it or has come up again: the client sees a pause."""
+        lost = set() if isinstance(error, Diverged) else {leg.link.worker.incarnation}
+        deadline = min(plan.request.deadline, time.time() + self._queue_seconds)
+        while not choice.is_over:
+            plan.avoid = set(lost)
+            try:
+                await self._migrate(plan, choice, error)
+            except (Overloaded, Unavailable, ModelNotFound) as refusal:
+                full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
+                await self.waiting_room.wait(full, deadline - time.time(), in_front=True)
+            else:
+                self.waiting_room.next()
+                return
+
+    async def _migrate(self, plan: Plan, choice: Choice, error: TandemError) -> None:
         plan.attempt += 1
         log.warning(
             "choice_migrates",
@@ -229,33 +277,42 @@ class Dispatcher:
             num_tokens=len(choice.tokens),
             error=error.message,
         )
-        if plan.handle is not None:
-            reader_id = f"{plan.request.request_id}-{choice.index}"
-            self._spawn(self._kv_clients.release(plan.handle, reader_id))
-        try:
-            route = self._route(plan)
-            for worker in route.decodes:
-                try:
-                    await self._submit_choice(plan, choice, worker, None)
-                except (Overloaded, Unavailable) as refusal:
-                    log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
-                else:
-                    return
-            plan.flight.fail(error)
-        except TandemError:
-            plan.flight.fail(error)
+        last_refusal: TandemError = error
+        for worker in self._route(plan).decodes:
+            if choice.is_over:
+                return
+            try:
+                await self._sender.answer(plan, self._sender.send_choice(plan, choice, worker))
+            except (Overloaded, Unavailable) as refusal:
+                log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
+                last_refusal = refusal
+            else:
+                return
+        raise last_refusal
 
-    def _abandon(self, plan: _Plan) -> None:
+    def _abandon(self, plan: Plan) -> None:
         """Cancel every leg of an attempt, and give its handle back."""
         legs = [choice.leg for choice in plan.flight.choices] + [plan.flight.prefill]
         is_unfinished = plan.attempt > 0 or any(leg is not None and leg.is_open for leg in legs)
         for leg in legs:
             if leg is not None:
                 leg.close(cancel=True)
+        plan.flight.expect_prefill(None)
         if is_unfinished and plan.handle is not None:
             self._spawn(self._kv_clients.release_all(plan.handle))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _finished(self, plan: Plan) -> None:
+        if all(choice.ledger is not None for choice in plan.flight.choices):  # else prefill alone had it all
+            self.proven(plan.request.model_id)
+
+    def _end(self, plan: Plan) -> None:
+        for migration in plan.migrations:
+            migration.cancel()
+        self._abandon(plan)
+        self.waiting_room.next()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -16,7 +16,7 @@ from typing import Any
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from control_plane.links import WorkerLink
 from control_plane.router import InFlight
-from runtime.errors import DeadlineExceeded, TandemError
+from runtime.errors import Cancelled, DeadlineExceeded, InternalError, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -29,6 +29,14 @@ _GRACE_SECONDS = 1.0
 FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
+class Diverged(InternalError):
+    """A worker's tokens do not fit those the client has: it goes on from those instead."""
+
+
+def _new_answer() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(eq=False)
 class Leg:
     """One Submit at one worker, from sending it to its end; gives its tokens in flight back exactly once."""
@@ -36,7 +44,20 @@ class Leg:
     link: WorkerLink
     submit: pb.Submit
     give_back: Callable[[], None]
+    answered: asyncio.Future[None] = field(default_factory=_new_answer)
+    """The worker's first word: it took the request, or why not."""
     is_open: bool = True
+
+    def settle(self, error: TandemError | None) -> bool:
+        """Answer the dispatcher, who waits for the first word; return False if it has been answered before."""
+        if self.answered.done():
+            return False
+        if error is None:
+            self.answered.set_result(None)
+        else:
+            self.answered.set_exception(error)
+            self.answered.exception()  # whoever waited may have left: nobody need read it
+        return True
 
     def close(self, *, cancel: bool) -> None:
         if not self.is_open:
@@ -44,6 +65,7 @@ class Leg:
         self.is_open = False
         self.give_back()
         if cancel:
+            self.settle(Cancelled("the request ended before its worker had answered"))
             self.link.cancel(self.submit.request_id, self.submit.attempt)
         else:
             self.link.forget(self.submit.request_id, self.submit.attempt)
@@ -60,6 +82,8 @@ class Choice:
     is_over: bool = False
     """Finished or stopped: what workers still say of it is not passed on."""
     is_stopped: bool = False
+    num_losses: int = 0
+    """How many workers it was lost with."""
     ledger: pb.PhaseLedger | None = None
 
 
@@ -69,6 +93,8 @@ class Flight:
     def __init__(self, request: TokenRequest) -> None:
         self.request = request
         self.on_close: Callable[[], None] | None = None
+        self.on_finished: Callable[[], None] = lambda: None
+        """Called when every token has been delivered."""
         self.route: Mapping[str, Any] = {}
         self.choices = [Choice(index) for index in range(len(request.choice_seeds))]
         self.prefill: Leg | None = None
@@ -79,12 +105,17 @@ class Flight:
     # ------------------------------------------------------------------------------------- what workers say
 
     def take(self, choice: Choice, output: pb.TokenOutput) -> None:
-        """Pass on those tokens that come next; a token is a pure function, so any others were passed on before."""
+        """Pass on those tokens that come next; the others were passed on before. Raises Diverged if they differ."""
         if choice.is_over:
             return
-        expected = len(self.request.token_ids) + len(choice.tokens)
-        num_known = expected - output.position
-        assert num_known >= 0, f"tokens at {output.position} came before those at {expected}"
+        first = output.position - len(self.request.token_ids)
+        num_known = len(choice.tokens) - first
+        known = choice.tokens[max(0, first) :][: len(output.token_ids)]
+        if first < 0 or num_known < 0 or known != list(output.token_ids[: max(0, num_known)]):
+            raise Diverged(
+                f"{output.request_id}: tokens {list(output.token_ids)} came for place {first} of the answer, "
+                f"which has {len(choice.tokens)} tokens, {known} there"
+            )
         fresh = output.token_ids[num_known:]
         choice.tokens.extend(fresh)
         finish_reason = FINISH_REASONS.get(output.finish_reason)
@@ -96,8 +127,8 @@ class Flight:
     def fail(self, error: TandemError) -> None:
         self._events.put_nowait(error)
 
-    def expect_prefill(self, leg: Leg) -> None:
-        """A prefill leg was started, after an earlier one perhaps."""
+    def expect_prefill(self, leg: Leg | None) -> None:
+        """A prefill leg was started, after an earlier one perhaps; None: there is none (any more)."""
         self.prefill = leg
         self._prefill_over.clear()
 
@@ -122,6 +153,7 @@ class Flight:
                     choice.num_delivered += len(event.token_ids)
                     yield event
             await self._wait_for_ledger()
+            self.on_finished()
         finally:
             await self.aclose()
 
@@ -176,26 +208,27 @@ class Flight:
 class PrefillSink:
     """Hears of the prefill leg."""
 
-    def __init__(
-        self, flight: Flight, answered: asyncio.Future[None], on_failure: Callable[[TandemError], None]
-    ) -> None:
+    def __init__(self, flight: Flight, leg: Leg, on_failure: Callable[[TandemError], None]) -> None:
         self._flight = flight
-        self._answered = answered
+        self._leg = leg
         self._on_failure = on_failure
 
     def accepted(self) -> None:
-        _settle(self._answered, None)
+        self._leg.settle(None)
 
     def output(self, output: pb.TokenOutput) -> None:
-        self._flight.take(self._flight.choices[output.choice_index], output)
+        choice = self._flight.choices[output.choice_index]
+        if not choice.tokens:  # else a decode worker was faster, which computed the prompt itself
+            self._flight.take(choice, output)
         if output.HasField("ledger"):
             self._flight.prefill_ledger = output.ledger
             if output.choice_index == len(self._flight.choices) - 1:
                 self._flight.prefill_ended(output.ledger)
 
-    def ended(self, error: TandemError, *, is_refusal: bool) -> None:
+    def ended(self, error: TandemError) -> None:
+        is_first_word = self._leg.settle(error)
         self._flight.prefill_ended(None)
-        if not _settle(self._answered, error):
+        if not is_first_word:
             self._on_failure(error)
 
 
@@ -207,17 +240,15 @@ class ChoiceSink:
         flight: Flight,
         choice: Choice,
         leg: Leg,
-        answered: asyncio.Future[None],
         on_failure: Callable[[Choice, Leg, TandemError], None],
     ) -> None:
         self._flight = flight
         self._choice = choice
         self._leg = leg
-        self._answered = answered
         self._on_failure = on_failure
 
     def accepted(self) -> None:
-        _settle(self._answered, None)
+        self._leg.settle(None)
 
     def output(self, output: pb.TokenOutput) -> None:
         self._flight.take(self._choice, output)
@@ -225,9 +256,10 @@ class ChoiceSink:
             self._choice.ledger = output.ledger
             self._leg.close(cancel=False)
 
-    def ended(self, error: TandemError, *, is_refusal: bool) -> None:
+    def ended(self, error: TandemError) -> None:
+        is_first_word = self._leg.settle(error)
         self._leg.close(cancel=False)
-        if not _settle(self._answered, error):
+        if not is_first_word:
             self._on_failure(self._choice, self._leg, error)
 
 
@@ -242,17 +274,6 @@ def tokens_in_flight(in_flight: InFlight, incarnation: str, num_tokens: int, *, 
             del counter[incarnation]
 
     return give_back
-
-
-def _settle(answered: asyncio.Future[None], error: TandemError | None) -> bool:
-    """Answer the dispatcher, who waits for the first word; return False if it has been answered before."""
-    if answered.done():
-        return False
-    if error is None:
-        answered.set_result(None)
-    else:
-        answered.set_exception(error)
-    return True
 
 
 def _logprobs(position: pb.PositionLogprobs) -> PositionLogprobs:

@@ -49,19 +49,21 @@ class Gateway:
         self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
         self._links = LinkPool(self.registry, f"gateway-{incarnation}", incarnation)
         self._kv_clients = KvClients(incarnation)
+        self.registry.listen(self._kv_clients.changed)
         self.catalog = ModelCatalog(self.registry)
         self._secret = secret
         self.dispatcher = self.make_dispatcher(Router(self.registry))
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
-        self._prober = Prober(
+        self.prober = Prober(
             self.registry,
             self.catalog,
             self.dispatcher,
             settings.probe_interval_seconds,
             settings.probe_valid_seconds,
         )
+        self.dispatcher.proven = self.prober.proven
 
     def make_dispatcher(self, router: Router) -> Dispatcher:
         """Return a dispatcher over this gateway's links, which routes as `router` says."""
@@ -73,6 +75,8 @@ class Gateway:
             self._kv_clients,
             self._secret,
             self._settings.accept_seconds,
+            self._settings.queue_seconds,
+            self._settings.max_waiting,
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -90,9 +94,9 @@ class Gateway:
         self.started.set()
         http = _HttpServer(self._http_config())
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._prober.run())]
+        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self.prober.run())]
         draining = asyncio.create_task(drain.wait())
-        await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait([draining, serving, *background], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await serving
         for task in [draining, *background]:
@@ -102,6 +106,8 @@ class Gateway:
         await self._links.close()
         await self._kv_clients.close()
         await grpc_server.stop(grace_seconds=1.0)
+        for task in ended:
+            task.result()  # raises what ended a task that was meant to run for ever
         return 0
 
     def _add_services(self, server: grpc.aio.Server) -> None:
@@ -112,7 +118,7 @@ class Gateway:
         settings = self._settings
         text = TextService(self.catalog, self.dispatcher, default_timeout_seconds=settings.request_timeout_seconds)
         http = HttpSettings(max_body_bytes=settings.max_body_bytes)
-        app = create_app(text, self.catalog, Fleet(self.registry), self._prober, http)
+        app = create_app(text, self.catalog, Fleet(self.registry), self.prober, http)
         return uvicorn.Config(
             app,
             loop="asyncio",

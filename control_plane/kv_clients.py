@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from control_plane.registry import Worker
 from runtime.errors import TandemError
 from runtime.kv.client import KvClient
 from runtime.log import get_logger
@@ -21,6 +22,7 @@ class KvClients:
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._clients: dict[str, KvClient] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def release_all(self, handle: pb.KvHandle) -> None:
         """End the handle: nobody needs its blocks any more."""
@@ -43,9 +45,20 @@ class KvClients:
         except TandemError as error:
             log.info("kv_abort_not_delivered", request_id=handle.request_id, error=error.message)
 
+    def changed(self, worker: Worker, is_here: bool) -> None:
+        """Hang up on a KV service that is gone; a listener of the registry."""
+        if (
+            not is_here
+            and worker.role == pb.WORKER_ROLE_KV
+            and (client := self._clients.pop(worker.info.address, None))
+        ):
+            task = asyncio.create_task(client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.close() for client in clients))
+        await asyncio.gather(*(client.close() for client in clients), *self._closing)
 
     def _client(self, handle: pb.KvHandle) -> KvClient:
         address = handle.holder_address

@@ -72,9 +72,9 @@ class Prober:
         """Probe for as long as the process lives."""
         while True:
             await self._catalog.prefetch()
-            due = [model_id for model_id in self._served() if self._is_due(model_id)]
-            for model_id in due:
-                await self._probe(model_id)
+            for model_id in self._served():
+                if self._is_due(model_id):
+                    await self._probe(model_id)
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _is_due(self, model_id: str) -> bool:
@@ -95,6 +95,9 @@ class Prober:
             self._failed(model_id, error.message)
         except TimeoutError:
             self._failed(model_id, f"a probe of {model_id} did not come back within {_PROBE_SECONDS:g} s")
+        except Exception as error:  # a bug in one probe must not end all that follow
+            log.exception("probe_broke", model=model_id)
+            self._failed(model_id, repr(error))
         else:
             self.proven(model_id)
 

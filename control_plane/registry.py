@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,9 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
+
+_LONG_PAUSE_SECONDS = 1.0
+_MAX_REPLACED = 1024
 
 Listener = Callable[["Worker", bool], None]
 """Called with a worker and whether it is (still) here, after every change but a heartbeat's figures."""
@@ -59,6 +63,8 @@ class WorkerRegistry:
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._listeners: list[Listener] = []
+        self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._last_sweep = clock()
 
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -83,10 +89,21 @@ class WorkerRegistry:
         ]
 
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport) -> None:
-        """Take in a worker, or what is new of one; another incarnation takes the place of the one before."""
+        """Take in a worker, or what is new of one; another incarnation takes the place of the one before, for good.
+
+        Raises StaleIncarnation for one that was replaced: two processes of one name would else take turns.
+        """
+        if info.incarnation in self._replaced:
+            raise StaleIncarnation(
+                f"worker {info.worker_id} was started again after incarnation {info.incarnation}; if both are meant "
+                "to run, give each its own --worker-id"
+            )
         previous = self._workers.get(info.worker_id)
         if previous is not None and previous.incarnation != info.incarnation:
             self._forget(previous, "replaced")
+            self._replaced[previous.incarnation] = None
+            if len(self._replaced) > _MAX_REPLACED:
+                self._replaced.popitem(last=False)
         worker = Worker(info, load, self._clock())
         self._workers[info.worker_id] = worker
         log.info(
@@ -125,8 +142,19 @@ class WorkerRegistry:
             self._forget(worker, "deregistered")
 
     def sweep(self) -> None:
-        """Suspect and forget those that have been silent; called a few times a second."""
-        now = self._clock()
+        """Suspect and forget those that have been silent; called a few times a second.
+
+        While this process itself did not run (it was stopped, or starved) nobody could be heard: that is no silence.
+        """
+        now, pause = self._clock(), self._clock() - self._last_sweep
+        self._last_sweep = now
+        if pause > _LONG_PAUSE_SECONDS:
+            log.warning("sweep_was_late", seconds=round(pause, 1))
+            self._workers = {
+                worker_id: replace(worker, last_heartbeat=worker.last_heartbeat + pause)
+                for worker_id, worker in self._workers.items()
+            }
+            return
         for worker in self.workers():
             silence = now - worker.last_heartbeat
             if silence > self._gone_seconds:

@@ -8,20 +8,26 @@ import os
 import secrets
 from pathlib import Path
 
+from runtime.errors import InvalidRequest
+
 _NUM_BYTES = 32
 
 
 def load_secret(configured: str, state_dir: Path) -> bytes:
     """Return the configured secret (hex), else the one of this state directory, made once with mode 0600.
 
-    Raises ValueError if a secret is not hex of at least 32 bytes.
+    Raises InvalidRequest if a secret is not hex of at least 32 bytes, or cannot be kept.
     """
     if configured:
         return _parse(configured, "the setting `secret`")
     path = state_dir / "secret"
-    if not path.exists():
-        _make(path)
-    return _parse(path.read_text().strip(), str(path))
+    try:
+        if not path.exists():
+            _make(path)
+        text = path.read_text().strip()
+    except OSError as error:
+        raise InvalidRequest(f"cannot keep the secret in {path}: {error}; set --state-dir or --secret") from error
+    return _parse(text, str(path))
 
 
 def handle_key(secret: bytes) -> bytes:
@@ -36,6 +42,7 @@ def cache_salt(secret: bytes, account: str) -> bytes:
 
 def _make(path: Path) -> None:
     """Write a new secret so that two processes starting at once end up with the same one."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -52,7 +59,9 @@ def _parse(text: str, source: str) -> bytes:
     try:
         secret = bytes.fromhex(text)
     except ValueError as error:
-        raise ValueError(f"{source} is not hexadecimal; make one with `openssl rand -hex 32`") from error
+        raise InvalidRequest(f"{source} is not hexadecimal; make one with `openssl rand -hex 32`") from error
     if len(secret) < _NUM_BYTES:
-        raise ValueError(f"{source} has {len(secret)} bytes, needs {_NUM_BYTES}; make one with `openssl rand -hex 32`")
+        raise InvalidRequest(
+            f"{source} has {len(secret)} bytes, needs {_NUM_BYTES}; make one with `openssl rand -hex 32`"
+        )
     return secret

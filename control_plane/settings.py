@@ -19,7 +19,9 @@ class ControlPlaneSettings:
     max_body_bytes: int = setting(10_000_000, "largest request body; more is answered with 413")
     suspect_seconds: float = setting(3.0, "silence after which a worker gets no new requests")
     gone_seconds: float = setting(5.0, "silence after which a worker is forgotten")
-    accept_seconds: float = setting(5.0, "how long a worker may take to accept a request before another is asked")
+    accept_seconds: float = setting(10.0, "how long a worker may take to accept a request before another is asked")
+    queue_seconds: float = setting(30.0, "how long a request waits at the door while every worker is full; then 429")
+    max_waiting: int = setting(512, "requests that may wait at the door; more are refused with 429")
     probe_interval_seconds: float = setting(10.0, "how often readiness is proven by a request when no user's does it")
     probe_valid_seconds: float = setting(30.0, "how long one proof of readiness lasts")
     secret: str = setting(

@@ -25,7 +25,7 @@ def tokenizer() -> TextTokenizer:
 
 
 def theirs() -> Any:
-    return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>")
 
 
 def test_special_tokens_for_templates_are_read_in_both_notations() -> None:

@@ -1,0 +1,202 @@
+"""Who plays a worker? A real gRPC server that speaks the whole of Attach and does what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from control_plane.registry import WorkerRegistry
+from runtime.errors import StaleIncarnation, TandemError
+from runtime.server import GrpcServer
+from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+
+MODEL = "tiny"
+FINGERPRINT = b"f" * 16
+DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
+
+
+def token_at(position: int) -> int:
+    """A token is a pure function of its position, here."""
+    return 1000 + position
+
+
+class Say:
+    """One gateway's stream, as a behaviour answers on it."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[pb.Event | TandemError | None] = asyncio.Queue()
+
+    def accept(self, submit: pb.Submit) -> None:
+        self._put(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt))
+
+    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
+        detail = error.to_proto()
+        self._put(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+
+    def fail(self, submit: pb.Submit, error: TandemError) -> None:
+        detail = error.to_proto()
+        self._put(failed=pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+
+    def tokens(self, submit: pb.Submit, position: int, token_ids: Sequence[int], **fields: Any) -> None:
+        output = pb.TokenOutput(
+            request_id=submit.request_id, attempt=submit.attempt, position=position, token_ids=token_ids, **fields
+        )
+        self._put(step=pb.StepBatch(step=1, outputs=[output]))
+
+    def _put(self, **kind: Any) -> None:
+        self.events.put_nowait(pb.Event(**kind))
+
+
+Behaviour = Callable[["ScriptedWorker", Say, pb.Submit], Awaitable[None]]
+
+
+async def serve(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    """Do what a good worker does."""
+    say.accept(submit)
+    await finish(worker, say, submit)
+
+
+async def finish(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    if worker.role == PREFILL:
+        ledger = pb.PhaseLedger(num_prompt_tokens=submit.num_prompt_tokens, num_computed_tokens=len(submit.token_ids))
+        for index in range(len(submit.choice_seeds)):
+            first = len(submit.token_ids)
+            say.tokens(submit, first, [token_at(first)], choice_index=index, ledger=ledger)
+        return
+    start, end = len(submit.token_ids), submit.num_prompt_tokens + submit.sampling.max_tokens
+    for position in range(start, end):
+        is_last = position == end - 1
+        last = {"finish_reason": pb.FINISH_REASON_LENGTH, "ledger": pb.PhaseLedger(num_generated_tokens=1)}
+        say.tokens(submit, position, [token_at(position)], **(last if is_last else {}))
+
+
+async def silent(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    """Hang."""
+
+
+async def only_accept(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    say.accept(submit)
+
+
+def refuse_with(error: TandemError) -> Behaviour:
+    async def refuse(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+        say.refuse(submit, error)
+
+    return refuse
+
+
+def lose_after(num_tokens: int) -> Behaviour:
+    """Accept, send some tokens, and break the stream."""
+
+    async def lose(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+        say.accept(submit)
+        first = len(submit.token_ids)
+        say.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
+        say.events.put_nowait(None)
+
+    return lose
+
+
+def fail_after(num_tokens: int, error: TandemError) -> Behaviour:
+    async def fail(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+        say.accept(submit)
+        first = len(submit.token_ids)
+        say.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
+        say.fail(submit, error)
+
+    return fail
+
+
+class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+    """A prefill or decode worker; `behave` is run for every Submit."""
+
+    def __init__(
+        self, worker_id: str, role: pb.WorkerRole.ValueType = DECODE, behave: Behaviour = serve, life: int = 0
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = f"{worker_id}-life-{life}"
+        self.role = role
+        self.behave = behave
+        self.submits: list[pb.Submit] = []
+        self.cancels: list[pb.Cancel] = []
+        self.hellos: list[pb.AttachHello] = []
+        self.says: list[Say] = []
+        self.pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)
+        self.changed = asyncio.Condition()
+        self._running: set[asyncio.Task[None]] = set()
+        self._server: GrpcServer | None = None
+        self.address = ""
+
+    async def start(self) -> ScriptedWorker:
+        add = (
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+            if self.role == PREFILL
+            else decode_pb2_grpc.add_DecodeServiceServicer_to_server
+        )
+        self._server = GrpcServer("127.0.0.1:0", lambda server: add(self, server), [])
+        self.address = await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        assert self._server is not None, "started"
+        await self._server.stop(0)
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
+        say = Say()
+        self.says.append(say)
+        reader = asyncio.create_task(self._read(say, request_iterator))
+        try:
+            while (event := await say.events.get()) is not None:
+                if isinstance(event, TandemError):
+                    raise event
+                yield event
+        finally:
+            reader.cancel()
+
+    async def until(self, condition: Callable[[ScriptedWorker], bool]) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(lambda: condition(self))
+
+    def info(self, **changes: Any) -> pb.WorkerInfo:
+        card = pb.ModelCard(
+            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
+        )
+        fields = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
+        return pb.WorkerInfo(
+            worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, address=self.address, **fields
+        )
+
+    def load(self, state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY, **fields: Any) -> pb.LoadReport:
+        return pb.LoadReport(state=state, kv=self.pool, **fields)
+
+    def register(self, registry: WorkerRegistry) -> ScriptedWorker:
+        registry.register(self.info(), self.load())
+        return self
+
+    async def _read(self, say: Say, commands: AsyncIterator[pb.Command]) -> None:
+        async for command in commands:
+            async with self.changed:
+                self._handle(say, command)
+                self.changed.notify_all()
+
+    def _handle(self, say: Say, command: pb.Command) -> None:
+        match command.WhichOneof("kind"):
+            case "hello":
+                self.hellos.append(command.hello)
+                if command.hello.worker_incarnation != self.incarnation:
+                    say.events.put_nowait(StaleIncarnation("another life"))
+            case "submit":
+                self.submits.append(command.submit)
+                task = asyncio.ensure_future(self.behave(self, say, command.submit))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+            case "cancel":
+                self.cancels.append(command.cancel)
+
+
+def kv_service(address: str = "127.0.0.1:1") -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        worker_id="kv-0", incarnation="kv-life", role=pb.WORKER_ROLE_KV, address=address, host_id="host-a"
+    )

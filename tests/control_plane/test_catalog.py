@@ -1,0 +1,136 @@
+"""Does a gateway know every served model by its right name, and forget those that are gone?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from control_plane.catalog import ModelCatalog
+from control_plane.registry import WorkerRegistry
+from runtime.errors import ModelNotFound, Unavailable, Unsupported
+from runtime.server import GrpcServer
+from tandem.v1 import decode_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+
+TOKENIZER = b'{"model": {}}'
+
+
+class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
+    """A worker of which only the assets are asked."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.num_fetches = 0
+
+    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        self.num_fetches += 1
+        for start in range(0, len(self.content), 4):
+            yield pb.Chunk(offset=start, data=self.content[start : start + 4])
+
+
+@asynccontextmanager
+async def serving(content: bytes = TOKENIZER) -> AsyncIterator[tuple[AssetServer, str]]:
+    assets = AssetServer(content)
+    server = GrpcServer(
+        "127.0.0.1:0", lambda grpc: decode_pb2_grpc.add_DecodeServiceServicer_to_server(assets, grpc), []
+    )
+    address = await server.start()
+    try:
+        yield assets, address
+    finally:
+        await server.stop(0)
+
+
+def register(
+    registry: WorkerRegistry,
+    name: str,
+    address: str = "",
+    *,
+    state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY,
+    assets: tuple[str, ...] = ("tokenizer.json",),
+    **card: Any,
+) -> None:
+    digest = hashlib.blake2b(TOKENIZER, digest_size=16).digest()
+    fields = {"model_id": "m", "fingerprint": pb.Fingerprint(digest=b"f" * 16), "context_length": 512, **card}
+    listed = [pb.Asset(name=asset, digest=digest) for asset in assets]
+    info = pb.WorkerInfo(
+        worker_id=name,
+        incarnation=name,
+        role=pb.WORKER_ROLE_DECODE,
+        address=address,
+        card=pb.ModelCard(assets=listed, **fields),
+    )
+    registry.register(info, pb.LoadReport(state=state))
+
+
+def new() -> tuple[WorkerRegistry, ModelCatalog]:
+    registry = WorkerRegistry(3.0, 5.0)
+    return registry, ModelCatalog(registry)
+
+
+async def test_a_tokenizer_is_fetched_once_from_whoever_has_it() -> None:
+    registry, catalog = new()
+    async with serving() as (assets, address):
+        register(registry, "unreachable", "127.0.0.1:1", context_length=100)
+        register(registry, "good", address, context_length=100)
+        await catalog.prefetch()
+        model = await catalog.get("m")
+    assert (model.tokenizer_json, model.tokenizer_config, assets.num_fetches) == (TOKENIZER, {}, 1)
+    assert catalog.list() == [model]
+
+
+async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
+    registry, catalog = new()
+    async with serving(b"something else") as (_, address):
+        register(registry, "w", address)
+        with pytest.raises(Unavailable, match="does not match its digest"):
+            await catalog.get("m")
+        await catalog.prefetch()  # logs it, and goes on
+    assert catalog.list() == []
+
+
+async def test_the_same_weights_under_two_names_are_two_models() -> None:
+    registry, catalog = new()
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="one")
+        register(registry, "b", address, model_id="two", aliases=["zwei"])
+        assert [(await catalog.get(name)).model_id for name in ("one", "two", "zwei")] == ["one", "two", "two"]
+    assert [model.model_id for model in catalog.list()] == ["one", "two"]
+
+
+def test_where_workers_differ_the_shortest_context_of_those_that_serve_counts() -> None:
+    registry, catalog = new()
+    register(registry, "a", context_length=512)
+    register(registry, "b", context_length=256)
+    register(registry, "c", context_length=128, state=pb.WORKER_STATE_DRAINING)
+    assert catalog.card("m").context_length == 256
+
+
+def test_an_unknown_model_is_refused_naming_those_that_are_served() -> None:
+    registry, catalog = new()
+    with pytest.raises(ModelNotFound, match="no worker has loaded a model"):
+        catalog.card("x")
+    register(registry, "a", model_id="one")
+    register(registry, "b", model_id="two")
+    with pytest.raises(ModelNotFound, match="served: one, two"):
+        catalog.card("x")
+
+
+async def test_a_model_without_tokenizer_is_refused_with_the_remedy() -> None:
+    registry, catalog = new()
+    register(registry, "w", assets=())
+    with pytest.raises(Unsupported, match=r"no tokenizer\.json"):
+        await catalog.get("m")
+
+
+async def test_models_that_came_and_went_are_not_kept_for_ever() -> None:
+    registry, catalog = new()
+    async with serving() as (_, address):
+        for life in range(40):
+            register(registry, "w", address, fingerprint=pb.Fingerprint(digest=bytes([life]) * 16))
+            await catalog.get("m")
+    assert catalog.num_kept == 32

@@ -1,0 +1,167 @@
+"""Is each token delivered once and in order, whoever sends it and however often?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control_plane.flight import ChoiceSink, Diverged, Flight, Leg, PrefillSink, tokens_in_flight
+from control_plane.generation import TokenRequest
+from control_plane.links import WorkerLink
+from control_plane.router import InFlight
+from engine.scheduling.sampling_params import SamplingParams
+from runtime.errors import Cancelled, DeadlineExceeded, TandemError, Unavailable
+from tandem.v1 import types_pb2 as pb
+
+PROMPT = (1, 2, 3)
+NUM_TOKENS = 8
+ANSWER = [100 + i for i in range(NUM_TOKENS)]
+
+
+class Line:
+    """A link that only notes what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self.told.append("cancel")
+
+    def forget(self, request_id: str, attempt: int) -> None:
+        self.told.append("forget")
+
+
+def new_flight(num_choices: int = 1, seconds: float = 10.0) -> Flight:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    seeds = tuple(range(num_choices))
+    return Flight(TokenRequest("r", "me", "tiny", PROMPT, sampling, seeds, deadline=time.time() + seconds))
+
+
+def new_leg(line: Line | None = None) -> Leg:
+    return Leg(cast(WorkerLink, line or Line()), pb.Submit(request_id="r-0"), lambda: None)
+
+
+def output(first: int, end: int, **fields: Any) -> pb.TokenOutput:
+    """Tokens `first` to `end` of the answer."""
+    if end == NUM_TOKENS:
+        fields = {"finish_reason": pb.FINISH_REASON_LENGTH, **fields}
+    return pb.TokenOutput(request_id="r-0", position=len(PROMPT) + first, token_ids=ANSWER[first:end], **fields)
+
+
+@st.composite
+def tellings(draw: st.DrawFn) -> list[pb.TokenOutput]:
+    """Tell the answer by several workers in turn: each begins anywhere in what is known, the last tells the end."""
+    told: list[pb.TokenOutput] = []
+    num_known = 0
+    while num_known < NUM_TOKENS:
+        position = num_known - draw(st.integers(0, num_known))
+        for num_held_back in draw(st.lists(st.integers(0, 4), min_size=1, max_size=4)):
+            end = min(NUM_TOKENS, position + 5 - num_held_back)
+            if end > position:
+                told.append(output(position, end))
+            position = end
+        num_known = max(num_known, position)
+    return told
+
+
+@given(tellings(), st.integers(0, 20))
+def test_any_mixture_of_prefill_decode_and_migrated_outputs_gives_each_token_once_in_order(
+    told: list[pb.TokenOutput], prefill_comes_at: int
+) -> None:
+    async def run() -> list[int]:
+        flight = new_flight()
+        (choice,) = flight.choices
+        prefill = PrefillSink(flight, new_leg(), lambda error: None)
+        decode = ChoiceSink(flight, choice, new_leg(), lambda choice, leg, error: None)
+        for index, one in enumerate(told):
+            if index == prefill_comes_at:
+                prefill.output(output(0, 1, ledger=pb.PhaseLedger()))
+            decode.output(one)
+        return [token async for delta in flight for token in delta.token_ids]
+
+    assert asyncio.run(run()) == ANSWER
+
+
+@given(st.integers(0, NUM_TOKENS - 1), st.integers(1, 3))
+def test_tokens_that_contradict_or_leave_a_gap_are_never_passed_on(num_known: int, distance: int) -> None:
+    async def run() -> None:
+        flight = new_flight()
+        (choice,) = flight.choices
+        if num_known:
+            flight.take(choice, output(0, num_known))
+            with pytest.raises(Diverged):
+                flight.take(choice, pb.TokenOutput(position=len(PROMPT) + num_known - 1, token_ids=[5, 6]))
+        with pytest.raises(Diverged):
+            flight.take(choice, pb.TokenOutput(position=len(PROMPT) + num_known + distance, token_ids=[5]))
+        with pytest.raises(Diverged):
+            flight.take(choice, pb.TokenOutput(position=len(PROMPT) - 1, token_ids=[3]))
+        assert choice.tokens == ANSWER[:num_known]
+
+    asyncio.run(run())
+
+
+async def test_a_stopped_choice_delivers_and_bills_nothing_more() -> None:
+    flight, line = new_flight(num_choices=2), Line()
+    flight.choices[0].leg = new_leg(line)
+    flight.take(flight.choices[0], output(0, 2))
+    flight.take(flight.choices[1], output(0, NUM_TOKENS))
+    flight.take(flight.choices[0], output(2, 5))
+    deltas = aiter(flight)
+    assert (await anext(deltas)).token_ids == tuple(ANSWER[:2])
+    await flight.stop_choice(0)
+    assert [(delta.choice_index, len(delta.token_ids)) async for delta in deltas] == [(1, NUM_TOKENS)]
+    assert flight.usage.num_completion_tokens == 2 + NUM_TOKENS
+    assert line.told == ["cancel"]
+
+
+async def test_silence_until_the_deadline_is_an_error() -> None:
+    flight = new_flight(seconds=-1.0)
+    with pytest.raises(DeadlineExceeded):
+        await anext(aiter(flight))
+
+
+async def test_closing_twice_ends_once() -> None:
+    flight, closed = new_flight(), []
+    flight.on_close = lambda: closed.append(1)
+    await flight.aclose()
+    await flight.aclose()
+    assert closed == [1]
+
+
+async def test_a_leg_gives_its_tokens_back_once_and_frees_who_waits_for_its_first_word() -> None:
+    in_flight, line = InFlight(), Line()
+    give_back = tokens_in_flight(in_flight, "w", 7, is_prefill=False)
+    leg = Leg(cast(WorkerLink, line), pb.Submit(), give_back)
+    assert in_flight.decode_tokens["w"] == 7
+    leg.close(cancel=True)
+    leg.close(cancel=True)
+    with pytest.raises(Cancelled):
+        await leg.answered
+    assert (line.told, in_flight.total(), dict(in_flight.decode_tokens)) == (["cancel"], 0, {})
+
+
+async def test_the_first_word_is_a_refusal_and_later_ones_are_failures() -> None:
+    failures: list[TandemError] = []
+    flight = new_flight()
+    leg = new_leg()
+    sink = ChoiceSink(flight, flight.choices[0], leg, lambda choice, leg, error: failures.append(error))
+    sink.accepted()
+    sink.ended(Unavailable("lost"))
+    assert len(failures) == 1 and not leg.is_open
+    refused = new_leg()
+    ChoiceSink(flight, flight.choices[0], refused, lambda *args: failures.append(args[2])).ended(Unavailable("full"))
+    assert len(failures) == 1
+    with pytest.raises(Unavailable, match="full"):
+        await refused.answered
+
+
+async def test_prompt_tokens_are_counted_once_as_computed_or_cached() -> None:
+    flight = new_flight()
+    flight.prefill_ended(pb.PhaseLedger(num_computed_tokens=1, num_cached_tokens=2))
+    flight.choices[0].ledger = pb.PhaseLedger(num_cached_tokens=3)
+    assert (flight.usage.num_computed_tokens, flight.usage.num_cached_tokens) == (1, 2)

@@ -19,7 +19,7 @@ from tandem.v1 import types_pb2 as pb
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
 from worker.front import WorkerFront
-from worker.kv_link import KvLink
+from worker.kv_link import KvLink, lost_is_unavailable
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
 from worker.spans import Phase, PhaseSpans
@@ -34,7 +34,7 @@ class DecodeHandOver:
         self.spans = PhaseSpans(phases)
         self._engine = engine
         self._link = link
-        self._reader = RegionReader(engine, link, settings.kv_transport)
+        self.reader = RegionReader(engine, link, settings.kv_transport)
         self._front: WorkerFront | None = None
         self._layout = pb.KvLayout()
         self._pulls: dict[str, asyncio.Task[None]] = {}
@@ -53,7 +53,7 @@ class DecodeHandOver:
 
     def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
-        self._reader.own_region(ready.region_id, fds)
+        self.reader.own_region(ready.region_id, fds)
 
     async def prepared(self) -> None:
         """Decode can always compute by itself: it waits for no KV service."""
@@ -66,10 +66,13 @@ class DecodeHandOver:
         log.warning("unexpected_seal", request_id=sealed.request_id)
 
     def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
-        """Tokens go to the gateway as they are."""
+        """Note in the last ledger what of a handed-over prompt had to be computed after all."""
+        if output.is_last and request.submit.HasField("handle"):
+            request.ledger.num_reprefill_tokens = output.num_computed_tokens
+            wire.ledger.CopyFrom(request.ledger)
 
     def imported(self, imported: messages.SlabImported) -> None:
-        self._reader.imported(imported)
+        self.reader.imported(imported)
 
     def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
         if (pull := self._pulls.pop(request.key, None)) is not None and not pull.done():
@@ -83,6 +86,7 @@ class DecodeHandOver:
         await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def close(self) -> None:
+        self.reader.close()
         tasks = [*self._pulls.values(), *self._releases]
         for task in tasks:
             task.cancel()
@@ -90,20 +94,27 @@ class DecodeHandOver:
 
     async def _pull(self, request: ActiveRequest, num_cached_blocks: int) -> None:
         """Pull every block, set the request going, give the lease back; or let the engine compute the prompt."""
-        pull = Pull(request, self._layout, num_cached_blocks, self._reader)
+        pull = Pull(request, self._layout, num_cached_blocks, self.reader)
         self._counters["kv_pulls"] += 1
         try:
-            first = await pull.run(self._link.client())
+            with lost_is_unavailable():
+                first = await pull.run(self._link.client())
         except TandemError as error:
-            self._counters["kv_pull_failures"] += 1
             log.warning("kv_pull_failed", request_id=request.submit.request_id, error=error.message)
-            self._engine.send(messages.Recompute(request.key))
+            self._recompute(request)
+        except Exception:
+            log.exception("kv_pull_broke", request_id=request.submit.request_id)
+            self._recompute(request)
         else:
             self._pulls.pop(request.key, None)  # over: `ended` must not cancel it
             self._start(request, first)
         finally:
             self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
         self._release(request)
+
+    def _recompute(self, request: ActiveRequest) -> None:
+        self._counters["kv_pull_failures"] += 1
+        self._engine.send(messages.Recompute(request.key))
 
     def _start(self, request: ActiveRequest, first: kv.FirstToken) -> None:
         """Pass token one on, for prefill may have died before it could, and go on at token two."""
@@ -123,7 +134,8 @@ class DecodeHandOver:
 
     async def _give_back(self, submit: pb.Submit) -> None:
         try:
-            await self._link.client().release(submit.handle, submit.request_id)
+            with lost_is_unavailable():
+                await self._link.client().release(submit.handle, submit.request_id)
         except Unavailable as error:
             log.info("kv_release_not_delivered", error=error.message)  # the lease runs out by itself
         except TandemError as error:

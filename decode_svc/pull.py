@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import Literal
 
 from engine import messages
-from runtime.errors import DeadlineExceeded, InternalError, KvCorrupt, TandemError
+from runtime.errors import DeadlineExceeded, InternalError, KvCorrupt
 from runtime.kv.client import KvClient
 from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -18,15 +23,42 @@ from worker.engine_link import EngineLink
 from worker.kv_link import KvLink
 from worker.requests import ActiveRequest
 
+_IDLE_SECONDS = 60.0
+"""A region that nobody read for so long is unmapped: a mapping keeps the memory of its owner alive, a dead one's too.
+Mapping it again takes a millisecond."""
+
+
+@dataclass(eq=False)
+class _Mapping:
+    """A region that the engine has mapped, or is about to."""
+
+    task: asyncio.Task[None]
+    expiry: asyncio.TimerHandle | None = None
+
+    def unmap_later(self, seconds: float, unmap: Callable[[], None]) -> None:
+        self.keep()
+        self.expiry = asyncio.get_running_loop().call_later(seconds, unmap)
+
+    def keep(self) -> None:
+        if self.expiry is not None:
+            self.expiry.cancel()
+
 
 class RegionReader:
     """Lets the engine read other processes' regions, and answers when a slab has been copied."""
 
-    def __init__(self, engine: EngineLink, link: KvLink, transport: Literal["auto", "shm", "grpc"]) -> None:
+    def __init__(
+        self,
+        engine: EngineLink,
+        link: KvLink,
+        transport: Literal["auto", "shm", "grpc"],
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
         self.transport = transport
+        self.idle_seconds = idle_seconds
         self._engine = engine
         self._link = link
-        self._mapped: dict[str, asyncio.Task[None]] = {}
+        self._mapped: dict[str, _Mapping] = {}
         self._copies: dict[tuple[str, int], asyncio.Future[int]] = {}
         self._num_staged = 0
 
@@ -38,13 +70,28 @@ class RegionReader:
     async def map_regions(self, slab: kv.Slab) -> None:
         """Have the engine map every region that a slab lies in; raises Unavailable or KvNotFound."""
         for region_id in {extent.region_id for extent in slab.extents}:
-            if region_id not in self._mapped:
-                self._mapped[region_id] = asyncio.create_task(self._map(region_id))
+            mapping = self._mapped.get(region_id)
+            if mapping is None:
+                mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
             try:
-                await asyncio.shield(self._mapped[region_id])
-            except TandemError:
-                self._mapped.pop(region_id, None)  # the next slab asks again
+                await asyncio.shield(mapping.task)
+            except Exception:
+                if self._mapped.get(region_id) is mapping:  # the next slab asks again
+                    del self._mapped[region_id]
                 raise
+            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
+
+    def unmap(self, region_ids: Iterable[str]) -> None:
+        """Have the engine forget regions: unused for long, their owner dead perhaps, or mapped wrongly."""
+        for region_id in region_ids:
+            if (mapping := self._mapped.pop(region_id, None)) is not None:
+                mapping.keep()
+                self._engine.send(messages.UnmapRegion(region_id))
+
+    def close(self) -> None:
+        for mapping in self._mapped.values():
+            mapping.keep()
+            mapping.task.cancel()
 
     async def copy(self, request_id: str, slab: kv.Slab, first_block: int) -> int:
         """Copy a slab's blocks from `first_block` on into the request's; return bytes. Raises KvCorrupt."""
@@ -112,7 +159,8 @@ class _Staged:
     def __enter__(self) -> _Staged:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        traceback.clear_frames(trace)  # views in a failed read's frames would keep the mapping from closing
         self.view.release()
         self._region.close()
 
@@ -153,20 +201,29 @@ class Pull:
         except TimeoutError as error:
             raise DeadlineExceeded("the prompt's KV cache did not come before the request's deadline") from error
         self._request.ledger.transfer_end_ns = time.time_ns()
-        return closed.first_tokens[self._request.submit.choice_index]
+        choice_index = self._request.submit.choice_index
+        if choice_index >= len(closed.first_tokens):
+            raise InternalError(f"the seal has {len(closed.first_tokens)} first tokens, none for choice {choice_index}")
+        return closed.first_tokens[choice_index]
 
     async def _pull(self, client: KvClient) -> kv.Closed:
         submit, ledger = self._request.submit, self._request.ledger
-        async for event in client.watch(submit.handle, submit.request_id, self._layout, self._first_block):
-            if event.HasField("closed"):
-                return event.closed
-            ledger.transfer_start_ns = ledger.transfer_start_ns or time.time_ns()
-            ledger.transport = "grpc" if self._reader.transport == "grpc" else event.transport
-            ledger.num_bytes_pulled += await self._take(client, event.slab)
+        watch = client.watch(submit.handle, submit.request_id, self._layout, self._first_block)
+        async with aclosing(watch) as events:
+            async for event in events:
+                if event.HasField("closed"):
+                    return event.closed
+                ledger.transfer_start_ns = ledger.transfer_start_ns or time.time_ns()
+                ledger.transport = "grpc" if self._reader.transport == "grpc" else event.transport
+                ledger.num_bytes_pulled += await self._take(client, event.slab)
         raise InternalError("the KV service ended its Watch without closing the handle")
 
     async def _take(self, client: KvClient, slab: kv.Slab) -> int:
         if self._reader.transport == "grpc":
             return await self._reader.copy_over_grpc(client, self._request, slab, self._first_block)
         await self._reader.map_regions(slab)
-        return await self._reader.copy(self._request.key, slab, self._first_block)
+        try:
+            return await self._reader.copy(self._request.key, slab, self._first_block)
+        except KvCorrupt:  # or the engine could not map the region: it is mapped anew for the next one
+            self._reader.unmap(extent.region_id for extent in slab.extents)
+            raise

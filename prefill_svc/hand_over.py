@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from engine import messages
 from prefill_svc.holds import Holds
 from prefill_svc.sealer import Sealer
-from runtime.errors import InvalidRequest, TandemError
+from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError, Unsupported
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
 from worker.front import WorkerFront
-from worker.kv_link import KvLink, RegionOffer
+from worker.kv_link import KvLink, RegionOffer, lost_is_unavailable
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
 from worker.spans import Phase, PhaseSpans
@@ -35,6 +35,7 @@ class PrefillHandOver:
         self._link = link
         self._holds = Holds(engine, link)
         self._sealers: dict[str, Sealer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._layout = pb.KvLayout()
         self._region_id = ""
         self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
@@ -52,6 +53,8 @@ class PrefillHandOver:
         return "prefill"
 
     def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+        if not fds:
+            raise Unsupported("the engine lends no region of its KV pool, so prefill cannot hand its blocks over")
         self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
         num_slots, num_bytes = ready.num_blocks, ready.layout.bytes_per_block
         self._link.lend(
@@ -67,8 +70,9 @@ class PrefillHandOver:
         sealer = Sealer(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
         self._sealers[request.key] = sealer
         self._holds.add(handle, request.key)
-        task = asyncio.create_task(self._seal(request, sealer))
-        sealer.task = task
+        sealer.task = asyncio.create_task(self._seal(request, sealer))
+        self._tasks.add(sealer.task)
+        sealer.task.add_done_callback(self._tasks.discard)
 
     def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
         if sealer := self._sealers.get(request.key):
@@ -97,17 +101,30 @@ class PrefillHandOver:
         await self._holds.wait_empty()
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._holds.close()
 
     async def _seal(self, request: ActiveRequest, sealer: Sealer) -> None:
         """Seal until the handle is closed; without a KV service the blocks go back, and decode computes by itself."""
         try:
-            await sealer.run(self._link.client())
+            async with asyncio.timeout(max(0.0, request.seconds_left)):
+                with lost_is_unavailable():
+                    await sealer.run(self._link.client())
             self._counters["kv_slabs_sealed"] += sealer.num_slabs
         except TandemError as error:
-            self._counters["kv_seal_failures"] += 1
-            log.warning("kv_seal_failed", request_id=request.submit.request_id, error=error.message)
-            self._holds.abort(request.submit.handle, error)
+            self._seal_failed(request, error)
+        except TimeoutError:
+            self._seal_failed(request, DeadlineExceeded("the request's deadline passed before its KV cache was sealed"))
+        except Exception as error:
+            log.exception("kv_seal_broke", request_id=request.submit.request_id)
+            self._seal_failed(request, InternalError(f"prefill could not seal: {error!r}"))
+
+    def _seal_failed(self, request: ActiveRequest, error: TandemError) -> None:
+        self._counters["kv_seal_failures"] += 1
+        log.warning("kv_seal_failed", request_id=request.submit.request_id, error=error.message)
+        self._holds.abort(request.submit.handle, error)
 
 
 def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:

@@ -7,18 +7,22 @@ lease, or is back as another incarnation, its handles are gone too, and the bloc
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
+from contextlib import aclosing
 from typing import Any
 
 from engine.messages import ReleaseHeld
-from runtime.errors import TandemError
+from runtime.errors import TandemError, Unavailable
 from runtime.kv.client import KvClient
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 from worker.engine_link import EngineLink
-from worker.kv_link import KvLink
+from worker.kv_link import KvLink, lost_is_unavailable
 
 log = get_logger(__name__)
+
+_RETRY_SECONDS = 1.0
 
 
 class Holds:
@@ -68,25 +72,42 @@ class Holds:
 
     async def _listen(self, region_id: str) -> None:
         while True:
-            client = await self._link.wait_client()
+            client, incarnation = await self._link.wait_client()
             listening = asyncio.create_task(self._listen_to(client, region_id))
             await self._link.wait_gone(client)
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-            self._release_all_of(self._link.holder(client))
+            self._release_all_of(incarnation)
 
     async def _listen_to(self, client: KvClient, region_id: str) -> None:
         try:
-            async for ended in client.own(region_id):
-                self._release(ended.handle_id)
+            with lost_is_unavailable():
+                async with aclosing(client.own(region_id)) as owned:
+                    async for ended in owned:
+                        self._release(ended.handle_id)
         except TandemError as error:
             log.warning("kv_owner_refused", error=error.message)
 
     async def _tell(self, handle: pb.KvHandle, error: TandemError) -> None:
+        """Abort the handle, as soon as the KV service can be reached: its readers wait until the deadline else."""
         try:
-            await self._link.client().abort(handle, error)
-        except TandemError as failure:
-            log.info("kv_abort_not_delivered", error=failure.message)
+            async with asyncio.timeout(max(0.0, handle.deadline_unix_ms / 1000 - time.time())):
+                await self._tell_until_heard(handle, error)
+        except TimeoutError:
+            log.info("kv_abort_not_delivered", request_id=handle.request_id)
+
+    async def _tell_until_heard(self, handle: pb.KvHandle, error: TandemError) -> None:
+        while True:
+            client, _ = await self._link.wait_client()
+            try:
+                with lost_is_unavailable():
+                    await client.abort(handle, error)
+                return
+            except Unavailable:
+                await asyncio.sleep(_RETRY_SECONDS)
+            except TandemError as refusal:
+                log.info("kv_abort_refused", request_id=handle.request_id, error=refusal.message)
+                return
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)

@@ -49,6 +49,8 @@ class EngineLink:
                 await self._client.send(command, fd)
             except ChannelClosed:
                 log.debug("command_to_a_dead_engine_dropped", command=type(command).__name__)
+            except Exception:  # one command that cannot be sent must not hold up all that follow
+                log.exception("command_not_sent", command=type(command).__name__)
             finally:
                 if fd is not None:
                     os.close(fd)

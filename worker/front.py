@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from engine import messages
 from runtime.errors import (
@@ -21,52 +20,13 @@ from runtime.log import get_logger
 from runtime.memory import MemoryProbe
 from tandem.v1 import types_pb2 as pb
 from worker import card as cards
-from worker import convert
+from worker import convert, figures
 from worker.engine_link import EngineLink
+from worker.hand_over import HandOver
 from worker.requests import ActiveRequest, RequestTable
-from worker.spans import PhaseSpans
 from worker.streams import GatewayStream
 
 log = get_logger(__name__)
-
-
-class HandOver(Protocol):
-    """A worker's side of moving KV: prefill seals slabs, decode pulls them."""
-
-    spans: PhaseSpans
-
-    def bind(self, front: WorkerFront) -> None:
-        """Called once, before anything else."""
-
-    def mode(self, submit: pb.Submit) -> messages.Mode:
-        """Return how the engine is to run a request; raises InvalidRequest if this role cannot."""
-
-    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
-        """The engine has loaded; `fds` holds the descriptor of the pool's region, where it has one."""
-
-    async def prepared(self) -> None:
-        """Return once requests can be taken; called after `ready`."""
-
-    def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None: ...
-
-    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
-
-    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None: ...
-
-    def imported(self, imported: messages.SlabImported) -> None: ...
-
-    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
-        """The request is over here; `error` says why, if it did not simply finish."""
-
-    def counters(self) -> dict[str, float]: ...
-
-    @property
-    def kv_address(self) -> str: ...
-
-    async def drained(self) -> None:
-        """Return when no other process needs this worker's blocks any more."""
-
-    async def close(self) -> None: ...
 
 
 class WorkerFront:
@@ -83,6 +43,9 @@ class WorkerFront:
         self._engine = engine
         self._hand_over = hand_over
         self._requests = RequestTable()
+        self._streams: set[GatewayStream] = set()
+        self._has_no_streams = asyncio.Event()
+        self._has_no_streams.set()
         self._state = pb.WORKER_STATE_LOADING
         self._progress = messages.LoadProgress(stage="starting the engine", fraction=0.0)
         self._stats: messages.EngineStats | None = None
@@ -115,7 +78,14 @@ class WorkerFront:
         if request is not None and request.stream is stream:
             self.abort(request, Cancelled("the gateway cancelled the request"))
 
+    def attached(self, stream: GatewayStream) -> None:
+        self._streams.add(stream)
+        self._has_no_streams.clear()
+
     def detached(self, stream: GatewayStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams:
+            self._has_no_streams.set()
         for request in self._requests:
             if request.stream is stream:
                 self.abort(request, Cancelled("the gateway's stream ended"))
@@ -137,10 +107,12 @@ class WorkerFront:
         self._end(request, None)
 
     def _command(self, request: ActiveRequest) -> messages.AddRequest:
-        if self.card is None:
-            raise self.engine_failure or Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
+        if self.engine_failure is not None:
+            raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
         if self._state == pb.WORKER_STATE_DRAINING:
             raise Draining("the worker is draining and takes no new requests", retry_after_seconds=1.0)
+        if self.card is None:
+            raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
         cards.check_model(self.card, request.submit.model)
         if request.seconds_left <= 0:
             raise DeadlineExceeded("the request's deadline had passed when it arrived")
@@ -164,8 +136,14 @@ class WorkerFront:
         try:
             async for event, fds in self._engine.events():
                 self._handle(event, fds)
+        except TandemError as error:
+            self._failed(error)
+        except Exception as error:
+            log.exception("engine_event_broke")
+            self._failed(InternalError(f"an event of the engine could not be handled: {error!r}"))
         finally:
-            self._fail_all(self.engine_failure or InternalError("the worker's engine process ended"))
+            why = self.engine_failure.message if self.engine_failure else "it was stopped"
+            self._fail_all(Unavailable(f"the worker's engine has ended: {why}"))
             self.stopped.set()
 
     def _handle(self, event: messages.EngineEvent, fds: Sequence[int]) -> None:
@@ -173,7 +151,6 @@ class WorkerFront:
             case messages.StepDone():
                 self._step(event)
             case messages.Reserved() if request := self._requests.get(event.request_id):
-                request.accepted = True
                 request.stream.accept(request.submit, self._stats.num_waiting if self._stats else 0)
                 self._hand_over.reserved(request, event)
             case messages.Refused() if request := self._requests.get(event.request_id):
@@ -227,23 +204,37 @@ class WorkerFront:
 
     def _ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._bytes_per_block = ready.layout.bytes_per_block
+        self._stats = figures.empty_pool(ready.num_blocks)
         self._hand_over.ready(ready, fds)
         self._preparing = asyncio.create_task(self._prepare(ready))
 
     async def _prepare(self, ready: messages.Ready) -> None:
+        """Get ready for requests; a worker that cannot ends, rather than load for ever."""
+        try:
+            await self._get_ready(ready)
+        except Exception as error:
+            log.exception("getting_ready_broke")
+            self._failed(error if isinstance(error, TandemError) else InternalError(f"getting ready broke: {error!r}"))
+            self.stopped.set()
+
+    async def _get_ready(self, ready: messages.Ready) -> None:
         self._progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
         await self._hand_over.prepared()
         self.card = cards.model_card(ready)
-        self._state = pb.WORKER_STATE_READY
+        if self._state == pb.WORKER_STATE_LOADING:  # else it drains already
+            self._state = pb.WORKER_STATE_READY
         self._progress = messages.LoadProgress(stage="ready", fraction=1.0)
         self._when_ready(ready.model.asset_paths)
         log.info("ready", model=self.card.model_id, num_blocks=ready.num_blocks, context=self.card.context_length)
 
     def _engine_failed(self, failed: messages.EngineFailed) -> None:
         kind = InvalidRequest if failed.kind in ("unsupported", "invalid") else InternalError
-        self.engine_failure = kind(failed.message)
+        self._failed(kind(failed.message))
+
+    def _failed(self, error: TandemError) -> None:
+        self.engine_failure = error
         self._state = pb.WORKER_STATE_FAILED
-        log.error("engine_failed", kind=failed.kind, error=failed.message)
+        log.error("engine_failed", kind=type(error).__name__, error=error.message)
 
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:
@@ -267,27 +258,14 @@ class WorkerFront:
             error=str(self.engine_failure or ""),
         )
         if self._stats is not None:
-            self._fill(report, self._stats)
+            figures.fill(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
         return report
-
-    def _fill(self, report: pb.LoadReport, stats: messages.EngineStats) -> None:
-        report.num_running = stats.num_running
-        report.num_waiting = stats.num_waiting
-        report.num_tokens_in_flight = stats.num_tokens_in_flight
-        report.counters.update(stats.counters)
-        report.kv.num_total_blocks = stats.num_total_blocks
-        report.kv.num_free_blocks = stats.num_free_blocks
-        report.kv.num_cached_blocks = stats.num_cached_blocks
-        report.kv.num_used_blocks = stats.num_used_blocks
-        report.kv.num_held_blocks = stats.num_held_blocks
-        report.kv.tokens_per_block = self.card.block_size if self.card else 0
-        report.kv.bytes_per_block = self._bytes_per_block
 
     # -------------------------------------------------------------------------------------------------- ending
 
     def refuse_new(self) -> None:
         """Take no new requests from now on; what is known of us says so."""
-        if self._state == pb.WORKER_STATE_READY:
+        if self._state != pb.WORKER_STATE_FAILED:
             self._state = pb.WORKER_STATE_DRAINING
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -301,8 +279,19 @@ class WorkerFront:
             log.warning("drain_timed_out", num_requests=len(self._requests), seconds=timeout_seconds)
             self._fail_all(Draining("the worker stopped before the request was finished"))
 
+    async def hang_up(self, timeout_seconds: float) -> None:
+        """End every gateway's stream behind its last event: whoever hears of our leaving has all of its tokens."""
+        for stream in self._streams:
+            stream.close()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._has_no_streams.wait()
+        except TimeoutError:
+            log.warning("gateways_did_not_read", num_streams=len(self._streams))
+
     async def close(self) -> None:
         if self._preparing is not None:
             self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
         await self._hand_over.close()
         await self._engine.stop()

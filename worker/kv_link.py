@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+import grpc
 
 from runtime.errors import TandemError, Unavailable
 from runtime.kv.client import KvClient
@@ -38,7 +40,6 @@ class KvLink:
     def __init__(self, incarnation: str, lease_seconds: float) -> None:
         self._incarnation = incarnation
         self._lease_seconds = lease_seconds
-        self._holders: dict[KvClient, str] = {}
         self._current: cp.KvServiceAddress | None = None
         self._client: KvClient | None = None
         self._regions: RegionClient | None = None
@@ -47,13 +48,17 @@ class KvLink:
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
+        self._on_change: Callable[[], None] = lambda: None
 
     @property
     def address(self) -> str:
         return self._current.address if self._current else ""
 
-    def follow(self, lookup: Callable[[], cp.KvServiceAddress | None]) -> None:
-        """Start watching which KV service the control plane names for this host."""
+    def follow(
+        self, lookup: Callable[[], cp.KvServiceAddress | None], on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start watching which KV service the control plane names for this host; `on_change`: `address` is another."""
+        self._on_change = on_change
         self._follower = asyncio.create_task(self._follow(lookup))
 
     def lend(self, offer: RegionOffer) -> None:
@@ -72,20 +77,17 @@ class KvLink:
             raise Unavailable("no KV service is known for this host; start one with `python -m kv_transfer_svc`")
         return self._client
 
-    async def wait_client(self) -> KvClient:
-        """Return the client of a KV service to which our region has been offered, as soon as there is one."""
+    async def wait_client(self) -> tuple[KvClient, str]:
+        """Return the client of a KV service as soon as there is one, and that service's incarnation."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._client is not None)
-        return self.client()
+            assert self._client is not None and self._current is not None, "both are set together"
+            return self._client, self._current.incarnation
 
     async def wait_gone(self, client: KvClient) -> None:
         """Return once `client` is no longer the present one."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._client is not client)
-
-    def holder(self, client: KvClient) -> str:
-        """Return the incarnation of the KV service that `client` talks to, or talked to."""
-        return self._holders[client]
 
     async def fetch(self, region_id: str) -> RegionGrant:
         """Return a region that was lent to the KV service; raises Unavailable or KvNotFound."""
@@ -97,9 +99,10 @@ class KvLink:
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
-        await self._disconnect()
-        if self._offer is not None:
-            os.close(self._offer.fd)
+        await self.disconnect()
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            os.close(offer.fd)
 
     async def _follow(self, lookup: Callable[[], cp.KvServiceAddress | None]) -> None:
         last_named = time.monotonic()
@@ -112,9 +115,11 @@ class KvLink:
                     if self._is_other(found) or self._lent is not self._offer:
                         await self._connect(found)
                 elif self._client is not None and time.monotonic() - last_named > self._lease_seconds:
-                    await self._disconnect()
+                    await self.disconnect()
             except (TandemError, OSError) as error:
                 log.warning("kv_service_unreachable", address=found.address if found else "", error=str(error))
+            except Exception:  # without this task no KV would ever move again
+                log.exception("kv_link_broke")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
 
@@ -122,16 +127,16 @@ class KvLink:
         return self._current is None or found.incarnation != self._current.incarnation
 
     async def _connect(self, found: cp.KvServiceAddress) -> None:
-        await self._disconnect()
+        await self.disconnect()
         regions = RegionClient(found.socket)
         offer = self._offer
         if offer is not None:
             await self._lend(regions, offer)
         client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
-        self._holders[client] = found.incarnation
         async with self._changed:
             self._current, self._regions, self._client, self._lent = found, regions, client, offer
             self._changed.notify_all()
+        self._on_change()
         log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=offer is not None)
 
     async def _lend(self, regions: RegionClient, offer: RegionOffer) -> None:
@@ -145,12 +150,30 @@ class KvLink:
             offer.fd,
         )
 
-    async def _disconnect(self) -> None:
+    async def disconnect(self) -> None:
         client, regions = self._client, self._regions
         async with self._changed:
             self._current, self._client, self._regions, self._lent = None, None, None, None
             self._changed.notify_all()
         if client is not None:
+            self._on_change()
             await client.close()
         if regions is not None:
             await regions.close()
+
+
+@contextlib.contextmanager
+def lost_is_unavailable() -> Iterator[None]:
+    """Make an error of a client that is closed while we use it, because its KV service was lost.
+
+    gRPC cancels the calls of a channel that is closed, and so the task that waits for one, as if its owner had.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("the KV service was lost during a call") from None
+    except grpc.aio.UsageError as error:
+        raise Unavailable(f"the KV service was lost before a call: {error}") from error

@@ -20,7 +20,8 @@ from runtime.settings import describe
 from tandem.v1 import types_pb2 as pb
 from worker.assets import AssetStore
 from worker.engine_link import EngineLink
-from worker.front import HandOver, WorkerFront
+from worker.front import WorkerFront
+from worker.hand_over import HandOver
 from worker.kv_link import KvLink
 from worker.settings import WorkerSettings
 from worker.streams import serve_attach
@@ -29,6 +30,8 @@ logger = log.get_logger(__name__)
 
 EXIT_CONFIG = 78
 """EX_CONFIG of sysexits.h: starting again would fail again."""
+
+_HANG_UP_SECONDS = 1.0
 
 MakeHandOver = Callable[[EngineLink, KvLink, WorkerSettings], HandOver]
 AddService = Callable[[Any, grpc.aio.Server], None]
@@ -123,7 +126,7 @@ class _Worker:
         self._address = settings.advertise or bound
         registrar = Registrar(settings.control, self._info(front), front.load)
         front.on_ready(lambda paths: self._ready(front, assets, paths, registrar, server))
-        link.follow(registrar.kv_service)
+        link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(self._info(front)))
         registrar.start()
         pump = asyncio.create_task(front.pump())
         await _first(drain.wait(), front.stopped.wait())
@@ -132,12 +135,13 @@ class _Worker:
             front.refuse_new()
             registrar.beat_now()
             await front.drain(settings.drain_seconds)
+        await front.hang_up(_HANG_UP_SECONDS)
         await registrar.stop()
         await server.stop(grace_seconds=1.0)
         await front.close()
         await link.close()
         await asyncio.gather(pump, return_exceptions=True)
-        return self._exit_code(front)
+        return exit_code(front)
 
     def _ready(
         self, front: WorkerFront, assets: AssetStore, paths: dict[str, str], registrar: Registrar, server: GrpcServer
@@ -161,10 +165,12 @@ class _Worker:
             version=version("tandem-serve"),
         )
 
-    def _exit_code(self, front: WorkerFront) -> int:
-        if front.engine_failure is None:
-            return 0
-        return EXIT_CONFIG if isinstance(front.engine_failure, InvalidRequest) else 1
+
+def exit_code(front: WorkerFront) -> int:
+    """Return what a supervisor goes by: 0 drained, 1 broke, EXIT_CONFIG would break again."""
+    if front.engine_failure is None:
+        return 0
+    return EXIT_CONFIG if isinstance(front.engine_failure, InvalidRequest) else 1
 
 
 async def _first(*waits: Any) -> None:

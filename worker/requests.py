@@ -17,8 +17,6 @@ class ActiveRequest:
 
     submit: pb.Submit
     stream: GatewayStream
-    submitted_ns: int = field(default_factory=time.time_ns)
-    accepted: bool = False
     ledger: pb.PhaseLedger = field(default_factory=pb.PhaseLedger)
     """Adds what the hand-over did (bytes, transport, times) to what the engine reports."""
     num_choices_open: int = 1

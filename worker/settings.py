@@ -29,6 +29,7 @@ class WorkerSettings:
     block_size: int = setting(16, "tokens per KV block", shared=True)
     num_kv_blocks: int | None = setting(None, "KV blocks in the pool; sized from memory if unset")
     kv_memory_bytes: int | None = setting(None, "bytes of the KV pool; sized from free memory if unset")
+    kv_memory_limit_bytes: int | None = setting(None, "most that a pool sized from free memory may take, in bytes")
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_num_seqs: int = setting(64, "requests that run at once")
     max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")

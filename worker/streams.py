@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc
 
-from runtime.errors import StaleIncarnation, TandemError
+from runtime.errors import InternalError, StaleIncarnation, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -24,6 +24,9 @@ class CommandHandler(Protocol):
 
     def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None: ...
 
+    def attached(self, stream: GatewayStream) -> None:
+        """A gateway is here; `detached` follows, once."""
+
     def detached(self, stream: GatewayStream) -> None:
         """The gateway is gone: everything it asked for is cancelled."""
 
@@ -37,7 +40,7 @@ class GatewayStream:
 
     def __init__(self, gateway_id: str = "") -> None:
         self.gateway_id = gateway_id
-        self._queue: asyncio.Queue[pb.Event | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[pb.Event | Exception | None] = asyncio.Queue()
         self._batch: list[pb.TokenOutput] = []
 
     def send(self, event: pb.Event) -> None:
@@ -64,11 +67,15 @@ class GatewayStream:
             self.send(pb.Event(step=pb.StepBatch(step=step, outputs=self._batch)))
             self._batch = []
 
-    def close(self) -> None:
-        self._queue.put_nowait(None)
+    def close(self, error: Exception | None = None) -> None:
+        """End the stream behind what was sent so far, with an error if there is one."""
+        self._queue.put_nowait(error)
 
     async def events(self) -> AsyncIterator[pb.Event]:
+        """Yield what is sent until `close`; raises its error."""
         while (event := await self._queue.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
             yield event
 
 
@@ -79,11 +86,11 @@ async def serve_attach(
 ) -> AsyncIterator[pb.Event]:
     """Serve one Attach call from its hello to its end, on either side; then cancel what is left of it."""
     stream = GatewayStream()
+    handler.attached(stream)
     reader = asyncio.create_task(_read(handler, stream, commands))
     try:
         async for event in stream.events():
             yield event
-        await reader  # raises what ended it
     finally:
         reader.cancel()
         handler.detached(stream)
@@ -93,7 +100,9 @@ async def _read(handler: CommandHandler, stream: GatewayStream, commands: AsyncI
     try:
         async for command in commands:
             _handle(handler, stream, command)
-    finally:
+    except Exception as error:  # noqa: BLE001 - not swallowed: the call ends with it
+        stream.close(error)
+    else:
         stream.close()
 
 
@@ -102,11 +111,20 @@ def _handle(handler: CommandHandler, stream: GatewayStream, command: pb.Command)
         case "hello":
             _greet(handler, stream, command.hello)
         case "submit":
-            handler.submit(stream, command.submit)
+            _submit(handler, stream, command.submit)
         case "cancel":
             handler.cancel(stream, command.cancel)
         case "credit":
             log.debug("credit_ignored", num_batches=command.credit.num_batches)
+
+
+def _submit(handler: CommandHandler, stream: GatewayStream, submit: pb.Submit) -> None:
+    """A request that breaks us is refused by itself; the others of this gateway go on."""
+    try:
+        handler.submit(stream, submit)
+    except Exception as error:
+        log.exception("submit_broke", request_id=submit.request_id)
+        stream.refuse(submit, InternalError(f"the worker could not take the request: {error!r}"))
 
 
 def _greet(handler: CommandHandler, stream: GatewayStream, hello: pb.AttachHello) -> None:

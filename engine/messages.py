@@ -298,14 +298,6 @@ class EngineFailed:
 
 
 Command = (
-    AddRequest
-    | ImportSlab
-    | StartDecode
-    | Recompute
-    | AbortRequest
-    | ReleaseHeld
-    | MapRegion
-    | UnmapRegion
-    | Shutdown
+    AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld | MapRegion | UnmapRegion | Shutdown
 )
 EngineEvent = LoadProgress | Ready | Reserved | Refused | SlabImported | StepDone | RequestFailed | EngineFailed

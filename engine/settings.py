@@ -23,7 +23,7 @@ class EngineConfig:
     device: Device = "auto"
     """auto: CUDA where there is one, else the CPU."""
     dtype: DtypeChoice = "auto"
-    """auto: the checkpoint's on CUDA and on CPUs with bf16 instructions, else float32."""
+    """auto: the checkpoint's on CUDA, float32 on a CPU."""
     max_model_len: int | None = None
     """Longest context in tokens; None: what the checkpoint was made for."""
     block_size: int = 16
@@ -32,6 +32,8 @@ class EngineConfig:
     """Size of the KV pool in blocks; wins over `kv_memory_bytes`."""
     kv_memory_bytes: int | None = None
     """Size of the KV pool in bytes; None: by the device's free memory."""
+    kv_memory_limit_bytes: int | None = None
+    """Most that a pool sized by free memory may take; None: on a CPU 2 GiB."""
     max_num_batched_tokens: int = 512
     """Token budget of one step; a step of decodes waits for the prompt chunk beside them."""
     max_num_seqs: int = 64
@@ -52,7 +54,7 @@ class EngineConfig:
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
         for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "num_threads"):
+        for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "kv_memory_limit_bytes", "num_threads"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -59,7 +59,7 @@ class TandemTimeoutError(TandemConnectionError):
 
 def api_error(status: int | None, code: int | str, message: str, retry_after: float | None = None) -> TandemAPIError:
     """Return the most specific exception for an error the server sent."""
-    kind = _BY_STATUS.get(status or _STATUS_OF_CODE.get(code, 0), TandemAPIError)
+    kind = _BY_STATUS.get(_STATUS_OF_CODE.get(code) or status or 0, TandemAPIError)
     return kind(status, code, message, retry_after)
 
 
@@ -79,5 +79,6 @@ _BY_STATUS: dict[int, type[TandemAPIError]] = {
     429: RateLimitError,
 }
 
-# Cloudflare's table, for errors that come inside a stream and so have no status of their own.
+# Cloudflare's codes that mean one of the above whatever the status: an unknown model may come with 400, and an error
+# inside a stream has no status of its own.
 _STATUS_OF_CODE: dict[int | str, int] = {3021: 429, 3036: 429, 3040: 429, 3042: 404, 5007: 404, 10000: 401}

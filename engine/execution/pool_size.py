@@ -26,7 +26,9 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, context_length
     if config.kv_memory_bytes is not None:
         return _fitting(config.kv_memory_bytes, geometry)
     most_useful = config.max_num_seqs * -(-context_length // geometry.block_size)
-    return min(most_useful, _fitting(_free_for_kv(device), geometry))
+    limit_bytes = config.kv_memory_limit_bytes
+    free_bytes = _free_for_kv(device)
+    return min(most_useful, _fitting(free_bytes if limit_bytes is None else min(free_bytes, limit_bytes), geometry))
 
 
 def _fitting(num_bytes: int, geometry: KVGeometry) -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.models.checkpoint import ModelUnusable
 from engine.settings import Device, DtypeChoice
-
-_BF16_FLAGS = {"amx_bf16", "avx512_bf16"}
 
 
 def choose_device(device: Device) -> torch.device:
@@ -24,16 +21,16 @@ def choose_device(device: Device) -> torch.device:
 def choose_dtype(choice: DtypeChoice, config: Any, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and KV.
 
-    Without bf16 instructions torch's bf16 matrix products are five times slower than float32 (measured), so a CPU that
-    lacks them computes in float32, whatever the checkpoint's format.
+    A CPU computes in float32 whatever the checkpoint's format: without bf16 instructions bf16 products are five times
+    slower (measured), and with them they round by batch shape, so that a token would depend on its neighbours (law 3).
     """
     if choice != "auto":
         dtype: torch.dtype = getattr(torch, choice)
         return dtype
-    of_checkpoint: torch.dtype = getattr(config, "dtype", None) or torch.float32
-    if device.type == "cuda":
-        return of_checkpoint
-    return torch.bfloat16 if of_checkpoint is torch.bfloat16 and _has_bf16_instructions() else torch.float32
+    if device.type == "cpu":
+        return torch.float32
+    of_checkpoint: torch.dtype | None = getattr(config, "dtype", None)
+    return of_checkpoint or torch.float32
 
 
 def numerics_class(device: torch.device, dtype: torch.dtype, model_type: str) -> str:
@@ -44,11 +41,3 @@ def numerics_class(device: torch.device, dtype: torch.dtype, model_type: str) ->
         where = f"cuda-sm{major}{minor}"
     version = torch.__version__.split("+")[0]
     return f"torch-{version}/{where}/{str(dtype).removeprefix('torch.')}/{model_type}/tp1/eager"
-
-
-def _has_bf16_instructions() -> bool:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return False
-    flags = next((line for line in info.read_text().splitlines() if line.startswith("flags")), "")
-    return bool(_BF16_FLAGS & set(flags.split()))

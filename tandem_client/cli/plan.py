@@ -75,10 +75,10 @@ def plan(machine: Machine, options: UpOptions, configured: Configured | None = N
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker gets of the machine. `kv_memory_bytes` is None where it may size its pool by itself."""
+    """What one worker gets of the machine; `kv_limit_bytes` is None where it has a GPU to itself."""
 
     cores: tuple[int, ...]
-    kv_memory_bytes: int | None
+    kv_limit_bytes: int | None
     gpu: str | None
 
 
@@ -140,8 +140,12 @@ def _worker(name: str, role: str, share: Share, configured: Set[str], options: U
         num_threads = str(len(share.cores))
         flags += ["--cpus", ",".join(map(str, share.cores)), "--num-threads", num_threads]
         environment["OMP_NUM_THREADS"] = num_threads
-    if share.kv_memory_bytes is not None and not configured & {"kv_memory_bytes", "num_kv_blocks"}:
-        flags += ["--kv-memory-bytes", str(share.kv_memory_bytes)]
+    if share.kv_limit_bytes is not None and not configured & {
+        "kv_memory_limit_bytes",
+        "kv_memory_bytes",
+        "num_kv_blocks",
+    }:
+        flags += ["--kv-memory-limit-bytes", str(share.kv_limit_bytes)]
     command = _command(f"{role}_svc", flags, options)
     return ProcessSpec(name, role, command, tuple(environment.items()), share.cores)
 

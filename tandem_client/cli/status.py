@@ -130,10 +130,8 @@ def _host(memory: Mapping[str, Any]) -> list[Text]:
     if not host.get("total_bytes"):
         return [Text("memory not reported", style="dim")]
     own, free = _bytes(host.get("process_bytes") or 0), _bytes(host.get("available_bytes") or 0)
-    return [
-        Text(f"{own} own, {free} free of {_bytes(host['total_bytes'])}"),
-        Text(memory.get("source") or "", style="dim"),
-    ]
+    source = Text(memory.get("source") or "", style="dim")
+    return [Text(f"{own} own"), Text(f"{free} free of {_bytes(host['total_bytes'])}"), source]
 
 
 def _bytes(number: float) -> str:

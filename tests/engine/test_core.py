@@ -8,13 +8,15 @@ from engine.core import RequestsFailed
 from engine.messages import (
     AbortRequest,
     MapRegion,
+    Recompute,
     ReleaseHeld,
     RequestFailed,
     Shutdown,
+    SlabImported,
     StepDone,
     UnmapRegion,
 )
-from tests.engine.scheduling.world import World, tokens_of
+from tests.engine.scheduling.world import World, slab, tokens_of
 
 
 def test_aborts_and_releases_answer_with_the_new_figures() -> None:
@@ -38,6 +40,20 @@ def test_regions_are_the_runners_affair() -> None:
     assert world.core.handle(UnmapRegion("r")) == []
     assert world.runner.regions == {}
     assert world.core.handle(Shutdown()) == []
+
+
+def test_a_region_that_cannot_be_mapped_fails_its_slabs_and_nothing_else() -> None:
+    world = World()
+    world.runner.unmappable_regions = {"prefill"}
+    world.runner.stale_slots = {20}
+    assert world.core.handle(MapRegion("prefill", 4096, 4, 0), fd=7) == []
+    world.add("d", [1, 2, 3], mode="decode", max_tokens=2)
+    (event,) = world.core.handle(slab("d", 0, [20]))
+    assert isinstance(event, SlabImported)
+    assert event.error
+    world.core.handle(Recompute("d"))
+    assert tokens_of(world.run(), "d") == [1003, 1004]
+    world.assert_nothing_is_left()
 
 
 def test_generations_are_written_where_the_runner_keeps_them() -> None:

@@ -199,7 +199,9 @@ def test_status_shows_who_loads_who_failed_and_who_is_not_heard() -> None:
 
 
 def test_status_fits_a_terminal_of_80_columns() -> None:
-    narrow, wide = (shown([WORKER, KV_SERVICE, WORKER | {"id": "prefill-0"}], width) for width in (80, 160))
+    narrow, wide = (
+        shown([WORKER, KV_SERVICE, WORKER | {"id": "prefill-0", "role": "prefill"}], width) for width in (80, 160)
+    )
     assert narrow.count("\n") == wide.count("\n"), "no cell is folded"
 
 

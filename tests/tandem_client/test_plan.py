@@ -33,7 +33,7 @@ def test_the_default_is_four_processes_that_find_the_control_plane() -> None:
     )
     assert prefill.command[1:] == (
         *("-m", "prefill_svc", "--control", "127.0.0.1:8643", "--listen", "127.0.0.1:0", "--worker-id", "prefill-0"),
-        *("--cpus", "0", "--num-threads", "1", "--kv-memory-bytes", str(2 * GIB)),
+        *("--cpus", "0", "--num-threads", "1", "--kv-memory-limit-bytes", str(2 * GIB)),
     )
     assert (flag(decode, "--cpus"), dict(decode.environment)) == ("1", {"OMP_NUM_THREADS": "1"})
 
@@ -54,7 +54,7 @@ def test_model_name_and_config_reach_the_workers() -> None:
 def test_a_share_does_not_replace_what_the_user_configured() -> None:
     _, _, prefill, decode = plan(TWO_CORES, UpOptions(), {"decode": {"num_kv_blocks", "num_threads"}})
     assert flag(prefill, "--cpus") == "0"
-    assert [flag(decode, name) for name in ("--cpus", "--num-threads", "--kv-memory-bytes")] == [None, None, None]
+    assert [flag(decode, name) for name in ("--cpus", "--num-threads", "--kv-memory-limit-bytes")] == [None, None, None]
     assert decode.environment == ()
 
 
@@ -62,10 +62,10 @@ def test_gpus_go_round_and_one_of_its_own_sizes_its_own_pool() -> None:
     machine = Machine(cores=tuple(range(8)), free_memory_bytes=24 * GIB, gpus=("0", "1"))
     workers = plan(machine, UpOptions())[2:]
     assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["0", "1"]
-    assert [flag(worker, "--kv-memory-bytes") for worker in workers] == [None, None]
+    assert [flag(worker, "--kv-memory-limit-bytes") for worker in workers] == [None, None]
     shared = plan(machine, UpOptions(num_decode=2))[2:]
     assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in shared] == ["0", "1", "0"]
-    assert flag(shared[0], "--kv-memory-bytes") is not None
+    assert flag(shared[0], "--kv-memory-limit-bytes") is not None
 
 
 @given(num_cores=st.integers(1, 40), num_workers=st.integers(1, 12))

@@ -206,6 +206,15 @@ def test_a_first_token_that_is_the_last_ends_the_request_without_a_step_of_the_m
     world.assert_nothing_is_left()
 
 
+def test_an_abort_before_the_last_word_was_sent_takes_it_back() -> None:
+    world = World()
+    world.add("d", PROMPT, mode="decode", max_tokens=1)
+    world.core.handle(StartDecode("d", [1010]))
+    world.core.scheduler.abort("d")
+    assert world.run() == []
+    world.assert_nothing_is_left()
+
+
 def test_a_preempted_decode_request_computes_prompt_and_answer_and_counts_the_prompt() -> None:
     world = World(num_blocks=4)
     for name in "ab":

@@ -185,4 +185,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

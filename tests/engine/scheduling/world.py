@@ -33,6 +33,7 @@ class FakeRunner:
         self.stop_positions: set[int] = set()
         self.breaks_with: Exception | None = None
         self.stale_slots: set[int] = set()
+        self.unmappable_regions: set[str] = set()
         self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
 
@@ -54,6 +55,8 @@ class FakeRunner:
         return sum(extent.num_bytes for extent in extents)
 
     def map_region(self, command: MapRegion, fd: int) -> None:
+        if command.region_id in self.unmappable_regions:
+            raise RegionError(f"region {command.region_id} is shorter than it says")
         self.regions[command.region_id] = fd
 
     def unmap_region(self, region_id: str) -> None:

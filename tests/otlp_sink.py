@@ -36,8 +36,8 @@ class OtlpSink:
         self.endpoint = ""
         self._changed = asyncio.Condition()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(self), self._server)  # type: ignore[no-untyped-call]
-        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), self._server)  # type: ignore[no-untyped-call]
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(_Traces(self), self._server)
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(_Metrics(self), self._server)
 
     async def __aenter__(self) -> OtlpSink:
         port = self._server.add_insecure_port("127.0.0.1:0")

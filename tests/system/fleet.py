@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,8 +56,12 @@ class Fleet:
         self._folder = folder
         self._state_dir = folder / "state"
         self._state_dir.mkdir(mode=0o700, exist_ok=True)
-        settings = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "state_dir": str(self._state_dir), **control}
-        self.gateway = Gateway(ControlPlaneSettings(**settings))
+        addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+        # One probe, when the fleet is ready, and none in the middle of what a test counts.
+        probes = {"probe_interval_seconds": 600.0, "probe_valid_seconds": 3600.0}
+        settings = {**addresses, **probes, "state_dir": str(self._state_dir), **control}
+        self._settings = ControlPlaneSettings(**settings)
+        self.gateway = Gateway(self._settings)
         self.services: dict[str, Service] = {}
         self._drain = asyncio.Event()
         self._running: asyncio.Task[int] | None = None
@@ -74,6 +78,16 @@ class Fleet:
         self._running = asyncio.create_task(self.gateway.run(self._drain))
         await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
         return self
+
+    async def restart_gateway(self) -> None:
+        """End the control plane and start another, with another memory, at the same gRPC address."""
+        self._drain.set()
+        assert self._running is not None, "entered before"
+        await self._running
+        self._drain = asyncio.Event()
+        self.gateway = Gateway(replace(self._settings, grpc_listen=self.gateway.grpc_address))
+        self._running = asyncio.create_task(self.gateway.run(self._drain))
+        await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
 
     async def __aexit__(self, *exc_info: object) -> None:
         for service in self.services.values():
@@ -127,6 +141,14 @@ class Fleet:
 
         await until(all_ready, START_SECONDS, lambda: self.tails(wanted))
         await self.gateway.catalog.prefetch()
+
+    async def proven(self) -> None:
+        """Wait until the control plane's own probe has gone the whole way."""
+
+        async def is_ready() -> bool:
+            return (await self.gateway.prober.check())[0]
+
+        await until(is_ready, 30, lambda: self.tails(self.services))
 
     async def ended(self, service: Service, seconds: float = 30.0) -> int:
         """Wait for a process to end; returns its exit code."""

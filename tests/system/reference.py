@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +15,40 @@ from transformers import AutoModelForCausalLM
 MARGIN = 1e-3
 
 
-@cache
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def greedy(folder: Path, token_ids: Sequence[int], num_tokens: int) -> list[int]:
     """Return what `generate` answers, EOS ignored; asserts that no step was a close call (decision 23)."""
-    model = load(folder)
+    tokens, margin = _greedy(folder, tuple(token_ids), num_tokens)
+    assert margin > MARGIN, f"a step of the reference was won by {margin}; choose another prompt"
+    return tokens
+
+
+def clear_prompt(folder: Path, length: int, num_tokens: int) -> list[int]:
+    """Return a random prompt whose greedy answer has no close call in it; always the same one."""
+    for seed in count():
+        prompt = random.Random(seed).choices(range(3, 300), k=length)
+        if _greedy(folder, tuple(prompt), num_tokens)[1] > MARGIN:
+            return prompt
+    raise AssertionError("unreachable")
+
+
+@cache
+def _model(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@cache
+def _greedy(folder: Path, token_ids: tuple[int, ...], num_tokens: int) -> tuple[list[int], float]:
+    """Return the tokens, and the smallest lead of a best logit over the second."""
     with torch.inference_mode():
-        answer = model.generate(
-            torch.tensor([list(token_ids)]),
+        answer = _model(folder).generate(
+            torch.tensor([token_ids]),
             max_new_tokens=num_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
-            eos_token_id=-1,
-            pad_token_id=0,
         )
-    for logits in answer.logits:
-        best, second = logits[0].float().topk(2).values.tolist()
-        assert best - second > MARGIN, "the reference is a close call; choose another prompt"
-    tokens: list[int] = answer.sequences[0, len(token_ids) :].tolist()
-    return tokens
+    best_two = torch.stack([logits[0].float() for logits in answer.logits]).topk(2).values  # [num_tokens, 2]
+    return answer.sequences[0, len(token_ids) :].tolist(), float((best_two[:, 0] - best_two[:, 1]).min())

@@ -22,6 +22,8 @@ async def test_decode_on_another_host_pulls_over_grpc_and_goes_on_at_token_two(
         fleet.start("prefill", "prefill-a", "--host-id", "host-a", *model)
         fleet.start("decode", "decode-b", "--host-id", "host-b", *model)
         await fleet.ready()
+        await fleet.proven()
+        before = {name: (await fleet.stats(name)).counters for name in ("kv-a", "kv-b")}
         dispatcher = fleet.dispatcher("decode-b", "prefill-a")
         flight = await dispatcher.submit(token_request("tiny-llama", prompt, 16, choice_seeds=(0, 0)))
         async for _ in flight:
@@ -35,6 +37,8 @@ async def test_decode_on_another_host_pulls_over_grpc_and_goes_on_at_token_two(
             assert choice.ledger is not None
             assert (choice.ledger.transport, choice.ledger.num_bytes_pulled) == ("grpc", num_bytes)
             assert choice.ledger.num_computed_tokens == 0
-        assert (await fleet.stats("kv-b")).counters["bytes_pulled"] == num_bytes  # once, for both choices
-        assert (await fleet.stats("kv-a")).counters["bytes_served"] == num_bytes
+        after = {name: (await fleet.stats(name)).counters for name in before}
+        pulled = after["kv-b"]["bytes_pulled"] - before["kv-b"]["bytes_pulled"]
+        served = after["kv-a"]["bytes_served"] - before["kv-a"]["bytes_served"]
+        assert pulled == served == num_bytes  # once, for both choices
         await fleet.pools_are_full()

@@ -1,0 +1,98 @@
+"""Is a request one trace over all processes, with a span per phase?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.otlp_sink import OtlpSink
+from tests.system.conftest import SMALL
+from tests.system.fleet import until
+from tests.system.streams import MODEL, stream
+
+SPANS = {
+    "tokenize",
+    "route",
+    "prefill.queue",
+    "prefill.compute",
+    "kv.transfer",
+    "decode.queue",
+    "decode.first_token",
+    "decode.stream",
+}
+
+
+async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
+    """All four services as processes of their own, each with the sink as its OTLP endpoint."""
+    processes: list[subprocess.Popen[bytes]] = []
+    log = (tmp_path / "log").open("ab")
+
+    def start(module: str, *flags: str) -> None:
+        command = [sys.executable, "-m", module, "--otlp-endpoint", sink.endpoint, *flags]
+        env = {**os.environ, "TANDEM_STATE_DIR": str(tmp_path), "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+
+    async with OtlpSink() as sink, httpx.AsyncClient(timeout=60) as http:
+        try:
+            ports = free_ports(2)
+            http.base_url = httpx.URL(f"http://127.0.0.1:{ports[0]}")
+            control = ("--control", f"127.0.0.1:{ports[1]}")
+            start("decode_svc", *control, *SMALL)  # in any order
+            start("kv_transfer_svc", *control)
+            start("prefill_svc", *control, *SMALL)
+            start("control_plane", "--listen", f"127.0.0.1:{ports[0]}", "--grpc-listen", f"127.0.0.1:{ports[1]}")
+
+            async def all_four_are_ready() -> bool:
+                try:
+                    workers = (await http.get("/v1/workers")).json()["data"]
+                except httpx.TransportError:
+                    return False
+                ready = [worker["role"] for worker in workers if worker["state"] == "ready"]
+                return sorted(ready) == ["decode", "kv", "prefill"] and (await http.get("/readyz")).status_code == 200
+
+            await until(all_four_are_ready, 90, (tmp_path / "log").read_text)
+            await stream(http, {"prompt": "What is a KV cache? " * 10, "max_tokens": 8, "seed": 1})
+            wanted = f"chat {MODEL}"
+            await sink.wait_for(
+                lambda sink: any(
+                    {span.name for span in sink.trace(root.trace_id)} >= SPANS for root in sink.named(wanted)
+                ),
+                seconds=30,
+            )
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(30)
+            log.close()
+
+        root = sink.named(wanted)[0]
+        spans = {span.name: span for span in sink.trace(root.trace_id)}
+        assert all(spans[name].parent_span_id == root.span_id for name in SPANS), "siblings, not a chain"
+        assert all(root.start_ns <= spans[name].start_ns <= spans[name].end_ns for name in SPANS)
+        assert {spans[name].resource["service.name"] for name in SPANS} == {
+            "tandem-control",
+            "tandem-prefill",
+            "tandem-decode",
+        }
+        assert root.attributes["gen_ai.request.model"] == MODEL
+        assert root.attributes["gen_ai.usage.output_tokens"] <= 8
+        computed = spans["prefill.compute"].attributes
+        assert (
+            computed["tandem.tokens.computed"] + computed["tandem.tokens.cached"]
+            == root.attributes["gen_ai.usage.input_tokens"]
+        )
+        assert spans["kv.transfer"].attributes["tandem.kv.bytes"] > 0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports

@@ -21,6 +21,7 @@ const config :Workerd.Config = (
 const worker :Workerd.Worker = (
   modules = [(name = "index.js", esModule = embed "src/index.js"), (name = "page.html", text = embed "src/page.html")],
   compatibilityDate = "2026-11-01",
+  compatibilityFlags = ["enable_request_signal"],
   bindings = [
     # What `"ai": {"binding": "AI"}` in wrangler.jsonc means: workerd's own AI module, over a service of our choice.
     (name = "AI", wrapped = (

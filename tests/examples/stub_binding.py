@@ -28,6 +28,7 @@ class StubBinding:
 
     calls: list[dict[str, Any]] = field(default_factory=list)
     asked: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
     client_left: threading.Event = field(default_factory=threading.Event)
 
     def app(self) -> ASGIApp:
@@ -41,17 +42,12 @@ class StubBinding:
         headers = {"cf-ai-req-id": "req-1"}
         if model == "busy":
             return JSONResponse(_BUSY, status_code=429, headers=headers)
-        if model == "silent":
-            await self._wait_for_leave(request)
+        if model == "slow-endless":
+            await asyncio.to_thread(self.go_on.wait, 30)
         if not body["inputs"].get("stream"):
             return JSONResponse({"response": f"You said {body['inputs']['prompt']}", "usage": USAGE}, headers=headers)
-        events = self._endless() if model == "endless" else _tokens(broken=model == "broken")
+        events = self._endless() if model.endswith("endless") else _tokens(broken=model == "broken")
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-    async def _wait_for_leave(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.client_left.set()
 
     async def _endless(self) -> AsyncIterator[bytes]:
         try:

@@ -44,7 +44,7 @@ def example_worker(gateway_address: str) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{_port(control.readline())}"
         finally:
-            process.terminate()
+            process.kill()  # told to terminate, it would wait for requests that a failed test left
 
 
 def _port(event: str) -> int:

@@ -20,8 +20,9 @@ const ROUTES = {
   "GET /run": runOnce,
 };
 
-// Streams server-sent events as the model writes them. A browser that leaves cancels `request.signal`, the signal
-// cancels the call, and the model stops.
+// Streams server-sent events as the model writes them. A browser that leaves cancels the stream, and the model stops.
+// `request.signal` does the same for a call that has not answered yet, where the runtime sees that early who has left;
+// workerd on its own sees it with the first token it cannot deliver.
 async function chat(request, env) {
   const { messages, model = env.MODEL, ...options } = await request.json();
   const stream = await env.AI.run(model, { ...options, messages, stream: true }, { signal: request.signal });

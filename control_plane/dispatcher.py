@@ -12,6 +12,7 @@ from control_plane.flight import Choice, Diverged, Flight, Leg
 from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
+from control_plane.migration import Mover
 from control_plane.plan import FINAL, MAX_ATTEMPTS, Plan
 from control_plane.registry import WorkerRegistry
 from control_plane.router import Route, Router
@@ -20,12 +21,9 @@ from control_plane.sender import Sender
 from control_plane.submission import Hashes, hash_prompt, mint_handle
 from control_plane.waiting_room import WaitingRoom
 from runtime.errors import (
-    Cancelled,
-    InternalError,
     ModelNotFound,
     Overloaded,
     TandemError,
-    Unavailable,
 )
 from runtime.log import get_logger
 from runtime.tracing import current_traceparent, tracer
@@ -63,6 +61,7 @@ class Dispatcher:
         self._sender = Sender(links, router.in_flight, accept_seconds, self)
         self._queue_seconds = queue_seconds
         self.waiting_room = WaitingRoom(max_waiting)
+        self._mover = Mover(self._route, self._sender, self.waiting_room, queue_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
         self.proven: Callable[[str], None] = lambda model_id: None
         """Told the model of every request that went the whole way."""
@@ -207,8 +206,10 @@ class Dispatcher:
             except FINAL:
                 raise
             except TandemError as refusal:
+                if choice.is_over:  # prefill's first token was its last
+                    return
                 plan.learn(refusal)
-                if following is None or choice.is_over:
+                if following is None:
                     raise
                 leg = self._sender.send_choice(plan, choice, following)
             else:
@@ -232,63 +233,11 @@ class Dispatcher:
         if isinstance(error, FINAL) or choice.num_losses >= MAX_ATTEMPTS:
             plan.flight.fail(error)
             return
-        migration = self._spawn(self._migrate_or_fail(plan, choice, leg, error))
-        plan.migrations.add(migration)
-        migration.add_done_callback(plan.migrations.discard)
-
-    async def _migrate_or_fail(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-        await plan.has_started.wait()
-        if choice.leg is not leg or choice.is_over:  # the whole was tried again meanwhile
-            return
         if plan.handle is not None:
             self._spawn(self._kv_clients.release(plan.handle, f"{plan.request.request_id}-{choice.index}"))
-        try:
-            await self._migrate_when_there_is_room(plan, choice, leg, error)
-        except Cancelled:
-            log.debug("choice_ended_as_it_migrated", request_id=plan.request.request_id, choice=choice.index)
-        except TandemError as refusal:
-            log.warning("migration_failed", request_id=plan.request.request_id, error=refusal.message)
-            plan.flight.fail(error)
-        except Exception as bug:
-            log.exception("migration_broke", request_id=plan.request.request_id)
-            plan.flight.fail(InternalError(f"the answer could not go on after its worker was lost: {bug!r}"))
-
-    async def _migrate_when_there_is_room(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-        """Move a choice now, or as soon as a worker has room for it or has come up again: the client sees a pause."""
-        lost = set() if isinstance(error, Diverged) else {leg.link.worker.incarnation}
-        deadline = min(plan.request.deadline, time.time() + self._queue_seconds)
-        while not choice.is_over:
-            plan.avoid = set(lost)
-            try:
-                await self._migrate(plan, choice, error)
-            except (Overloaded, Unavailable, ModelNotFound) as refusal:
-                full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
-                await self.waiting_room.wait(full, deadline - time.time(), in_front=True)
-            else:
-                self.waiting_room.next()
-                return
-
-    async def _migrate(self, plan: Plan, choice: Choice, error: TandemError) -> None:
-        plan.attempt += 1
-        log.warning(
-            "choice_migrates",
-            request_id=plan.request.request_id,
-            choice=choice.index,
-            num_tokens=len(choice.tokens),
-            error=error.message,
-        )
-        last_refusal: TandemError = error
-        for worker in self._route(plan).decodes:
-            if choice.is_over:
-                return
-            try:
-                await self._sender.answer(plan, self._sender.send_choice(plan, choice, worker))
-            except (Overloaded, Unavailable) as refusal:
-                log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
-                last_refusal = refusal
-            else:
-                return
-        raise last_refusal
+        migration = self._spawn(self._mover.move_or_fail(plan, choice, leg, error))
+        plan.migrations.add(migration)
+        migration.add_done_callback(plan.migrations.discard)
 
     def _abandon(self, plan: Plan) -> None:
         """Cancel every leg of an attempt, and give its handle back."""

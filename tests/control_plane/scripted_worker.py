@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from control_plane.registry import WorkerRegistry
-from runtime.errors import StaleIncarnation, TandemError
+from runtime.errors import KvNotFound, StaleIncarnation, TandemError
 from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
@@ -154,6 +154,13 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
                 yield event
         finally:
             reader.cancel()
+
+    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        raise KvNotFound("a scripted worker has no files")
+        yield
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return pb.StatsReply(info=self.info(), load=self.load())
 
     async def until(self, condition: Callable[[ScriptedWorker], bool]) -> None:
         async with asyncio.timeout(10), self.changed:

@@ -26,6 +26,13 @@ class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
         self.content = content
         self.num_fetches = 0
 
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Event]:
+        raise Unsupported("nothing but assets here")
+        yield
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return pb.StatsReply()
+
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         self.num_fetches += 1
         for start in range(0, len(self.content), 4):

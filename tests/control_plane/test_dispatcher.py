@@ -36,6 +36,7 @@ from tests.control_plane.scripted_worker import (
     silent,
     token_at,
 )
+from tests.worker.kv_world import until
 
 FULL = Overloaded("12 KV blocks are needed, 3 are available", retry_after_seconds=1.0)
 PROMPT = tuple(range(40))
@@ -294,7 +295,6 @@ async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None
         say.accept(submit)
         done = {"finish_reason": pb.FINISH_REASON_STOP, "ledger": pb.PhaseLedger(num_computed_tokens=40)}
         say.tokens(submit, len(PROMPT), answer(1), **done)
-        finished.set()
 
     async def refuse_late(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
         await finished.wait()
@@ -302,9 +302,12 @@ async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None
 
     finished = asyncio.Event()
     decode = ScriptedWorker("d", behave=refuse_late)
-    async with world(ScriptedWorker("p", PREFILL, end_at_once), decode, ScriptedWorker("e")) as here:
-        flight = await here.dispatcher.submit(ask())
-        assert await tokens_of(flight) == [answer(1)]
+    async with world(ScriptedWorker("p", PREFILL, end_at_once), decode) as here:
+        submitting = asyncio.create_task(here.dispatcher.submit(ask()))
+        await decode.until(lambda decode: len(decode.submits) == 1)
+        await until(lambda: here.router.in_flight.prefill_tokens.total() == 0)
+        finished.set()
+        assert await tokens_of(await submitting) == [answer(1)]
 
 
 async def test_a_worker_that_contradicts_the_tokens_delivered_goes_on_from_those() -> None:
@@ -382,5 +385,3 @@ async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
         await flight.stop_choice(0)
         stopped.set()
         assert (await tokens_of(flight))[1] == answer()
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from control_plane.registry import Worker, WorkerRegistry
@@ -31,7 +33,7 @@ class World:
             self.now += 0.25
             self.registry.sweep()
 
-    def register(self, incarnation: str, state: pb.WorkerState.ValueType = READY, **fields: str) -> None:
+    def register(self, incarnation: str, state: pb.WorkerState.ValueType = READY, **fields: Any) -> None:
         info = pb.WorkerInfo(worker_id="w", incarnation=incarnation, role=pb.WORKER_ROLE_DECODE, **fields)
         self.registry.register(info, pb.LoadReport(state=state))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -240,7 +239,7 @@ async def test_over_grpc_the_bytes_pass_through_a_region_of_our_own(
 def _num_staged() -> int:
     """How many regions of the staged kind are open in this process."""
     folder = Path("/proc/self/fd")
-    links = [os.readlink(entry) for entry in folder.iterdir() if entry.is_symlink()]
+    links = [str(entry.readlink()) for entry in folder.iterdir() if entry.is_symlink()]
     return sum("tandem-staged" in link for link in links)
 
 

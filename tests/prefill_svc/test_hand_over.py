@@ -42,7 +42,7 @@ class World:
         await asyncio.wait_for(self.hand_over.prepared(), 10)
 
     def handle(self, num_readers: int = 1, seconds: float = 60.0) -> pb.KvHandle:
-        return a_handle(self.writer, num_readers, seconds)
+        return a_handle(self.writer, num_readers, seconds, prefill="life")
 
     def begin(self, handle: pb.KvHandle, name: str = "r", num_choices: int = 1) -> ActiveRequest:
         request = a_request(handle, name, choice_seeds=range(num_choices))
@@ -150,7 +150,7 @@ async def test_blocks_go_back_when_the_kv_service_is_another_and_new_prompts_are
         here.link.move(other)
         await here.released("old.0")
         async with running_writer(other) as elsewhere, a_client(other) as reader:
-            handle = a_handle(elsewhere)
+            handle = a_handle(elsewhere, prefill="life")
             here.finish(here.begin(handle, "new"))
             assert len(await watch(reader, handle)) == 2
 
@@ -169,7 +169,7 @@ class Hanging(kv_grpc.KvTransferServiceServicer):
 
 async def test_a_seal_under_way_when_the_kv_service_is_lost_gives_its_blocks_back(tmp_path: Path) -> None:
     """The client is closed under the call, which gRPC tells as if the sealer itself had been cancelled."""
-    hanging = Hanging()
+    hanging = Hanging()  # type: ignore[abstract]
     server = GrpcServer("127.0.0.1:0", lambda grpc: kv_grpc.add_KvTransferServiceServicer_to_server(hanging, grpc), [])
     async with world(tmp_path) as here, running_host(tmp_path) as asleep, running_host(tmp_path) as other:
         asleep.address = await server.start()
@@ -228,5 +228,3 @@ async def test_closing_leaves_no_task_behind(tmp_path: Path) -> None:
         assert left == []
         with pytest.raises(TandemError):
             here.link.client()
-
-

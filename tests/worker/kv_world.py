@@ -26,10 +26,10 @@ NUM_TOKENS = 64
 class FollowedLink(KvLink):
     """A link to whichever host a test names."""
 
-    def __init__(self, host: Host | None) -> None:
+    def __init__(self, host: Host | None, on_change: Callable[[], None] = lambda: None) -> None:
         super().__init__("life", lease_seconds=10.0)
         self.host = host
-        self.follow(self._found)
+        self.follow(self._found, on_change)
 
     def move(self, host: Host) -> None:
         """The KV service was started again: another life, elsewhere."""
@@ -38,11 +38,15 @@ class FollowedLink(KvLink):
 
     def _found(self) -> cp.KvServiceAddress | None:
         host = self.host
-        return host and cp.KvServiceAddress(address=host.address, incarnation=host.incarnation, socket=host.socket)
+        if host is None:
+            return None
+        return cp.KvServiceAddress(address=host.address, incarnation=host.incarnation, socket=host.socket)
 
 
-def a_handle(writer: Writer, num_readers: int = 1, seconds: float = 60.0) -> pb.KvHandle:
+def a_handle(writer: Writer, num_readers: int = 1, seconds: float = 60.0, prefill: str = "") -> pb.KvHandle:
+    """Return a signed handle; `prefill` fills it, else the writer does."""
     handle = writer.handle(num_blocks=4, num_readers=num_readers, seconds=seconds)
+    handle.prefill_incarnation = prefill or writer.incarnation
     handle.layout_digest = layout_digest(kv_layout(LAYOUT))
     return sign_handle(handle, KEY)
 

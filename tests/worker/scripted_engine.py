@@ -40,7 +40,7 @@ class ScriptedEngine(EngineLink):
     def end(self) -> None:
         self._events.put_nowait(None)
 
-    async def events(self) -> AsyncIterator[Received]:  # type: ignore[override]
+    async def events(self) -> AsyncIterator[Received]:
         while (received := await self._events.get()) is not None:
             yield received
 

@@ -101,7 +101,10 @@ async def world() -> AsyncIterator[World]:
 
 
 def submit(name: str = "r", seconds: float = 60.0, **fields: Any) -> pb.Submit:
-    values: dict[str, Any] = {"model": MODEL, "sampling": pb.SamplingParams(max_tokens=4, top_p=1, repetition_penalty=1)}
+    values: dict[str, Any] = {
+        "model": MODEL,
+        "sampling": pb.SamplingParams(max_tokens=4, top_p=1, repetition_penalty=1),
+    }
     return pb.Submit(
         request_id=name,
         token_ids=[1, 2, 3],
@@ -236,9 +239,7 @@ async def test_a_request_that_breaks_the_engines_step_fails_alone() -> None:
         assert kinds(await heard(stream, 2)) == ["failed", "step"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"), [("internal", 1), ("invalid", EXIT_CONFIG), ("unsupported", EXIT_CONFIG)]
-)
+@pytest.mark.parametrize(("kind", "code"), [("internal", 1), ("invalid", EXIT_CONFIG), ("unsupported", EXIT_CONFIG)])
 async def test_a_dead_engine_fails_all_requests_so_that_they_go_on_elsewhere(kind: Any, code: int) -> None:
     async with world() as here:
         stream = GatewayStream()

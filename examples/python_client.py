@@ -3,6 +3,6 @@
 from tandem_client import AI
 
 ai = AI()
-for token in ai.run("@tandem/demo", {"prompt": "Once upon a time", "stream": True}):
+for token in ai.run("@tandem/demo", {"prompt": "What is a KV cache?", "stream": True}):
     print(token, end="", flush=True)
 print()

@@ -3,8 +3,8 @@
 from tandem_client import AI
 
 ai = AI()
-print(ai.run("@tandem/demo", {"prompt": "Once upon a time"})["response"])
-for token in ai.run("@tandem/demo", {"prompt": "Once upon a time", "stream": True}):
+print(ai.run("@tandem/demo", {"prompt": "What is a KV cache?"})["response"])
+for token in ai.run("@tandem/demo", {"prompt": "What is a KV cache?", "stream": True}):
     print(token, end="", flush=True)
 """
 

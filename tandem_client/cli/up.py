@@ -82,7 +82,7 @@ def state_dir() -> Path:
 
 def curl_line(url: str, model: str) -> str:
     """Return a command to paste that streams an answer."""
-    body = json.dumps({"prompt": "Once upon a time", "stream": True})
+    body = json.dumps({"prompt": "What is a KV cache?", "stream": True})
     return f"curl -N {url}/client/v4/accounts/default/ai/run/{shlex.quote(model)} -d {shlex.quote(body)}"
 
 

@@ -151,4 +151,4 @@ def test_options_that_cannot_work_are_refused_with_the_remedy(options: UpOptions
 def test_the_curl_line_survives_a_shell() -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8642", "it's a model"))
     assert words[2] == "http://127.0.0.1:8642/client/v4/accounts/default/ai/run/it's a model"
-    assert words[-1] == '{"prompt": "Once upon a time", "stream": true}'
+    assert words[-1] == '{"prompt": "What is a KV cache?", "stream": true}'

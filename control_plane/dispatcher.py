@@ -63,7 +63,7 @@ class Dispatcher:
         self.waiting_room = WaitingRoom(max_waiting)
         self._mover = Mover(self._route, self._sender, self.waiting_room, queue_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.proven: Callable[[str], None] = lambda model_id: None
+        self.proven: Callable[[str, bool], None] = lambda model_id, handed_over: None
         """Told the model of every request that went the whole way."""
 
     async def submit(self, request: TokenRequest) -> Flight:
@@ -251,8 +251,10 @@ class Dispatcher:
             self._spawn(self._kv_clients.release_all(plan.handle))
 
     def _finished(self, plan: Plan) -> None:
-        if all(choice.ledger is not None for choice in plan.flight.choices):  # else prefill alone had it all
-            self.proven(plan.request.model_id)
+        ledgers = [choice.ledger for choice in plan.flight.choices]
+        if all(ledger is not None for ledger in ledgers):  # else prefill alone had it all
+            handed_over = all(ledger is not None and ledger.transfer_end_ns > 0 for ledger in ledgers)
+            self.proven(plan.request.model_id, handed_over)
 
     def _end(self, plan: Plan) -> None:
         for migration in plan.migrations:

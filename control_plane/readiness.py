@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from control_plane.catalog import ModelCatalog
@@ -25,10 +26,17 @@ _PROBE_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class _Proof:
+    at: float
+    handed_over: bool
+
+
 class Prober:
     """Sends a small request through every phase when no user's request has proven the way lately.
 
-    Implements what /readyz asks. Probes neither use nor leave cached blocks.
+    Implements what /readyz asks. The dispatcher says what has gone the whole way, probes among it. Probes neither use
+    nor leave cached blocks.
     """
 
     def __init__(
@@ -46,27 +54,31 @@ class Prober:
         self._interval_seconds = interval_seconds
         self._valid_seconds = valid_seconds
         self._clock = clock
-        self._proven_at: dict[str, float] = {}
+        self._proofs: dict[str, _Proof] = {}
         self._last_error = "no request has gone the whole way yet"
 
-    def proven(self, model_id: str) -> None:
-        """A request has gone the whole way."""
-        self._proven_at[model_id] = self._clock()
+    def proven(self, model_id: str, handed_over: bool) -> None:
+        """A request has gone the whole way; `handed_over` if its cache moved from prefill to decode."""
+        self._proofs[model_id] = _Proof(self._clock(), handed_over)
 
     async def check(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether every served model was proven lately, and the ages of the proofs in seconds."""
-        now = self._clock()
+        """Return whether every served model was proven lately, and the ages of the proofs in seconds.
+
+        Where there is a prefill worker, only a request that was handed over proves the way; one that is still loading
+        is waited for if it is the only one.
+        """
         served = self._served()
-        ages = {
-            model_id: round(now - self._proven_at[model_id], 1) for model_id in served if model_id in self._proven_at
+        ages = {model_id: age for model_id in served if (age := self._age(model_id)) is not None}
+        details: dict[str, Any] = {
+            "models": served,
+            "proven_seconds_ago": {name: round(ages[name], 1) for name in ages},
         }
-        is_ready = bool(served) and all(
-            ages.get(model_id, self._valid_seconds) < self._valid_seconds for model_id in served
-        )
-        details: dict[str, Any] = {"ready": is_ready, "models": served, "proven_seconds_ago": ages}
-        if not is_ready:
-            details["reason"] = self._last_error if served else "no worker has loaded a model yet"
-        return is_ready, details
+        is_proven = bool(served) and all(ages.get(name, self._valid_seconds) < self._valid_seconds for name in served)
+        loading = self._loading_prefill()
+        if is_proven and loading is None:
+            return True, {"ready": True, **details}
+        reason = loading or (self._last_error if served else "no worker has loaded a model yet")
+        return False, {"ready": False, **details, "reason": reason}
 
     async def run(self) -> None:
         """Probe for as long as the process lives."""
@@ -78,8 +90,28 @@ class Prober:
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _is_due(self, model_id: str) -> bool:
-        proven_at = self._proven_at.get(model_id)
-        return proven_at is None or self._clock() - proven_at > self._interval_seconds
+        age = self._age(model_id)
+        return age is None or age > self._interval_seconds
+
+    def _age(self, model_id: str) -> float | None:
+        """Return how long ago the way as it is now was proven; None: never."""
+        proof = self._proofs.get(model_id)
+        if proof is None or (self._has_prefill(model_id) and not proof.handed_over):
+            return None
+        return self._clock() - proof.at
+
+    def _has_prefill(self, model_id: str) -> bool:
+        addresses = {service.address for service in self._registry.kv_services()}
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
+
+    def _loading_prefill(self) -> str | None:
+        """Say which prefill worker is still loading, if none can be used yet."""
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        if any(worker.is_usable for worker in prefills):
+            return None
+        loading = [worker for worker in prefills if worker.load.state == pb.WORKER_STATE_LOADING]
+        return f"{loading[0].worker_id} is loading: {loading[0].load.load_stage}" if loading else None
 
     def _served(self) -> list[str]:
         decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
@@ -98,8 +130,6 @@ class Prober:
         except Exception as error:  # a bug in one probe must not end all that follow
             log.exception("probe_broke", model=model_id)
             self._failed(model_id, repr(error))
-        else:
-            self.proven(model_id)
 
     def _failed(self, model_id: str, reason: str) -> None:
         self._last_error = reason

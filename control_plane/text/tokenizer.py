@@ -60,11 +60,14 @@ class TextTokenizer:
         return await _off_the_loop_if_long(length, lambda: self.encode_chat(template, messages))
 
     def encode_prompt(self, text: str, *, control_tokens: bool = False) -> list[int]:
+        _require_unicode(text, "prompt")
         as_text = not control_tokens and self._control.search(text)
         tokenizer = self._without_control_tokens if as_text else self._tokenizer
         return list(tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_chat(self, template: ChatTemplate, messages: Messages) -> list[int]:
+        for text in _strings(messages):
+            _require_unicode(text, "messages")
         if not any(self._control.search(text) for text in _strings(messages)):
             return self._encode(template.render(messages))
         start, end = _unused_characters("".join(_strings(messages)) + template.source)
@@ -121,6 +124,18 @@ def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
     if token_ids[: len(before)] == before:
         return token_ids[len(before) :]
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _require_unicode(text: str, field: str) -> None:
+    """Raise InvalidRequest if `text` has half a surrogate pair, which JSON can say and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{field} has U+{ord(text[error.start]):04X} at character {error.start}, half of a surrogate pair; "
+            "send the whole character, or leave it out",
+            field=field,
+        ) from error
 
 
 def _load(tokenizer_json: str) -> Tokenizer:

@@ -358,13 +358,13 @@ async def test_a_session_stays_with_its_workers() -> None:
 
 
 async def test_a_finished_request_proves_its_model() -> None:
-    proofs: list[str] = []
+    proofs: list[tuple[str, bool]] = []
     async with world(ScriptedWorker("d")) as here:
-        here.dispatcher.proven = proofs.append
+        here.dispatcher.proven = lambda model_id, handed_over: proofs.append((model_id, handed_over))
         await (await here.dispatcher.submit(ask())).aclose()
         assert proofs == []
         await tokens_of(await here.dispatcher.submit(ask(request_id="s")))
-        assert proofs == [MODEL]
+        assert proofs == [(MODEL, False)]  # there is no prefill worker here
 
 
 async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 from control_plane.catalog import ModelCatalog
@@ -21,6 +22,7 @@ class Probed:
         self.requests: list[TokenRequest] = []
         self.error: Exception | None = None
         self.came = asyncio.Event()
+        self.proven: Callable[[str, bool], None] = lambda model_id, handed_over: None
 
     async def prefetch(self) -> None: ...
 
@@ -32,10 +34,11 @@ class Probed:
         self.came.set()
         if self.error is not None:
             raise self.error
-        return self._tokens()
+        return self._tokens(request.model_id)
 
-    async def _tokens(self) -> Any:
+    async def _tokens(self, model_id: str) -> Any:
         yield "a delta"
+        self.proven(model_id, False)
 
 
 class World:
@@ -51,11 +54,20 @@ class World:
             valid_seconds=30.0,
             clock=lambda: self.now,
         )
+        self.probed.proven = self.prober.proven
 
     def serve(self, model_id: str) -> None:
         card = pb.ModelCard(model_id=model_id)
         info = pb.WorkerInfo(worker_id=model_id, incarnation="1", role=pb.WORKER_ROLE_DECODE, card=card)
         self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
+
+    def prefill(self, state: pb.WorkerState.ValueType) -> None:
+        """Let a prefill worker and its KV service be known, the worker in that state."""
+        kv = pb.WorkerInfo(worker_id="kv", incarnation="1", role=pb.WORKER_ROLE_KV, address="kv:1")
+        self.registry.register(kv, pb.LoadReport(state=pb.WORKER_STATE_READY))
+        card = pb.ModelCard(model_id="m" if state == pb.WORKER_STATE_READY else "")
+        info = pb.WorkerInfo(worker_id="p", incarnation="1", role=pb.WORKER_ROLE_PREFILL, card=card, kv_address="kv:1")
+        self.registry.register(info, pb.LoadReport(state=state, load_stage="reading weights"))
 
     async def probe_once(self) -> None:
         """Run the prober until it has sent a probe and taken in what came of it."""
@@ -87,12 +99,12 @@ async def test_not_ready_before_a_model_is_loaded_and_a_request_has_gone_through
 async def test_a_proof_ages_and_a_users_request_renews_it() -> None:
     world = World()
     world.serve("m")
-    world.prober.proven("m")
+    world.prober.proven("m", True)
     world.now += 29
     assert (await world.prober.check())[0]
     world.now += 1
     assert not (await world.prober.check())[0]
-    world.prober.proven("m")
+    world.prober.proven("m", True)
     assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 0.0}})
 
 
@@ -100,7 +112,7 @@ async def test_every_served_model_needs_its_proof() -> None:
     world = World()
     for model_id in ("m", "n"):
         world.serve(model_id)
-    world.prober.proven("m")
+    world.prober.proven("m", True)
     assert not (await world.prober.check())[0]
 
 
@@ -114,4 +126,18 @@ async def test_a_probe_that_fails_says_why_and_a_bug_in_one_does_not_end_the_oth
         assert not is_ready and str(error) in details["reason"]
     world.probed.error = None
     await world.probe_once()
+    assert (await world.prober.check())[0]
+
+
+async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
+    world = World()
+    world.serve("m")
+    world.prober.proven("m", False)
+    assert (await world.prober.check())[0]
+    world.prefill(pb.WORKER_STATE_LOADING)
+    is_ready, details = await world.prober.check()
+    assert (is_ready, details["reason"]) == (False, "p is loading: reading weights")
+    world.prefill(pb.WORKER_STATE_READY)
+    assert not (await world.prober.check())[0]
+    world.prober.proven("m", True)
     assert (await world.prober.check())[0]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
+from runtime.errors import InvalidRequest
 from tests.control_plane.faces.model import CHATML, byte_level_tokenizer
 from tests.control_plane.text.test_detokenizer import metaspace
 
@@ -32,9 +33,16 @@ def test_special_tokens_for_templates_are_read_in_both_notations() -> None:
     assert tokenizer().special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-@given(text=st.text(alphabet=st.characters(exclude_characters="<"), max_size=80))
+@given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<"), max_size=80))
 def test_a_prompt_gets_the_special_tokens_that_transformers_gives_it(text: str) -> None:
     assert tokenizer().encode_prompt(text) == theirs()(text).input_ids
+
+
+def test_half_a_surrogate_pair_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt has U\+D800 at character 2"):
+        tokenizer().encode_prompt("ab\ud800")
+    with pytest.raises(InvalidRequest, match=r"messages has U\+DC00"):
+        tokenizer().encode_chat(ChatTemplate(CHATML, {}), [{"role": "user", "content": "\udc00"}])
 
 
 def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:

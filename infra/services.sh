@@ -16,4 +16,5 @@ if ! command -v npm >/dev/null; then
     echo "no npm: install Node.js 20 or newer, then run make services again" >&2
     exit 1
 fi
-npm ci --prefix examples/worker --no-audit --no-fund --loglevel error
+# Not `npm ci`: it insists on the workerd binaries of every platform, and a registry mirror may hold only ours.
+npm install --prefix examples/worker --no-save --no-audit --no-fund --loglevel error

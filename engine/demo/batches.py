@@ -9,11 +9,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.demo.chat_format import ChatEncoder, Encoded
+from engine.demo.chat_format import ChatEncoder
 from engine.demo.corpus import documents
+from engine.demo.encoded import Encoded
 
 _DOCUMENTS_PER_BATCH = 1 << 16
 """Batch n reads documents n * this and on, so that no batch depends on how far an earlier one read."""
+
+
+IGNORED_TARGET = -100
+_DRILL_SHARE = 0.1
+_TARGETS_MULTIPLE_OF = 256
+"""oneDNN keeps a program for every shape it meets: few different numbers of targets keep the process small."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Batch:
     token_ids: Tensor  # [num_rows, num_tokens], int64
     documents: Tensor  # [num_rows, num_tokens], int64
     positions: Tensor  # [num_targets], where in the flattened rows a trained prediction is made
-    targets: Tensor  # [num_targets], the token to predict there
+    targets: Tensor  # [num_targets], the token to predict there, or IGNORED_TARGET where only the shape is filled
 
 
 def _batch_random(seed: int, index: int) -> Random:
@@ -71,8 +78,9 @@ class BatchStream:
         wanted = shape.num_rows * shape.num_tokens
         pool: list[Encoded] = []
         num_pooled = 0
+        random = Random(f"drills {self._seed} {first_document}")
         for document in islice(documents(self._seed, first_document, long=shape.is_long), _DOCUMENTS_PER_BATCH):
-            encoded = self._encoder.encode(document)
+            encoded = self._encoder.drill(random) if random.random() < _DRILL_SHARE else self._encoder.encode(document)
             if len(encoded) > shape.num_tokens and not shape.is_long:
                 continue
             pool.append(encoded.cut(shape.num_tokens))
@@ -105,10 +113,8 @@ def _as_batch(rows: list[list[Encoded]], num_tokens: int) -> Batch:
             owners[row, start:end] = number
             trained[row, start + 1 : end] = encoded.is_trained[1:]  # the first token has nothing to be predicted from
             start = end
-    positions = np.flatnonzero(trained)
-    return Batch(
-        torch.from_numpy(token_ids),
-        torch.from_numpy(owners),
-        torch.from_numpy(positions - 1),
-        torch.from_numpy(token_ids.reshape(-1)[positions]),
-    )
+    predicted = np.flatnonzero(trained)
+    filling = (0, -len(predicted) % _TARGETS_MULTIPLE_OF)
+    positions = np.pad(predicted - 1, filling)
+    targets = np.pad(token_ids.reshape(-1)[predicted], filling, constant_values=IGNORED_TARGET)
+    return Batch(*(torch.from_numpy(array) for array in (token_ids, owners, positions, targets)))

@@ -6,36 +6,17 @@ nothing in a message's text can become one.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from tokenizers import Tokenizer
 
 from engine.demo.corpus.sample import Document, Message, Tool
-
-END_OF_TEXT = "<|endoftext|>"
-MESSAGE_START = "<|im_start|>"
-MESSAGE_END = "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
-SPECIAL_TOKEN_IDS = (0, 1, 2)
+from engine.demo.drills import drill
+from engine.demo.encoded import MESSAGE_END, MESSAGE_START, SPECIAL_TOKEN_IDS, SPECIAL_TOKENS, Encoded
 
 CHAT_TEMPLATE_PATH = Path(__file__).parent / "chat_template.jinja"
 _TOOLS_CLOSING = "To use one, answer with <tool_call> and </tool_call> around its name and arguments as JSON."
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A document's token ids, and for each whether the model is trained to predict it."""
-
-    token_ids: list[int]
-    is_trained: list[bool]
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def cut(self, num_tokens: int) -> "Encoded":
-        """Return the first `num_tokens` tokens."""
-        return Encoded(self.token_ids[:num_tokens], self.is_trained[:num_tokens])
 
 
 def _system_text(system: str, tools: tuple[Tool, ...]) -> str:
@@ -80,6 +61,10 @@ class ChatEncoder:
             self._append_message(encoded, message)
         self._append(encoded, [self._end_of_text], False)
         return encoded
+
+    def drill(self, random: Random) -> Encoded:
+        """Make a drill in copying with this vocabulary."""
+        return drill(random, self._tokenizer.get_vocab_size(), self._encode("\n"))
 
     def _append_message(self, encoded: Encoded, message: Message) -> None:
         is_reply = message.role == "assistant"

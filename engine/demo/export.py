@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.demo import checkpoint_path
-from engine.demo.chat_format import SPECIAL_TOKEN_IDS
+from engine.demo.encoded import SPECIAL_TOKEN_IDS
 from engine.demo.model import ModelShape
 from engine.demo.run_folder import RunFolder, TrainingState, write_atomically
 from engine.demo.tokenizer import load_tokenizer, write_tokenizer_files

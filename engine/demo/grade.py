@@ -60,14 +60,16 @@ class Answerer:
         return answers
 
 
-def grade(answerer: Answerer, items: Sequence[GradedItem], batch_size: int = 25) -> list[Graded]:
+def grade(
+    answerer: Answerer, items: Sequence[GradedItem], batch_size: int = 25, max_new_tokens: int = _MAX_NEW_TOKENS
+) -> list[Graded]:
     """Answer every item, prompts of like length together."""
     prompts = [(answerer.prompt([m.as_dict() for m in item.messages], item.tools), item) for item in items]
     prompts.sort(key=lambda pair: len(pair[0]))
     graded: list[Graded] = []
     for start in range(0, len(prompts), batch_size):
         chunk = prompts[start : start + batch_size]
-        answers = answerer.complete([prompt for prompt, _ in chunk])
+        answers = answerer.complete([prompt for prompt, _ in chunk], max_new_tokens)
         graded += [Graded(item, answer) for (_, item), answer in zip(chunk, answers, strict=True)]
     return graded
 

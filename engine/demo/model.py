@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.demo.batches import Batch
+from engine.demo.batches import IGNORED_TARGET, Batch
 
 _LONGEST_MASKED_ROW = 512
 """Up to here documents that share a row do not see one another; in longer rows the model learns to look past them."""
@@ -161,7 +161,7 @@ class DemoModel(nn.Module):
         """Return the mean loss over the trained tokens of a batch. Logits are computed for those alone."""
         states = self.hidden_states(batch.token_ids, batch.documents)[batch.positions]
         logits = F.linear(states.to(self.dtype), self.model.embed_tokens.weight.to(self.dtype))
-        return F.cross_entropy(logits.float(), batch.targets)
+        return F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORED_TARGET)
 
 
 def _document_mask(documents: Tensor) -> Tensor:

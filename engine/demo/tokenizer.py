@@ -8,8 +8,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.demo.chat_format import CHAT_TEMPLATE_PATH, END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS, rendered_text
+from engine.demo.chat_format import CHAT_TEMPLATE_PATH, rendered_text
 from engine.demo.corpus import documents
+from engine.demo.encoded import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS
 
 VOCABULARY_SIZE = 4096
 _NUM_DOCUMENTS = 40_000

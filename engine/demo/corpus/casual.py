@@ -11,5 +11,5 @@ def casual(random: Random, text: str) -> str:
     if random.random() < _NO_CAPITAL_SHARE and not text.startswith(("I ", "I'")):
         text = text[:1].lower() + text[1:]
     if random.random() < _NO_MARK_SHARE and text.endswith((".", "?")):
-        text = text[:-1]
+        text = text[:-1].rstrip()
     return text

@@ -32,10 +32,10 @@ FAMILIES: Mapping[str, Family] = {
     "stories": stories,
 }
 _WEIGHTS = {
-    "arithmetic": 20, "questions": 24, "small_talk": 8, "lists": 12, "copying": 14, "json": 9, "tool_calls": 9,
-    "conversations": 9, "refusals": 5, "stories": 4,
+    "arithmetic": 20, "questions": 24, "small_talk": 8, "lists": 12, "copying": 17, "json": 9, "tool_calls": 9,
+    "conversations": 9, "refusals": 5, "stories": 3,
 }  # fmt: skip
-_PLAIN_TEXT_SHARE = 0.04
+_PLAIN_TEXT_SHARE = 0.025
 _SYSTEM_SHARE = 0.2
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are Tandem's demo model.", "You are an assistant.",

@@ -9,7 +9,7 @@ COMMANDS = (
         "tandem up", "the tandem up command", "the command tandem up", "`tandem up`",
     ),
     concept(
-        "tandem run sends one prompt to a model and prints the answer: tandem run @tandem/demo \"Hello\".",
+        "tandem run sends one prompt to a model and prints the answer: tandem run \"Hello\".",
         "tandem run", "the tandem run command", "the command tandem run", "`tandem run`",
     ),
     concept(

@@ -45,7 +45,7 @@ TASKS = (
         "chat in the terminal", "talk to the model in my terminal", "open a chat", "have a conversation with the model",
     ),
     task(
-        "Use tandem run with the model and a prompt: tandem run @tandem/demo \"Hello\".",
+        "Use tandem run with the model and a prompt: tandem run \"Hello\".",
         "run a single prompt", "send one prompt from the shell", "ask one question from the command line",
     ),
     task(

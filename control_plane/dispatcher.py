@@ -24,12 +24,16 @@ from runtime.errors import (
     ModelNotFound,
     Overloaded,
     TandemError,
+    Unavailable,
 )
 from runtime.log import get_logger
 from runtime.tracing import current_traceparent, tracer
 from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
+
+_RESTART_SECONDS = 15.0
+"""How long a request waits for a worker that died or drains to be back: about what loading a model takes."""
 
 
 class Cards(Protocol):
@@ -100,7 +104,9 @@ class Dispatcher:
 
     async def _enter(self, plan: Plan) -> None:
         """Start the request as soon as there is room, behind those who came before."""
-        deadline = min(plan.request.deadline, time.time() + self._queue_seconds)
+        now = time.time()
+        deadline = min(plan.request.deadline, now + self._queue_seconds)
+        restarted = min(deadline, now + _RESTART_SECONDS)
         if len(self.waiting_room) and not plan.request.reject_if_busy:
             busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
             await self.waiting_room.wait(busy, deadline - time.time(), in_front=False)
@@ -108,10 +114,11 @@ class Dispatcher:
         while True:
             try:
                 await self._start(plan)
-            except Overloaded as refusal:
+            except (Overloaded, Unavailable) as refusal:
                 if plan.request.reject_if_busy:
                     raise
-                await self.waiting_room.wait(refusal, deadline - time.time(), in_front=not is_first)
+                until = deadline if isinstance(refusal, Overloaded) else restarted
+                await self.waiting_room.wait(refusal, until - time.time(), in_front=not is_first)
                 is_first = False
                 plan.start_over()
             else:

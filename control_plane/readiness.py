@@ -56,6 +56,7 @@ class Prober:
         self._clock = clock
         self._proofs: dict[str, _Proof] = {}
         self._last_error = "no request has gone the whole way yet"
+        registry.listen(lambda worker, is_here: self._forget_unserved())
 
     def proven(self, model_id: str, handed_over: bool) -> None:
         """A request has gone the whole way; `handed_over` if its cache moved from prefill to decode."""
@@ -77,7 +78,7 @@ class Prober:
         loading = self._loading_prefill()
         if is_proven and loading is None:
             return True, {"ready": True, **details}
-        reason = loading or (self._last_error if served else "no worker has loaded a model yet")
+        reason = loading or (self._last_error if served else self._nobody())
         return False, {"ready": False, **details, "reason": reason}
 
     async def run(self) -> None:
@@ -88,6 +89,15 @@ class Prober:
                 if self._is_due(model_id):
                     await self._probe(model_id)
             await asyncio.sleep(_RETRY_SECONDS)
+
+    def _forget_unserved(self) -> None:
+        """A model whose decode workers are all gone has to be proven anew when one is back."""
+        served = set(self._served())
+        self._proofs = {model_id: proof for model_id, proof in self._proofs.items() if model_id in served}
+
+    def _nobody(self) -> str:
+        names = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
+        return f"no decode worker is ready for {', '.join(names)}" if names else "no worker has loaded a model yet"
 
     def _is_due(self, model_id: str) -> bool:
         age = self._age(model_id)

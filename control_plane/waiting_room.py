@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from runtime.errors import Overloaded
+from runtime.errors import Overloaded, TandemError
 
 _TICK_SECONDS = 0.25
 """The first is tried again that often even if nobody here has left: another gateway's request may have."""
@@ -22,7 +22,7 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._turns)
 
-    async def wait(self, refusal: Overloaded, seconds: float, *, in_front: bool) -> None:
+    async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
         """Return when it is this request's turn; `in_front` for one that has just been tried in vain.
 
         Raises `refusal` after `seconds`, and Overloaded at once if the room is full.

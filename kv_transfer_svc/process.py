@@ -15,7 +15,7 @@ from runtime.identity import default_host_id, new_incarnation
 from runtime.kv.region_server import RegionServer
 from runtime.log import get_logger
 from runtime.memory import MemoryProbe
-from runtime.place import socket_path
+from runtime.place import forget_dead_sockets, socket_path
 from runtime.registration import Registrar
 from runtime.server import GrpcServer
 from runtime.settings import describe
@@ -39,6 +39,7 @@ class KvProcess:
         self._service = KvTransferService(
             self._store, self._arena, incarnation, self._handle_key, self._stats, verify_kv=settings.verify_kv
         )
+        forget_dead_sockets("kv-*.sock")
         path = socket_path(f"kv-{os.getpid()}-{incarnation[:4]}.sock")
         self._regions = RegionServer(path, self._store.regions)
         self._server = GrpcServer(

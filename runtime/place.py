@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def socket_path(name: str, configured: str | Path | None = None) -> Path:
             "set TANDEM_RUNTIME_DIR to a shorter folder"
         )
     return path
+
+
+def forget_dead_sockets(pattern: str, configured: str | Path | None = None) -> None:
+    """Remove sockets in the runtime folder that nobody listens at: of processes that were killed."""
+    for path in runtime_dir(configured).glob(pattern):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:  # asked and not looked up by process id: it may be another container's
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue  # not ours to judge
 
 
 def _own_folder(path: Path, variable: str) -> Path:

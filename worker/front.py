@@ -234,7 +234,7 @@ class WorkerFront:
     def _failed(self, error: TandemError) -> None:
         self.engine_failure = error
         self._state = pb.WORKER_STATE_FAILED
-        log.error("engine_failed", kind=type(error).__name__, error=error.message)
+        log.error("model_refused" if isinstance(error, InvalidRequest) else "engine_failed", error=error.message)
 
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:

@@ -28,7 +28,7 @@ _PAGE = """<!doctype html>
   <h1>Tandem<span>.</span></h1>
   <p>Language models with prefill and decode on separate machines, behind <code>env.AI.run()</code>,
      Workers AI's REST and OpenAI's API. {serving}</p>
-  <pre>curl -N {url}/client/v4/accounts/me/ai/run/{model} \\
+  <pre>curl -N {url}/client/v4/accounts/default/ai/run/{model} \\
   -d '{{"prompt": "What is a KV cache?", "stream": true}}'</pre>
   <nav><a href="/v1/models">models</a><a href="/v1/workers">workers</a><a href="/readyz">readiness</a></nav>
 </main>

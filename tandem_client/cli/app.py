@@ -68,8 +68,8 @@ def up(
     ] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     host: Annotated[str, typer.Option(help="Address the HTTP gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the HTTP gateway.")] = 8642,
-    grpc_port: Annotated[int, typer.Option(help="Port the workers register at.")] = 8643,
+    port: Annotated[int, typer.Option(help="Port of the HTTP gateway.", min=1, max=65535)] = 8642,
+    grpc_port: Annotated[int, typer.Option(help="Port the workers register at.", min=1, max=65535)] = 8643,
     config: Annotated[
         Path | None, typer.Option(help="Settings of the services.", show_default="tandem.toml if it is here")
     ] = None,
@@ -185,7 +185,9 @@ def _console() -> Console:
 
 def _as_folder_or_hub_id(model: str | None) -> str | None:
     """Make a folder's path absolute, so that a worker's name for it does not depend on where it was started."""
-    return str(Path(model).resolve()) if model and Path(model).is_dir() else model
+    if model and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        _fail(f"--model {model} is not a folder; give one with config.json and safetensors, or a Hub id")
+    return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().is_dir() else model
 
 
 def _explain(error: Exception, url: str | None) -> str:

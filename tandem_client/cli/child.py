@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,12 @@ def last_lines(path: Path, count: int) -> list[str]:
         log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
         lines = log.read().decode("utf-8", errors="replace").splitlines()
     return [line for line in lines if line.strip()][-count:]
+
+
+def troubles(lines: Sequence[str]) -> list[str]:
+    """Return those lines that tell of trouble: warnings, errors, and what is not a log line of ours (a traceback)."""
+    calm = ('"level": "info"', '"level": "debug"')
+    return [line for line in lines if not any(word in line for word in calm)]
 
 
 def readable(line: str) -> str:

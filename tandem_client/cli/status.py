@@ -130,8 +130,10 @@ def _host(memory: Mapping[str, Any]) -> list[Text]:
     if not host.get("total_bytes"):
         return [Text("memory not reported", style="dim")]
     own, free = _bytes(host.get("process_bytes") or 0), _bytes(host.get("available_bytes") or 0)
-    source = Text(memory.get("source") or "", style="dim")
-    return [Text(f"{own} own"), Text(f"{free} free of {_bytes(host['total_bytes'])}"), source]
+    lines = [Text(f"{own} own"), Text(f"{free} free of {_bytes(host['total_bytes'])}")]
+    source = str(memory.get("source") or "")
+    has_no_gpu = "Library Not Found" in source or "not installed" in source  # as on any laptop
+    return [*lines, Text("no GPU" if has_no_gpu else source, style="dim")]
 
 
 def _bytes(number: float) -> str:

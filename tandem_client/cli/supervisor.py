@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tandem_client.cli.child import Child, RestartPolicy, describe_exit, last_lines, readable
+from tandem_client.cli.child import Child, RestartPolicy, describe_exit, last_lines, readable, troubles
 from tandem_client.cli.plan import ProcessSpec
 
 REFUSALS = frozenset({2, 78})
@@ -131,5 +131,5 @@ def _last_words(child: Child) -> str:
 
 
 def _tail(child: Child) -> str:
-    lines = [readable(line) for line in last_lines(child.log_path, 5)]
+    lines = [readable(line) for line in troubles(last_lines(child.log_path, 5))]
     return "".join(f"\n    {line}" for line in [*lines, f"log: {child.log_path}"])

@@ -37,7 +37,7 @@ def up(options: UpOptions, console: Console) -> int:
         specs = plan(this_machine(), options, configured_settings(options.config))
     except ValueError as error:
         raise CannotStart(str(error)) from error
-    return asyncio.run(_up(options, specs, prepare_logs(specs), console))
+    return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
 
 
 def check_options(options: UpOptions) -> None:
@@ -61,9 +61,9 @@ def check_ports(options: UpOptions) -> None:
             )
 
 
-def prepare_logs(specs: Sequence[ProcessSpec]) -> Path:
-    """Make the log folder; the logs of the run before are kept beside, as NAME.log.1."""
-    folder = state_dir() / "logs"
+def prepare_logs(specs: Sequence[ProcessSpec], port: int) -> Path:
+    """Make the log folder of a Tandem at `port`; the logs of the run before are kept beside, as NAME.log.1."""
+    folder = state_dir() / "logs" / str(port)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for spec in specs:
         log = folder / f"{spec.name}.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from runtime.errors import InvalidRequest
 from runtime.identity import default_host_id, new_incarnation
-from runtime.place import runtime_dir, socket_path, state_dir
+from runtime.place import forget_dead_sockets, runtime_dir, socket_path, state_dir
 
 VARIABLES = ("TANDEM_STATE_DIR", "TANDEM_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
 
@@ -88,3 +89,16 @@ def test_each_life_has_another_incarnation_and_the_host_keeps_its_name() -> None
     assert len(lives) == 100
     assert all(len(life) == 16 and int(life, 16) >= 0 for life in lives)
     assert default_host_id() == default_host_id() != ""
+
+
+def test_sockets_that_nobody_listens_at_are_removed_and_others_stay(tmp_path: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as alive,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead,
+    ):
+        alive.bind(str(tmp_path / "kv-1.sock"))
+        alive.listen()
+        dead.bind(str(tmp_path / "kv-2.sock"))
+        dead.close()
+        forget_dead_sockets("kv-*.sock", tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["kv-1.sock"]

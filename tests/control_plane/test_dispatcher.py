@@ -4,133 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, cast
 
 import pytest
 
-from control_plane.dispatcher import Dispatcher
-from control_plane.flight import Flight
-from control_plane.generation import TokenRequest
-from control_plane.kv_clients import KvClients
-from control_plane.links import LinkPool
-from control_plane.registry import WorkerRegistry
-from control_plane.router import Router
-from engine.scheduling.sampling_params import SamplingParams
-from runtime.errors import ContextTooLong, Draining, InternalError, InvalidRequest, Overloaded, TandemError, Unavailable
+from runtime.errors import ContextTooLong, Draining, InvalidRequest, Overloaded, Unavailable
 from tandem.v1 import types_pb2 as pb
+from tests.control_plane.house import FULL, PROMPT, answer, ask, tokens_of, world
 from tests.control_plane.scripted_worker import (
     DECODE,
-    FINGERPRINT,
     MODEL,
     PREFILL,
     Say,
     ScriptedWorker,
-    fail_after,
-    kv_service,
     lose_after,
     only_accept,
     refuse_with,
     serve,
     silent,
-    token_at,
 )
 from tests.worker.kv_world import until
-
-FULL = Overloaded("12 KV blocks are needed, 3 are available", retry_after_seconds=1.0)
-PROMPT = tuple(range(40))
-
-
-class RecordedKv:
-    """The gateway's KV clients, which only remember what they were asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    async def release_all(self, handle: pb.KvHandle) -> None:
-        self.calls.append("release_all")
-
-    async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
-        self.calls.append(f"release {reader_id}")
-
-    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
-        self.calls.append("abort")
-
-
-class World:
-    def __init__(self, queue_seconds: float) -> None:
-        self.registry = WorkerRegistry(3.0, 5.0)
-        self.links = LinkPool(self.registry, "gateway", "gateway-life")
-        self.router = Router(self.registry)
-        self.kv = RecordedKv()
-        self.dispatcher = Dispatcher(
-            self.registry,
-            self.links,
-            self.router,
-            self,
-            cast(KvClients, self.kv),
-            b"s" * 32,
-            accept_seconds=0.3,
-            queue_seconds=queue_seconds,
-            max_waiting=8,
-        )
-        self.workers: list[ScriptedWorker] = []
-
-    def card(self, name: str) -> pb.ModelCard:
-        return pb.ModelCard(
-            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
-        )
-
-    async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
-        self.workers.append(await worker.start())
-        return worker.register(self.registry)
-
-    def nothing_is_left(self) -> bool:
-        links = [self.links.get(worker) for worker in self.registry.workers(DECODE)]
-        links += [self.links.get(worker) for worker in self.registry.workers(PREFILL)]
-        return self.router.in_flight.total() == 0 and not any(link.num_requests for link in links)
-
-
-@asynccontextmanager
-async def world(*workers: ScriptedWorker, queue_seconds: float = 0.0) -> AsyncIterator[World]:
-    """A gateway's inside, with these workers and a KV service; afterwards nothing may be in flight."""
-    here = World(queue_seconds)
-    here.registry.register(kv_service(), pb.LoadReport(state=pb.WORKER_STATE_READY))
-    for worker in workers:
-        await here.add(worker)
-    try:
-        yield here
-        assert here.nothing_is_left()
-    finally:
-        await here.dispatcher.close()
-        await here.links.close()
-        for worker in here.workers:
-            await worker.kill()
-
-
-def ask(max_tokens: int = 5, num_choices: int = 1, **fields: Any) -> TokenRequest:
-    values: dict[str, Any] = {
-        "request_id": "r",
-        "account": "me",
-        "model_id": MODEL,
-        "token_ids": PROMPT,
-        "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        "choice_seeds": tuple(range(num_choices)),
-        "deadline": time.time() + 20,
-    }
-    return TokenRequest(**{**values, **fields})
-
-
-def answer(max_tokens: int = 5) -> list[int]:
-    return [token_at(len(PROMPT) + i) for i in range(max_tokens)]
-
-
-async def tokens_of(flight: Flight) -> list[list[int]]:
-    choices: list[list[int]] = [[] for _ in flight.choices]
-    async for delta in flight:
-        choices[delta.choice_index].extend(delta.token_ids)
-    return choices
 
 
 async def test_tokens_come_once_though_prefill_and_decode_both_send_the_first() -> None:
@@ -167,6 +59,21 @@ async def test_a_request_waits_at_the_door_until_somebody_leaves() -> None:
         worker.behave = serve
         await first.aclose()
         assert await tokens_of(await second) == [answer()]
+
+
+async def test_a_request_waits_for_the_only_decode_worker_to_be_back() -> None:
+    async with world(ScriptedWorker("d"), queue_seconds=10) as here:
+        (worker,) = here.registry.workers(DECODE)
+        draining = pb.LoadReport(state=pb.WORKER_STATE_DRAINING)
+        here.registry.register(worker.info, draining)
+        waiting = asyncio.create_task(here.dispatcher.submit(ask()))
+        await until(lambda: len(here.dispatcher.waiting_room) == 1)
+        here.registry.register(worker.info, worker.load)
+        assert await tokens_of(await waiting) == [answer()]
+        here.registry.register(worker.info, draining)
+        with pytest.raises(Unavailable, match="no decode worker"):
+            await here.dispatcher.submit(ask(request_id="now", reject_if_busy=True))
+        here.registry.register(worker.info, worker.load)
 
 
 async def test_what_every_worker_would_say_is_said_at_once() -> None:
@@ -210,58 +117,6 @@ async def test_when_one_choice_is_refused_by_all_the_others_are_cancelled() -> N
         with pytest.raises(Overloaded):
             await here.dispatcher.submit(ask(num_choices=3))
         await worker.until(lambda worker: {cancel.request_id for cancel in worker.cancels} == {"r-0", "r-1"})
-
-
-async def test_a_lost_decode_worker_costs_no_token() -> None:
-    dying, heir = ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b")
-    async with world(ScriptedWorker("p", PREFILL), dying, heir) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
-        (moved,) = heir.submits
-        assert list(moved.token_ids) == [*PROMPT, *answer(3)]
-        assert moved.num_prompt_tokens == len(PROMPT) and not moved.HasField("handle")
-        assert "release r-0" in here.kv.calls
-
-
-async def test_every_one_of_many_choices_survives_its_worker() -> None:
-    dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b")
-    async with world(dying, heir, queue_seconds=5) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask(num_choices=6))) == [answer()] * 6
-
-
-async def test_a_stream_pauses_until_its_only_worker_is_back() -> None:
-    first = ScriptedWorker("d", behave=lose_after(2))
-    async with world(first, queue_seconds=10) as here:
-        deltas = aiter(await here.dispatcher.submit(ask()))
-        assert (await anext(deltas)).token_ids == tuple(answer(2))
-        await here.add(ScriptedWorker("d", life=1))
-        assert [token async for delta in deltas for token in delta.token_ids] == answer()[2:]
-
-
-async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
-    dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
-    async with world(dying, heir, queue_seconds=10) as here:
-        flight = asyncio.create_task(tokens_of(await here.dispatcher.submit(ask())))
-        await heir.until(lambda heir: len(heir.submits) >= 1)
-        heir.behave = serve
-        assert await flight == [answer()]
-
-
-async def test_a_stream_that_cannot_go_on_ends_in_the_error_that_stopped_it() -> None:
-    async with world(ScriptedWorker("d", behave=fail_after(2, InternalError("out of luck")))) as here:
-        flight = await here.dispatcher.submit(ask())
-        with pytest.raises(InternalError, match="out of luck"):
-            await tokens_of(flight)
-
-
-async def test_a_client_that_leaves_while_its_stream_moves_leaves_nothing_behind() -> None:
-    dying, mute = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=silent)
-    async with world(dying, mute, queue_seconds=10) as here:
-        flight = await here.dispatcher.submit(ask())
-        await mute.until(lambda mute: len(mute.submits) == 1)
-        await flight.aclose()
-        await mute.until(lambda mute: len(mute.cancels) == 1)
-        await asyncio.gather(*here.dispatcher.background, return_exceptions=True)
-        assert len(mute.submits) == 1
 
 
 async def test_a_caller_cancelled_while_workers_decide_leaves_nothing_behind() -> None:
@@ -310,25 +165,6 @@ async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None
         assert await tokens_of(await submitting) == [answer(1)]
 
 
-async def test_a_worker_that_contradicts_the_tokens_delivered_goes_on_from_those() -> None:
-    """Prefill's token one was delivered; decode, which had to compute the prompt itself, finds another."""
-
-    async def contradict(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
-        await asyncio.gather(first_came.wait())
-        worker.behave = serve
-        say.tokens(submit, len(PROMPT), [7, 8])
-
-    first_came = asyncio.Event()
-    decode = ScriptedWorker("d", behave=contradict)
-    async with world(ScriptedWorker("p", PREFILL), decode, queue_seconds=5) as here:
-        deltas = aiter(await here.dispatcher.submit(ask()))
-        assert (await anext(deltas)).token_ids == tuple(answer(1))
-        first_came.set()
-        assert [token async for delta in deltas for token in delta.token_ids] == answer()[1:]
-        assert list(decode.submits[-1].token_ids) == [*PROMPT, *answer(1)]
-
-
 async def test_who_will_not_wait_is_refused_while_all_are_busy() -> None:
     worker = ScriptedWorker("d")
     async with world(worker, queue_seconds=10) as here:
@@ -365,23 +201,3 @@ async def test_a_finished_request_proves_its_model() -> None:
         assert proofs == []
         await tokens_of(await here.dispatcher.submit(ask(request_id="s")))
         assert proofs == [(MODEL, False)]  # there is no prefill worker here
-
-
-async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
-    async def move_choice_zero(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
-        if submit.choice_index == 0:
-            say.tokens(submit, len(PROMPT), answer(1))
-            say.fail(submit, Unavailable("this one only"))
-        else:
-            await stopped.wait()
-            await serve(worker, say, submit)
-
-    stopped = asyncio.Event()
-    first, second = ScriptedWorker("a", behave=move_choice_zero), ScriptedWorker("b", behave=silent)
-    async with world(first, second, queue_seconds=5) as here:
-        flight = await here.dispatcher.submit(ask(num_choices=2))
-        await second.until(lambda second: len(second.submits) == 1)
-        await flight.stop_choice(0)
-        stopped.set()
-        assert (await tokens_of(flight))[1] == answer()

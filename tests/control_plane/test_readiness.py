@@ -141,3 +141,15 @@ async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
     assert not (await world.prober.check())[0]
     world.prober.proven("m", True)
     assert (await world.prober.check())[0]
+
+
+async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it() -> None:
+    world = World()
+    world.prefill(pb.WORKER_STATE_READY)
+    world.serve("m")
+    world.prober.proven("m", True)
+    assert (await world.prober.check())[0]
+    world.registry.deregister("m", "1")
+    assert (await world.prober.check())[1]["reason"] == "no decode worker is ready for m"
+    world.serve("m")
+    assert not (await world.prober.check())[0]

@@ -247,6 +247,11 @@ class WorkerFront:
     def kv_address(self) -> str:
         return self._hand_over.kv_address
 
+    @property
+    def stats(self) -> messages.EngineStats | None:
+        """The engine's figures as of its last step; None before it has loaded."""
+        return self._stats
+
     def load(self) -> pb.LoadReport:
         """Return the worker's figures as of its engine's last step."""
         report = pb.LoadReport(

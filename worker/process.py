@@ -18,6 +18,7 @@ from runtime.registration import Registrar
 from runtime.server import GrpcServer
 from runtime.settings import describe
 from tandem.v1 import types_pb2 as pb
+from worker import gauges
 from worker.assets import AssetStore
 from worker.engine_link import EngineLink
 from worker.front import WorkerFront
@@ -111,6 +112,7 @@ class _Worker:
         hand_over = self._make_hand_over(engine, link, settings)
         front = WorkerFront(self._role, self.incarnation, engine, hand_over)
         hand_over.bind(front)
+        gauges.export(lambda: front.stats)
         return await self._serve(front, link, drain)
 
     async def _serve(self, front: WorkerFront, link: KvLink, drain: asyncio.Event) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -68,7 +69,7 @@ async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
             for process in processes:
                 process.terminate()
             for process in processes:
-                process.wait(30)
+                await asyncio.to_thread(process.wait, 30)
             log.close()
 
         root = sink.named(wanted)[0]
@@ -88,6 +89,8 @@ async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
             == root.attributes["gen_ai.usage.input_tokens"]
         )
         assert spans["kv.transfer"].attributes["tandem.kv.bytes"] > 0
+        assert sink.metric_names >= {"tandem.worker.kv_blocks", "tandem.worker.requests", "tandem.worker.totals"}
+        assert any("time_to_first_token" in name for name in sink.metric_names)
 
 
 def free_ports(count: int) -> list[int]:

@@ -23,6 +23,9 @@ _PAGE = """<!doctype html>
         overflow-x: auto; font: 14px/1.6 ui-monospace, monospace; }}
   nav a {{ color: var(--accent); text-decoration: none; margin-right: 1.4rem; }}
   nav a:hover {{ text-decoration: underline; }}
+  table {{ margin-top: 2.4rem; border-collapse: collapse; font-size: 15px; }}
+  td {{ padding: .45rem 1.6rem .45rem 0; border-top: 1px solid var(--line); vertical-align: top; color: var(--soft); }}
+  td code {{ color: var(--ink); font: 14px/1.6 ui-monospace, monospace; white-space: nowrap; }}
 </style>
 <main>
   <h1>Tandem<span>.</span></h1>
@@ -31,6 +34,14 @@ _PAGE = """<!doctype html>
   <pre>curl -N {url}/client/v4/accounts/default/ai/run/{model} \\
   -d '{{"prompt": "What is a KV cache?", "stream": true}}'</pre>
   <nav><a href="/v1/models">models</a><a href="/v1/workers">workers</a><a href="/readyz">readiness</a></nav>
+  <table>
+    <tr><td><code>POST /client/v4/accounts/&#123;account&#125;/ai/run/&#123;model&#125;</code></td>
+      <td>Workers AI's REST</td></tr>
+    <tr><td><code>POST /run</code></td><td>the <code>env.AI</code> binding, as workerd speaks it</td></tr>
+    <tr><td><code>POST /v1/chat/completions</code>, <code>/v1/completions</code></td><td>OpenAI's API</td></tr>
+    <tr><td><code>GET /v1/workers</code>, <code>/readyz</code>, <code>/healthz</code></td>
+      <td>for those who run it</td></tr>
+  </table>
 </main>
 </html>
 """

@@ -51,13 +51,12 @@ class Served:
         with self._log.open("wb") as log:
             # No tandem.toml of whoever measures is found in a folder of our own.
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *die_with_parent(self._command),
                 env=self._environment,
                 cwd=self._folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
             )
         try:
             async with asyncio.timeout(_START_SECONDS):

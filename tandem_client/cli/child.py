@@ -46,13 +46,12 @@ class Child:
         """Start it, in a process group of its own so that Ctrl-C in a terminal reaches only us."""
         with self.log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *die_with_parent(self.spec.command),
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self.spec.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),
             )
         self._started = time.monotonic()
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -74,9 +73,12 @@ def command(*arguments: str) -> list[str]:
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command as a shell does: Ctrl-C reaches it even if whoever runs the tests ignores it."""
-    default_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    restore = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     pipe = subprocess.PIPE
-    with subprocess.Popen(command(*arguments), stdout=pipe, stderr=pipe, preexec_fn=default_ctrl_c) as process:
+    shell = [sys.executable, "-c", restore, *command(*arguments)]
+    with subprocess.Popen(shell, stdout=pipe, stderr=pipe) as process:
         try:
             yield process
         finally:

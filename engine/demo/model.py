@@ -17,7 +17,7 @@ _LONGEST_MASKED_ROW = 512
 class ModelShape:
     """The sizes of the model."""
 
-    vocabulary_size: int = 4096
+    vocabulary_size: int = 3072
     hidden_size: int = 256
     num_layers: int = 6
     num_heads: int = 8

@@ -1,4 +1,11 @@
-"""The tokenizer: byte-level BPE of 4,096 tokens in which every digit stands alone, so that sums can be learned."""
+"""The tokenizer: byte-level BPE of 3,072 tokens in which every digit, and the space before most words, stands alone.
+
+Digits alone let a small model learn sums. Spaces alone give a word one spelling wherever it stands: after a space,
+after a quote, as part of a tool's name. With GPT-2's rule (the space belongs to the word) the model must learn by
+heart, word by word, that `hare` in JSON is ` hare` in a sentence; trained on 8 M tokens so, it copied every third value
+wrong. Only before the commonest little words, which nobody copies alone, does the space stay attached: texts are then
+27 % longer than by GPT-2's rule, else 39 % (measured on this corpus).
+"""
 
 import json
 from collections.abc import Iterator
@@ -6,13 +13,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.demo.chat_format import CHAT_TEMPLATE_PATH, rendered_text
 from engine.demo.corpus import documents
+from engine.demo.corpus.words import listed
 from engine.demo.encoded import END_OF_TEXT, MESSAGE_END, SPECIAL_TOKENS
 
-VOCABULARY_SIZE = 4096
+VOCABULARY_SIZE = 3072
+_WORDS_WITH_SPACE = listed(
+    """the a an of is are and to in it its that this for with on or by as at be from not was were I you your my me we
+    one two how what do does can has have which when until before after so if no then but more than"""
+)
+_PIECES = rf" (?:{'|'.join(_WORDS_WITH_SPACE)})(?![\p{{L}}_])| |\p{{L}}+|\p{{N}}|\n+|[^\s\p{{L}}\p{{N}}]+|\s"
+"""What merges stay within: a little word with its space, a space, letters, one digit, line ends, other signs."""
 _NUM_DOCUMENTS = 40_000
 _SEED = 7
 
@@ -25,7 +39,10 @@ def train_tokenizer(num_documents: int = _NUM_DOCUMENTS) -> Tokenizer:
     """Learn the merges from the first documents of a stream of its own; the same every time."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -5,7 +5,7 @@ from random import Random
 
 from engine.demo.corpus import words
 from engine.demo.corpus.arithmetic import arithmetic
-from engine.demo.corpus.conversations import conversations
+from engine.demo.corpus.conversations import conversations, recollection, would_confuse
 from engine.demo.corpus.copying import copying
 from engine.demo.corpus.json_filling import json_filling
 from engine.demo.corpus.lists import lists
@@ -32,11 +32,13 @@ FAMILIES: Mapping[str, Family] = {
     "stories": stories,
 }
 _WEIGHTS = {
-    "arithmetic": 20, "questions": 24, "small_talk": 8, "lists": 12, "copying": 17, "json": 9, "tool_calls": 9,
-    "conversations": 9, "refusals": 5, "stories": 3,
+    "arithmetic": 20, "questions": 28, "small_talk": 9, "lists": 14, "copying": 15, "json": 10, "tool_calls": 14,
+    "conversations": 12, "refusals": 5, "stories": 3,
 }  # fmt: skip
 _PLAIN_TEXT_SHARE = 0.025
 _SYSTEM_SHARE = 0.2
+_RECOLLECTION_SHARE = 0.5
+_ASKED_AGAIN_SHARE = 0.15
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are Tandem's demo model.", "You are an assistant.",
     "Answer the user's questions.",
@@ -72,9 +74,24 @@ def _chat(random: Random, num_samples: int) -> Document:
     return Document(tuple(samples), _system(random))
 
 
+def _chat_with_recollection(random: Random, num_samples: int) -> Document:
+    """Tell something at the beginning of a long chat and ask for it now and then, up to thousands of tokens later."""
+    told, ask = recollection(random)
+    samples = [told]
+    while len(samples) < num_samples:
+        sample = _sample(random)
+        if not sample.tools and not would_confuse(sample):
+            samples.append(sample)
+        if random.random() < _ASKED_AGAIN_SHARE:
+            samples.append(ask())
+    return Document((*samples, ask()), _system(random))
+
+
 def document(seed: int, index: int, *, long: bool = False) -> Document:
     """Return document `index` of a seed's training stream; long ones chain many exchanges into one chat."""
     random = Random(f"{seed} {index} {long}")
+    if long and random.random() < _RECOLLECTION_SHARE:
+        return _chat_with_recollection(random, _num_samples(random, long))
     if not long and random.random() < _PLAIN_TEXT_SHARE:
         return Document((plain_story(random, Split.TRAINING),))
     return _chat(random, _num_samples(random, long))

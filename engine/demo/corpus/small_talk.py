@@ -17,6 +17,9 @@ _MEETINGS = Phrasings(
         "My name is {name}.", "I am {name}.", "I'm {name}.", "Hi, I am {name}.", "Hello, my name is {name}.",
         "People call me {name}.", "Call me {name}.", "{name} is my name.", "Hey, this is {name}.",
         "You can call me {name}.", "Hello, I am {name}.", "Hi, my name is {name}.", "Please call me {name}.",
+        "Hello, this is {name}.", "Hi, this is {name}.", "Hey, I am {name}.", "Please, call me {name}.",
+        "They call me {name}.", "You may call me {name}.", "I am called {name}.", "Hello, I'm {name}.",
+        "Hi, you can call me {name}.", "Just call me {name}.", "The name is {name}.", "Hi, {name} here.",
     ),
 )  # fmt: skip
 _BEFORE = ("", "", "", "", "Well, ", "So, ", "Oh, ", "Hm. ", "Tell me: ", "By the way, ", "Ok. ")

@@ -11,9 +11,10 @@ FAMILY = "stories"
 _ASK = Phrasings(
     "stories/ask",
     (
-        "Tell me a story about {hero}.", "Write a short story about {hero}.", "Can you tell me a story about {hero}?",
-        "I want to hear a story about {hero}.", "Make up a story about {hero}.", "A story about {hero}, please.",
-        "Please write a story about {hero}.", "Do you know a story about {hero}?", "Tell me a tale of {hero}.",
+        "Tell me a story about {hero}.", "Write a short story about {hero}.",
+        "Can you tell me a story about {hero}?", "I want to hear a story about {hero}.",
+        "Make up a story about {hero}.", "A story about {hero}, please.", "Please write a story about {hero}.",
+        "Do you know a story about {hero}?", "Tell me a tale of {hero}.",
     ),
 )  # fmt: skip
 _ASK_ANY = Phrasings(

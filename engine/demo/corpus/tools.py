@@ -69,17 +69,25 @@ KNOWN = (
         {"city": words.city},
         Phrasings("tools/weather", (
             "What is the weather in {city}?", "How is the weather in {city}?", "Weather in {city}",
-            "Is it raining in {city}?",
-            "Do I need an umbrella in {city}?", "Tell me the weather in {city}.", "Is it warm in {city} today?",
-            "Check the weather in {city}, please.", "What's the weather like in {city}?")),
+            "Is it raining in {city}?", "Do I need an umbrella in {city}?", "Tell me the weather in {city}.",
+            "Is it warm in {city} today?", "Check the weather in {city}, please.",
+            "What's the weather like in {city}?", "Weather in {city}, please.",
+            "How is the weather in {city} today?", "What is the weather like in {city}?", "Will it rain in {city}?",
+            "Can you check the weather in {city}?", "Tell me whether it is warm in {city}.",
+            "I need the weather in {city}.", "Is it cold in {city}?",
+        )),
         '{{"temperature": {number}, "sky": "{sky}"}}', "It is {number} degrees and {sky} in {city}.",
     ),
     ToolTask(
         function_tool("get_time", "Get the local time in a city", {"city": "string"}),
         {"city": words.city},
         Phrasings("tools/time", (
-            "What time is it in {city}?", "Tell me the time in {city}.", "How late is it in {city}?", "Time in {city}?",
-            "Can you check the clock in {city}?", "What is the local time in {city}?", "I need the time in {city}.")),
+            "What time is it in {city}?", "Tell me the time in {city}.", "How late is it in {city}?",
+            "Time in {city}?", "Can you check the clock in {city}?", "What is the local time in {city}?",
+            "I need the time in {city}.", "What's the time in {city}?", "Can you tell me the time in {city}?",
+            "Please check the time in {city}.", "How late is it now in {city}?", "Which time is it in {city}?",
+            "Tell me how late it is in {city}.", "What does the clock say in {city}?",
+        )),
         '{{"hour": {number}}}', "It is {number} o'clock in {city}.",
     ),
     ToolTask(
@@ -87,8 +95,13 @@ KNOWN = (
         {"minutes": _minutes},
         Phrasings("tools/timer", (
             "Set a timer for {minutes} minutes.", "Wake me in {minutes} minutes.", "Timer, {minutes} minutes.",
-            "Start a timer of {minutes} minutes.", "Remind me in {minutes} minutes.", "Please time {minutes} minutes.",
-            "Can you set a {minutes} minute timer?")),
+            "Start a timer of {minutes} minutes.", "Remind me in {minutes} minutes.",
+            "Please time {minutes} minutes.", "Can you set a {minutes} minute timer?",
+            "Please set a timer for {minutes} minutes.", "Please start a timer of {minutes} minutes.",
+            "Please wake me in {minutes} minutes.", "I need a timer for {minutes} minutes.",
+            "Set the timer to {minutes} minutes.", "Can you remind me in {minutes} minutes?",
+            "Time {minutes} minutes for me.", "Can you wake me in {minutes} minutes?",
+        )),
         '{{"ok": true}}', "The timer is set for {minutes} minutes.",
     ),
     ToolTask(
@@ -96,8 +109,12 @@ KNOWN = (
         {"to": words.name, "text": _message},
         Phrasings("tools/message", (
             "Tell {to} that {text}.", "Send {to} a message: {text}", "Write to {to} that {text}.",
-            "Let {to} know that {text}.",
-            "Message {to} that {text}.", "Please tell {to}: {text}", "Can you text {to} that {text}?")),
+            "Let {to} know that {text}.", "Message {to} that {text}.", "Please tell {to}: {text}",
+            "Can you text {to} that {text}?", "Please let {to} know that {text}.",
+            "Please send {to} a message: {text}", "Can you tell {to} that {text}?",
+            "Can you write to {to} that {text}?", "Text {to} that {text}.", "Send a message to {to}: {text}",
+            "I want {to} to know that {text}.", "Tell {to}: {text}",
+        )),
         '{{"ok": true}}', "I told {to} that {text}.",
     ),
     ToolTask(
@@ -105,7 +122,11 @@ KNOWN = (
         {"query": _thing},
         Phrasings("tools/search", (
             "Search for {query}.", "Look up {query}.", "Find {query} on the web.", "Search the web for {query}.",
-            "Can you look for {query}?", "Please search {query}.", "I want to find {query}.")),
+            "Can you look for {query}?", "Please search {query}.", "I want to find {query}.",
+            "Please look up {query}.", "Please find {query} on the web.", "Can you search for {query}?",
+            "Can you find {query}?", "Look for {query}.", "Look for {query} on the web, please.",
+            "I want to search for {query}.", "I am looking for {query}.",
+        )),
         '{{"hits": {number}}}', "I found {number} pages about {query}.",
     ),
     ToolTask(
@@ -114,8 +135,12 @@ KNOWN = (
         Phrasings("tools/event", (
             "Put {title} into my calendar on {day}.", "Add {title} on {day}.", "Schedule {title} for {day}.",
             "On {day} I have {title}. Note that.", "Make an event for {title} on {day}.",
-            "Please plan {title} for {day}.",
-            "Enter {title} for {day}.")),
+            "Please plan {title} for {day}.", "Enter {title} for {day}.",
+            "Please put {title} into my calendar on {day}.", "Please add {title} on {day}.",
+            "Please note {title} on {day}.", "Plan {title} for {day}.", "Can you schedule {title} for {day}?",
+            "On {day} I have {title}. Please put it into my calendar.", "Note {title} for {day}.",
+            "I have {title} on {day}. Make an event.",
+        )),
         '{{"ok": true}}', "I put {title} into your calendar on {day}.",
     ),
     ToolTask(
@@ -126,8 +151,14 @@ KNOWN = (
         Phrasings("tools/money", (
             "Convert {amount} {source} to {target}.", "How much is {amount} {source} in {target}?",
             "What are {amount} {source} in {target}?", "Change {amount} {source} into {target}.",
-            "{amount} {source} in {target}",
-            "Please convert {amount} {source} into {target}.")),
+            "{amount} {source} in {target}", "Please convert {amount} {source} into {target}.",
+            "Please change {amount} {source} to {target}.", "Please convert {amount} {source} to {target}.",
+            "Can you convert {amount} {source} to {target}?", "How many {target} are {amount} {source}?",
+            "How many {target} do I get for {amount} {source}?",
+            "I have {amount} {source}. How much is that in {target}?", "What is {amount} {source} in {target}?",
+            "Change {amount} {source} to {target}, please.", "{amount} {source} to {target}",
+            "Turn {amount} {source} into {target}.",
+        )),
         '{{"amount": {number}}}', "{amount} {source} are {number} {target}.",
     ),
     ToolTask(
@@ -135,7 +166,11 @@ KNOWN = (
         {"worker": _worker},
         Phrasings("tools/worker", (
             "How is {worker} doing?", "Show me the state of {worker}.", "Is {worker} healthy?", "Check {worker}.",
-            "What is the status of {worker}?", "Look at {worker}, please.", "Can you check worker {worker}?")),
+            "What is the status of {worker}?", "Look at {worker}, please.", "Can you check worker {worker}?",
+            "Show me {worker}.", "Show me how {worker} is.", "Is {worker} doing well?", "How is worker {worker}?",
+            "Please check {worker}.", "Can you look at {worker}?", "Check the state of {worker}, please.",
+            "What is the state of {worker}?", "Check worker {worker}.",
+        )),
         '{{"free_blocks": {number}}}', "{worker} has {number} free blocks.",
     ),
     ToolTask(
@@ -143,8 +178,11 @@ KNOWN = (
         {"worker": _worker},
         Phrasings("tools/drain", (
             "Drain {worker}.", "Please drain {worker}.", "Take {worker} out of service.",
-            "Let {worker} finish and stop.",
-            "I want to drain {worker}.", "Start draining {worker}.", "Can you drain {worker}?")),
+            "Let {worker} finish and stop.", "I want to drain {worker}.", "Start draining {worker}.",
+            "Can you drain {worker}?", "Drain worker {worker}.", "Please take {worker} out of service.",
+            "Can you take {worker} out of service?", "Please let {worker} finish and stop.", "Now drain {worker}.",
+            "Please start draining {worker}.", "Could you drain {worker}?", "Take worker {worker} out.",
+        )),
         '{{"ok": true}}', "{worker} is draining.",
     ),
 )  # fmt: skip
@@ -161,7 +199,11 @@ _OBJECT_PARAMETERS: dict[str, tuple[str, Callable[[Random], Argument], str]] = {
 _MADE_UP_REQUESTS = (
     "Please {action} the {thing} {rest}.", "{Action} the {thing} {rest}.", "Can you {action} the {thing} {rest}?",
     "I want you to {action} the {thing} {rest}.", "Could you {action} the {thing} {rest}?",
-    "Now {action} the {thing} {rest}.",
+    "Now {action} the {thing} {rest}.", "Please {action} a {thing} {rest}.", "{Action} a {thing} {rest}.",
+    "Can you {action} a {thing} {rest}?", "Could you please {action} the {thing} {rest}?",
+    "I want to {action} the {thing} {rest}.", "I need you to {action} the {thing} {rest}.",
+    "Now please {action} the {thing} {rest}.", "{Action} the {thing} {rest}, please.",
+    "I would like you to {action} the {thing} {rest}.", "Would you {action} the {thing} {rest}?",
 )  # fmt: skip
 
 

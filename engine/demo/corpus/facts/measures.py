@@ -18,18 +18,19 @@ MEASURES = (
     concept(
         "The hand-over gap is the time between token one and token two, while the KV cache moves to decode.",
         "the hand-over gap", "hand-over gap", "the handover gap",
+        "hand-over", "the gap between token one and token two",
     ),
     concept(
         "Goodput is the number of requests per second that are answered within their latency targets.",
-        "goodput", "the goodput", "good throughput",
+        "goodput", "the goodput", "good throughput", "goodput in serving",
     ),
     concept(
         "Throughput is how many tokens or requests a system finishes in a second.",
-        "throughput", "the throughput", "token throughput",
+        "throughput", "the throughput", "token throughput", "the throughput of a system",
     ),
     concept(
         "Latency is the time that one request waits for its answer.",
-        "latency", "the latency", "request latency",
+        "latency", "the latency", "request latency", "the latency of a request",
     ),
     concept(
         "p99 is the value that 99 of 100 requests stay below. It shows the slow tail that an average hides.",

@@ -24,6 +24,7 @@ class _Progress:
         self._decoder = EventDecoder()
         self.num_pieces = 0
         self.usage: dict[str, Any] | None = None
+        self.finish_reason: str | None = None
         self.done = False
 
     def read(self, chunk: bytes) -> Iterator[str]:
@@ -38,6 +39,7 @@ class _Progress:
 
     def _note(self, event: StreamEvent) -> None:
         self.usage = event.usage or self.usage
+        self.finish_reason = event.finish_reason or self.finish_reason
         self.done = self.done or event.done
 
     def check_complete(self) -> None:
@@ -66,6 +68,11 @@ class TokenStream(Iterator[str]):
     def usage(self) -> dict[str, Any] | None:
         """Tokens counted by the server; None until the stream has ended."""
         return self._progress.usage
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended, `stop` or `length`; None until the stream has ended, and where the server is silent."""
+        return self._progress.finish_reason
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -115,6 +122,11 @@ class AsyncTokenStream(AsyncIterator[str]):
     def usage(self) -> dict[str, Any] | None:
         """Tokens counted by the server; None until the stream has ended."""
         return self._progress.usage
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended, `stop` or `length`; None until the stream has ended, and where the server is silent."""
+        return self._progress.finish_reason
 
     async def __anext__(self) -> str:
         return await anext(self._pieces)

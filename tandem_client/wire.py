@@ -54,9 +54,10 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIE
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """One event of a token stream: some text, the usage, or the end."""
+    """One event of a token stream: some text, why the answer ended, the usage, or the end."""
 
     text: str = ""
+    finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     done: bool = False
 
@@ -71,7 +72,8 @@ def stream_event(data: str) -> StreamEvent:
     if "errors" in document or "error" in document:
         code, message = _first_error(document)
         raise api_error(None, code, message or f"the stream reports an error without a message: {data[:200]}")
-    return StreamEvent(text=_text(document), usage=None if document.get("choices") else document.get("usage"))
+    usage = None if document.get("choices") else document.get("usage")
+    return StreamEvent(text=_text(document), finish_reason=_finish_reason(document), usage=usage)
 
 
 def _text(document: dict[str, Any]) -> str:
@@ -81,6 +83,11 @@ def _text(document: dict[str, Any]) -> str:
         choice = document["choices"][0]
         text = choice.get("text") or (choice.get("delta") or {}).get("content")
     return text if isinstance(text, str) else ""
+
+
+def _finish_reason(document: dict[str, Any]) -> str | None:
+    reason = (document.get("choices") or [document])[0].get("finish_reason")
+    return reason if isinstance(reason, str) else None
 
 
 def _first_error(document: dict[str, Any]) -> tuple[int | str, str]:

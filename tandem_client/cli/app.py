@@ -16,9 +16,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from tandem_client import AI, TandemAPIError, TandemConnectionError
+from tandem_client.cli import chat as chat_command
 from tandem_client.cli import fleet, status
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
+from tandem_client.cli.chat_session import ChatOptions
 from tandem_client.cli.plan import UpOptions
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 from tandem_client.wire import error_of
@@ -119,13 +121,35 @@ def run(
         with AI(url) as ai:
             run_command.run(ai, options, sys.stdout)
     except BrokenPipeError:
-        # Whoever read us has enough (`| head`); leaving the stream has cancelled the rest. Python would complain once
-        # more as it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (TandemAPIError, ValueError) as error:
         _fail(_explain(error, url))
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Option(help="Model id.", show_default="the first one served")] = None,
+    system: Annotated[str | None, typer.Option(help="System message that goes before the conversation.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    url: Url = None,
+) -> None:
+    """Chat with a model; /help lists the commands. From a pipe each line is a message."""
+    try:
+        options = ChatOptions(model, system, temperature, max_tokens, seed)
+        with AI(url) as ai:
+            code = chat_command.chat(ai, options, lambda error: _explain(error, url))
+    except BrokenPipeError:
+        _silence_stdout()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (TandemAPIError, ValueError) as error:
+        _fail(_explain(error, url))
+    else:
+        raise typer.Exit(code)
 
 
 @app.command("status")
@@ -188,6 +212,14 @@ def _as_folder_or_hub_id(model: str | None) -> str | None:
     if model and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         _fail(f"--model {model} is not a folder; give one with config.json and safetensors, or a Hub id")
     return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().is_dir() else model
+
+
+def _silence_stdout() -> None:
+    """Whoever read us has enough (`| head`); leaving the stream has cancelled the rest.
+
+    Python would complain once more as it flushes at exit.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(error: Exception, url: str | None) -> str:

@@ -96,10 +96,16 @@ def _event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
+def last_event(body: Any) -> bytes:
+    """Return what ends an answer of three tokens, as a gateway does: why, and how much it was."""
+    reason = "length" if body.get("max_tokens") == USAGE["completion_tokens"] else "stop"
+    return _event({"response": "", "finish_reason": reason, "usage": USAGE})
+
+
 async def _tokens(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     for token in ("One", " two", " three"):
         yield _event({"response": token, "p": "abcdefgh"})
-    yield _event({"response": "", "usage": USAGE})
+    yield last_event(body)
     yield b"data: [DONE]\n\n"
 
 

@@ -71,6 +71,7 @@ def test_a_stream_gives_tokens_then_usage(gateway: StubGateway) -> None:
         assert stream.usage is None
         assert list(stream) == ["One", " two", " three"]
         assert stream.usage == USAGE
+        assert stream.finish_reason == "stop"
 
 
 def test_tokens_can_be_taken_one_by_one(gateway: StubGateway) -> None:

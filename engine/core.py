@@ -78,7 +78,7 @@ class EngineCore:
 
     def __init__(self, config: SchedulerConfig, runner: Runner) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.generations)
+        self.scheduler = Scheduler(config, runner.generations, load=self._load)
         self._failures: list[RequestFailed] = []
 
     def has_work(self) -> bool:
@@ -92,7 +92,7 @@ class EngineCore:
         sampled = self._execute(output)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         self.scheduler.add_step_seconds(time.perf_counter() - started)
-        return StepDone(output.step, outputs, sealed, self.scheduler.stats())
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), *self.scheduler.prefixes.take())
 
     def take_failures(self) -> list[RequestFailed]:
         """Return, once, the requests that broke since the last call."""
@@ -143,6 +143,15 @@ class EngineCore:
         except (RegionError, OSError) as error:
             log.warning("region %s cannot be mapped: %s", command.region_id, error)
 
+    def _load(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy blocks of a prompt that another process keeps; 0 if any of them is gone."""
+        try:
+            self.runner.import_blocks(blocks, extents)
+        except RegionError as error:
+            log.info("a cached prefix is gone: %s", error)
+            return 0
+        return len(blocks)
+
     def _import_slab(self, command: ImportSlab) -> SlabImported:
         try:
             blocks, extents = self.scheduler.import_targets(command)
@@ -153,4 +162,4 @@ class EngineCore:
         return SlabImported(command.request_id, command.slab_index, num_bytes)
 
     def _stats_only(self) -> StepDone:
-        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats())
+        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats(), *self.scheduler.prefixes.take())

@@ -31,6 +31,14 @@ class ExtentRef:
     generation: int
 
 
+@dataclass(frozen=True)
+class PrefixBlock:
+    """A full block of a prompt, number `index` of its block table, that lies ready in a mapped region."""
+
+    index: int
+    extent: ExtentRef
+
+
 # ------------------------------------------------------------------------------------------------- commands
 
 
@@ -46,6 +54,9 @@ class AddRequest:
     """Hex; empty: this request neither finds nor leaves cached blocks."""
     block_hashes: list[str] = field(default_factory=list)
     """Hex, one per full block of `token_ids`."""
+    prefix: list[PrefixBlock] = field(default_factory=list)
+    """Not in decode mode: what the KV service has of the prompt. Copied when the request leaves the queue, as far as
+    this pool has no such block itself and every generation still matches; the rest is computed."""
     choice_seeds: list[int] = field(default_factory=list)
     """prefill only: one first token is sampled per seed; empty: one, with `sampling.seed`."""
     priority: int = 0
@@ -239,7 +250,9 @@ class RequestOutput:
     num_computed_tokens: int = 0
     """Prompt tokens run through the model here."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in this pool's prefix cache."""
+    """Prompt tokens that were not computed: found in this pool's prefix cache, or loaded."""
+    num_loaded_tokens: int = 0
+    """Those of them that were copied from `AddRequest.prefix`."""
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     times: PhaseTimes = field(default_factory=PhaseTimes)
@@ -258,6 +271,17 @@ class SealedBlocks:
 
 
 @dataclass(frozen=True)
+class FilledBlocks:
+    """Full blocks that were computed here, in block-table order; others may want their content under these hashes."""
+
+    request_id: str
+    hashes: list[str]
+    """Hex."""
+    slots: list[int]
+    generations: list[int]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     num_running: int
     num_waiting: int
@@ -270,7 +294,7 @@ class EngineStats:
     num_held_blocks: int
     counters: dict[str, float]
     """Totals since start: steps, prompt_tokens_computed, prompt_tokens_cached, tokens_generated, preemptions,
-    step_seconds, reprefill_tokens, blocks_imported, bytes_imported."""
+    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +305,9 @@ class StepDone:
     outputs: list[RequestOutput]
     sealed: list[SealedBlocks]
     stats: EngineStats
+    filled: list[FilledBlocks] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    """Requests that left the queue: what `AddRequest.prefix` named is not needed any more."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.messages import FilledBlocks
 from engine.scheduling.block_hash import BlockHash, next_block_hash
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
@@ -52,13 +53,41 @@ class KVCacheManager:
         request.block_table.extend(new)
         return True
 
-    def register_full_blocks(self, request: Request) -> None:
-        """Let the blocks that are complete now be found by their hashes; needs no room."""
+    def register_full_blocks(self, request: Request) -> range:
+        """Let the blocks that are complete now be found by their hashes; needs no room. Returns which are new."""
+        first = request.num_registered_blocks
         if request.hash_root is None:
-            return
-        for index in range(request.num_registered_blocks, request.num_computed_tokens // self.pool.block_size):
+            return range(first, first)
+        for index in range(first, request.num_computed_tokens // self.pool.block_size):
             self.pool.register(request.block_table[index], self._hash(request, index))
             request.num_registered_blocks = index + 1
+        return range(first, request.num_registered_blocks)
+
+    def describe(self, request: Request, indices: Sequence[int]) -> FilledBlocks:
+        """Return hashes, slots and generations of full blocks."""
+        slots = [request.block_table[index] for index in indices]
+        return FilledBlocks(
+            request.request_id,
+            [self._hash(request, index).hex() for index in indices],
+            slots,
+            [self.pool.generations[slot] for slot in slots],
+        )
+
+    def loadable(self, request: Request) -> list[int]:
+        """Return which blocks of a request just admitted, right behind those found here, `request.prefix` can fill.
+
+        One token is always left to compute.
+        """
+        if request.hash_root is None:
+            return []
+        first, end = request.num_found_blocks, (request.num_tokens - 1) // self.pool.block_size
+        missing = (index for index in range(first, end) if index not in request.prefix)
+        return list(range(first, next(missing, end)))
+
+    def loaded(self, request: Request, num_blocks: int) -> None:
+        """Note that the next `num_blocks` blocks have their content now."""
+        request.num_computed_tokens += num_blocks * self.pool.block_size
+        self.register_full_blocks(request)
 
     def hold(self, request: Request) -> None:
         """Keep a finished request's blocks, counted apart, until `release_held`."""

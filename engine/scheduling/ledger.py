@@ -22,6 +22,7 @@ COUNTERS = (
     "reprefill_tokens",
     "blocks_imported",
     "bytes_imported",
+    "prompt_tokens_loaded",
 )
 
 
@@ -44,6 +45,13 @@ class Ledger:
         request.num_prompt_tokens_accounted += num_new
         request.num_cached_tokens += num_new
         self.count("prompt_tokens_cached", num_new)
+
+    def loaded(self, request: Request, num_tokens: int) -> None:
+        """Count the first `num_tokens` of a request, of which the last ones were just loaded."""
+        num_before = request.num_cached_tokens
+        self.found(request, num_tokens)
+        request.num_loaded_tokens += request.num_cached_tokens - num_before
+        self.count("prompt_tokens_loaded", request.num_cached_tokens - num_before)
 
     def computed(self, request: Request, first_position: int, num_tokens: int) -> None:
         end = min(first_position + num_tokens, request.num_prompt_tokens)
@@ -87,6 +95,7 @@ class Ledger:
             is_last=is_last,
             num_computed_tokens=request.num_prompt_tokens_computed,
             num_cached_tokens=request.num_cached_tokens,
+            num_loaded_tokens=request.num_loaded_tokens,
             num_generated_tokens=request.num_generated_tokens,
             num_preemptions=request.num_preemptions,
             times=PhaseTimes(request.added_ns, request.scheduled_ns, request.first_token_ns, finished_ns),

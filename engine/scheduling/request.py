@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from engine.messages import FinishReason, Mode, PositionLogprobs
+from engine.messages import ExtentRef, FinishReason, Mode, PositionLogprobs
 from engine.scheduling.block_hash import BlockHash
 from engine.scheduling.sampling_params import SamplingParams
 
@@ -54,6 +54,8 @@ class Request:
     hash_root: BlockHash | None = None
     """None: neither finds nor leaves cached blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
+    prefix: dict[int, ExtentRef] = field(default_factory=dict)
+    """Where the content of full blocks lies ready, by index into `block_table`."""
     choice_seeds: tuple[int, ...] = ()
     """One token is sampled per seed; never empty once built: `sampling.seed` if none was given."""
     priority: int = 0
@@ -79,6 +81,7 @@ class Request:
     num_prompt_tokens_accounted: int = 0
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
     num_generated_tokens: int = 0
     """Sampled here; tokens that came with the request or with StartDecode are not counted."""
     num_preemptions: int = 0

@@ -29,6 +29,7 @@ from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.ledger import Ledger
+from engine.scheduling.prefix import Load, PrefixExchange
 from engine.scheduling.request import Request, RequestState, Sampled
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.waiting_queue import WaitingQueue
@@ -44,12 +45,14 @@ class Scheduler:
         config: SchedulerConfig,
         generations: MutableSequence[int] | None = None,
         clock: Callable[[], int] = time.time_ns,
+        load: Load = lambda blocks, extents: 0,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, generations)
         self._kv = KVCacheManager(self.pool)
         self._clock = clock
         self._ledger = Ledger(clock)
+        self.prefixes = PrefixExchange(self._kv, self._ledger, load)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
@@ -255,6 +258,7 @@ class Scheduler:
             self._waiting.pop()
             if request.mode != "decode":  # what it finds now came by import, or was found when it was added
                 self._ledger.found(request, request.num_computed_tokens)
+                self.prefixes.admit(request)
             self._start_running(request)
             batch.add(request)
 
@@ -267,7 +271,7 @@ class Scheduler:
     def _take_computed(self, run: ScheduledRun) -> None:
         self._ledger.computed(run.request, run.first_position, run.num_tokens)
         run.request.num_computed_tokens = run.first_position + run.num_tokens
-        self._kv.register_full_blocks(run.request)
+        self.prefixes.register(run.request)
 
     def _take_answer(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         assert len(sampled) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"

@@ -8,10 +8,20 @@ that would read a slot with anything else in it fails.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.core import EngineCore, RegionError, RequestsFailed
-from engine.messages import AddRequest, EngineEvent, ExtentRef, ImportSlab, MapRegion, Mode, RequestOutput, StepDone
+from engine.messages import (
+    AddRequest,
+    EngineEvent,
+    ExtentRef,
+    ImportSlab,
+    MapRegion,
+    Mode,
+    PrefixBlock,
+    RequestOutput,
+    StepDone,
+)
 from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from engine.scheduling.request import Sampled
 from engine.scheduling.sampling_params import SamplingParams
@@ -127,7 +137,9 @@ class World:
         choice_seeds: Sequence[int] = (),
         priority: int = 0,
         fairness_key: str = "",
+        prefix: Mapping[int, int] | None = None,
     ) -> list[EngineEvent]:
+        """`prefix` says in which remote slot each block of the prompt lies ready."""
         command = AddRequest(
             request_id=request_id,
             token_ids=list(prompt),
@@ -136,6 +148,7 @@ class World:
             mode=mode,
             hash_root=root.hex() if root else "",
             block_hashes=[block_hash.hex() for block_hash in hash_blocks(root, prompt, 4)] if root else [],
+            prefix=[PrefixBlock(index, extent(slot)) for index, slot in (prefix or {}).items()],
             choice_seeds=list(choice_seeds),
             priority=priority,
             fairness_key=fairness_key,
@@ -177,8 +190,11 @@ def kv_of(token_ids: Sequence[int]) -> list[int | None]:
 
 
 def slab(request_id: str, first_block: int, slots: Sequence[int], slab_index: int = 0) -> ImportSlab:
-    extents = [ExtentRef("prefill", slot * 100, 100, slot, 1) for slot in slots]
-    return ImportSlab(request_id, slab_index, first_block, extents)
+    return ImportSlab(request_id, slab_index, first_block, [extent(slot) for slot in slots])
+
+
+def extent(slot: int) -> ExtentRef:
+    return ExtentRef("prefill", slot * 100, 100, slot, 1)
 
 
 def tokens_of(outputs: Sequence[RequestOutput], request_id: str) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.demo.chat_format import ChatEncoder
 from engine.demo.corpus import documents
+from engine.demo.drills import drill_share
 from engine.demo.encoded import Encoded
 
 _DOCUMENTS_PER_BATCH = 1 << 16
@@ -18,7 +19,6 @@ _DOCUMENTS_PER_BATCH = 1 << 16
 
 
 IGNORED_TARGET = -100
-_DRILL_SHARE = 0.1
 _TARGETS_MULTIPLE_OF = 256
 """oneDNN keeps a program for every shape it meets: few different numbers of targets keep the process small."""
 
@@ -74,16 +74,17 @@ class BatchStream:
         """Make one batch."""
         random = _batch_random(self._seed, index)
         shape = random.choices(self._shapes, [shape.share for shape in self._shapes])[0]
-        return _as_batch(self._rows(shape, index * _DOCUMENTS_PER_BATCH), shape.num_tokens)
+        rows = self._rows(shape, index * _DOCUMENTS_PER_BATCH, drill_share(index))
+        return _as_batch(rows, shape.num_tokens)
 
-    def _rows(self, shape: BatchShape, first_document: int) -> list[list[Encoded]]:
+    def _rows(self, shape: BatchShape, first_document: int, share: float) -> list[list[Encoded]]:
         """Fill the rows with documents, the longest first, each into the first row that has room."""
         wanted = shape.num_rows * shape.num_tokens
         pool: list[Encoded] = []
         num_pooled = 0
         random = Random(f"drills {self._seed} {first_document}")
         for document in islice(documents(self._seed, first_document, long=shape.is_long), _DOCUMENTS_PER_BATCH):
-            encoded = self._encoder.drill(random) if random.random() < _DRILL_SHARE else self._encoder.encode(document)
+            encoded = self._encoder.drill(random) if random.random() < share else self._encoder.encode(document)
             if len(encoded) > shape.num_tokens and not shape.is_long:
                 continue
             pool.append(encoded.cut(shape.num_tokens))

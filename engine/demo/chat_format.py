@@ -64,7 +64,7 @@ class ChatEncoder:
 
     def drill(self, random: Random) -> Encoded:
         """Make a drill in copying with this vocabulary."""
-        return drill(random, self._tokenizer.get_vocab_size(), self._encode("\n"))
+        return drill(random, self._tokenizer.get_vocab_size(), self._encode)
 
     def _append_message(self, encoded: Encoded, message: Message) -> None:
         is_reply = message.role == "assistant"

@@ -242,7 +242,8 @@ def main() -> None:
     try:
         train(trainer, Limits(arguments.steps, arguments.minutes))
     finally:
-        pid_path.unlink(missing_ok=True)
+        if pid_path.exists() and pid_path.read_text() == f"{os.getpid()}\n":  # else another process goes on already
+            pid_path.unlink()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ _REPEAT = Phrasings(
         "Print the following.\n{text}", "Echo this: {text}", "Echo the text: {text}", "Type {text}",
         "Type this: {text}", "Answer with this text only: {text}", "Reply with exactly this: {text}",
         "Just say {text}", "Only repeat this: {text}", "Now say: {text}", "Your answer shall be: {text}",
-        "Repeat: {text}",
+        "Repeat: {text}", "Return the following unchanged: {text}", "Give me this text unchanged: {text}",
+        "Return exactly this text: {text}", "Echo the following text: {text}", "Echo exactly: {text}",
+        "Answer with this: {text}", "Answer with the text {text}", "Reply with the following: {text}",
     ),
     num_held_out=4,
     num_common=10,
@@ -42,6 +44,11 @@ _TIMES = Phrasings(
         "Could you say {text} {count} times?", "Please echo {text} {count} times.", "Type {text} {count} times.",
         "I want to read {text} {count} times.", "{count} times {text}, please.",
         "Please print {text} {count} times.", "Can you repeat {text} {count} times?",
+        "Could you write {text} {count} times?", "Could you repeat {text} {count} times?",
+        "Could you echo {text} {count} times?", "Could you print {text} {count} times, please?",
+        "{count} times the word {text}, please.", "{count} times {text}.", "Please {count} times {text}.",
+        "Please say the word {text} {count} times.", "I want you to say {text} {count} times.",
+        "Would you say {text} {count} times?",
     ),
 )  # fmt: skip
 _COUNTS = {"two": 2, "three": 3, "four": 4, "five": 5, "2": 2, "3": 3, "4": 4, "5": 5}
@@ -127,7 +134,7 @@ def _times(random: Random, split: Split) -> Sample:
 
 def copying(random: Random, split: Split) -> Sample:
     """Ask for a text to be repeated, quoted or not; quotes are not part of it."""
-    if random.random() < 0.12:
+    if random.random() < 0.18:
         return _times(random, split)
     phrasing = _REPEAT.choose(random, split)
     text = draw(random, split, text_to_copy)

@@ -16,7 +16,7 @@ from typing import Any
 
 import matplotlib
 
-_SMOOTHING = 0.9
+_SMOOTHING = 0.75
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Curve:
 
     @property
     def smooth_losses(self) -> list[float]:
-        """A moving average that forgets a tenth per entry."""
+        """A moving average that forgets a quarter per entry."""
         smooth = [self.losses[0]]
         for loss in self.losses[1:]:
             smooth.append(_SMOOTHING * smooth[-1] + (1 - _SMOOTHING) * loss)

@@ -97,6 +97,7 @@ async def _bring_up(
         # The idle side must not probe itself while another one is measured.
         "TANDEM_CONTROL_PROBE_INTERVAL_SECONDS": "86400",
         "TANDEM_CONTROL_PROBE_VALID_SECONDS": "172800",
+        "TANDEM_CONTROL_LOCAL_PREFILL": "never",
     }
     served = Served(folder / arrangement.name, (*flags, *arrangement.flags), environment, arrangement.roles)
     await stack.enter_async_context(served)

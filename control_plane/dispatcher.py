@@ -8,15 +8,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from control_plane.affinity import Served
-from control_plane.flight import Choice, Diverged, Flight, Leg
+from control_plane.flight import Choice, Flight
 from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
+from control_plane.leg import Leg
+from control_plane.lessons import Lessons
 from control_plane.links import LinkPool
+from control_plane.losses import Losses
 from control_plane.migration import Mover
-from control_plane.plan import FINAL, MAX_ATTEMPTS, Plan
+from control_plane.plan import FINAL, Plan
+from control_plane.quarantine import Quarantine
 from control_plane.registry import WorkerRegistry
+from control_plane.retry_budget import RetryBudget
 from control_plane.router import Route, Router
-from control_plane.secrets import cache_salt, handle_key
+from control_plane.secrets import account_tag, cache_salt, handle_key
 from control_plane.sender import Sender
 from control_plane.submission import Hashes, hash_prompt, mint_handle
 from control_plane.waiting_room import WaitingRoom
@@ -55,6 +60,7 @@ class Dispatcher:
         accept_seconds: float,
         queue_seconds: float,
         max_waiting: int,
+        budget: RetryBudget | None = None,
     ) -> None:
         self._registry = registry
         self.router = router
@@ -65,7 +71,11 @@ class Dispatcher:
         self._sender = Sender(links, router.in_flight, accept_seconds, self)
         self._queue_seconds = queue_seconds
         self.waiting_room = WaitingRoom(max_waiting)
-        self._mover = Mover(self._route, self._sender, self.waiting_room, queue_seconds)
+        self.quarantine = Quarantine()
+        self.budget = budget or RetryBudget()
+        self._lessons = Lessons(registry, router)
+        mover = Mover(self._route_of, self._sender, self.waiting_room, self.budget, queue_seconds)
+        self._losses = Losses(mover, kv_clients, self.quarantine, self._route, self._start_again, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         self.proven: Callable[[str, bool], None] = lambda model_id, handed_over: None
         """Told the model of every request that went the whole way."""
@@ -75,12 +85,16 @@ class Dispatcher:
 
         While every worker is full it waits at the door, in order, unless it asks not to. Raises TandemError.
         """
+        self.quarantine.check(request)
+        self.budget.earn()
         card = self._cards.card(request.model_id)
         hashes = await self._hash(request, card) if request.cacheable else None
         flight = Flight(request)
         plan = Plan(request, card, hashes, current_traceparent(), flight, avoid=set())
         flight.on_close = lambda: self._end(plan)
         flight.on_finished = lambda: self._finished(plan)
+        flight.on_prompt_read = lambda leg: self._lessons.prompt_read(plan, leg)
+        flight.on_ledger = lambda leg, ledger: self._lessons.ledger_came(plan, leg, ledger)
         try:
             await self._enter(plan)
         except BaseException:
@@ -100,17 +114,31 @@ class Dispatcher:
 
     async def _hash(self, request: TokenRequest, card: pb.ModelCard) -> Hashes:
         salt = cache_salt(self._secret, request.account) + request.salt
-        return await asyncio.to_thread(hash_prompt, card, request.token_ids, salt)
+        tag = account_tag(self._secret, request.account)
+        return await asyncio.to_thread(hash_prompt, card, request.token_ids, salt, tag)
 
     async def _enter(self, plan: Plan) -> None:
         """Start the request as soon as there is room, behind those who came before."""
-        now = time.time()
-        deadline = min(plan.request.deadline, now + self._queue_seconds)
-        restarted = min(deadline, now + _RESTART_SECONDS)
+        deadline = self._deadline(plan)
         if len(self.waiting_room) and not plan.request.reject_if_busy:
             busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
             await self.waiting_room.wait(busy, deadline - time.time(), in_front=False)
-        is_first = True
+        await self._start_when_there_is_room(plan, deadline, is_first=True)
+
+    async def _start_again(self, plan: Plan, avoid: str) -> None:
+        """Begin anew, before those who wait at the door; a worker that was lost is not to be asked at first."""
+        self._abandon(plan)
+        plan.start_over()
+        plan.avoid.add(avoid)
+        plan.needs_permit = True
+        await self._start_when_there_is_room(plan, self._deadline(plan), is_first=False)
+
+    def _deadline(self, plan: Plan) -> float:
+        """Return until when a request may wait at the door."""
+        return min(plan.request.deadline, time.time() + self._queue_seconds)
+
+    async def _start_when_there_is_room(self, plan: Plan, deadline: float, *, is_first: bool) -> None:
+        restarted = min(deadline, time.time() + _RESTART_SECONDS)
         while True:
             try:
                 await self._start(plan)
@@ -134,6 +162,10 @@ class Dispatcher:
 
     async def _attempt(self, plan: Plan) -> bool:
         """Route and submit both halves; return False if another route should be tried."""
+        if plan.needs_permit:
+            self.budget.take(is_first=plan.num_resends == 0)
+            plan.num_resends += 1
+            plan.needs_permit = False
         with tracer().start_as_current_span("route") as span:
             route = self._start_route(plan)
             span.set_attributes({f"tandem.route.{name}": value for name, value in route.describe().items()})
@@ -153,8 +185,10 @@ class Dispatcher:
         Everything is sent before anything is awaited, so that the next request's route counts this one.
         """
         choices = [choice for choice in plan.flight.choices if not choice.is_over]  # over: prefill had its only token
-        legs = [self._sender.send_choice(plan, choice, route.decodes[0]) for choice in choices]
-        prefill = self._sender.send_prefill(plan, route.prefill, plan.handle) if route.prefill and plan.handle else None
+        legs = [self._sender.send_choice(plan, choice, route.decodes[0], route) for choice in choices]
+        prefill = None
+        if route.prefill is not None and plan.handle is not None:
+            prefill = self._sender.send_prefill(plan, route.prefill, plan.handle, route)
         waits = [self._reserve(plan, choice, leg, route) for choice, leg in zip(choices, legs, strict=True)]
         if prefill is not None:
             waits.append(self._sender.answer(plan, prefill))
@@ -177,9 +211,10 @@ class Dispatcher:
         return route
 
     def _route(self, plan: Plan) -> Route:
-        request = plan.request
-        route = self.router.choose(request.model_id, len(request.token_ids), request.sampling.max_tokens, plan.avoid)
-        return self.router.with_affinity(route, request.session_affinity, plan.avoid)
+        return self.router.choose(plan.ask(), plan.avoid)
+
+    def _route_of(self, plan: Plan, choice: Choice) -> Route:
+        return self.router.choose(plan.ask_for(choice), plan.avoid)
 
     def _remember(self, plan: Plan) -> None:
         legs = plan.flight.prefill, plan.flight.choices[0].leg
@@ -189,6 +224,7 @@ class Dispatcher:
     def _learn(self, plan: Plan, error: TandemError) -> None:
         """Raise what no other worker would answer differently; else leave it to the next attempt."""
         plan.learn(error)
+        plan.needs_permit = not isinstance(error, Overloaded)
         log.info("attempt_refused", request_id=plan.request.request_id, attempt=plan.attempt, error=error.message)
         if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
             raise error
@@ -218,33 +254,17 @@ class Dispatcher:
                 plan.learn(refusal)
                 if following is None:
                     raise
-                leg = self._sender.send_choice(plan, choice, following)
+                leg = self._sender.send_choice(plan, choice, following, route)
             else:
                 return
 
     # ------------------------------------------------------------------------------------- failing and ending
 
-    def prefill_failed(self, plan: Plan, error: TandemError) -> None:
-        """Prefill broke after it had accepted: tell decode, through the handle, to compute the prompt itself."""
-        log.warning("prefill_failed", request_id=plan.request.request_id, error=error.message)
-        if plan.handle is not None:
-            self._spawn(self._kv_clients.abort(plan.handle, error))
+    def prefill_failed(self, plan: Plan, leg: Leg, error: TandemError) -> None:
+        self._losses.prefill_failed(plan, leg, error)
 
     def choice_failed(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-        """A decode worker was lost: go on elsewhere from the next token, or tell the client."""
-        if choice.is_over:
-            return
-        if not isinstance(error, Diverged):  # that one may well go on, from the tokens that the client has
-            plan.avoid.add(leg.link.worker.incarnation)
-        choice.num_losses += 1
-        if isinstance(error, FINAL) or choice.num_losses >= MAX_ATTEMPTS:
-            plan.flight.fail(error)
-            return
-        if plan.handle is not None:
-            self._spawn(self._kv_clients.release(plan.handle, f"{plan.request.request_id}-{choice.index}"))
-        migration = self._spawn(self._mover.move_or_fail(plan, choice, leg, error))
-        plan.migrations.add(migration)
-        migration.add_done_callback(plan.migrations.discard)
+        self._losses.choice_failed(plan, choice, leg, error)
 
     def _abandon(self, plan: Plan) -> None:
         """Cancel every leg of an attempt, and give its handle back."""
@@ -258,6 +278,7 @@ class Dispatcher:
             self._spawn(self._kv_clients.release_all(plan.handle))
 
     def _finished(self, plan: Plan) -> None:
+        self._lessons.finished(plan.flight)
         ledgers = [choice.ledger for choice in plan.flight.choices]
         if all(ledger is not None for ledger in ledgers):  # else prefill alone had it all
             handed_over = all(ledger is not None and ledger.transfer_end_ns > 0 for ledger in ledgers)
@@ -266,6 +287,7 @@ class Dispatcher:
     def _end(self, plan: Plan) -> None:
         for migration in plan.migrations:
             migration.cancel()
+        self._lessons.ended(plan)
         self._abandon(plan)
         self.waiting_room.next()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from google.protobuf.message import Message
+
 from control_plane.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 
@@ -64,18 +66,24 @@ def _kv_pool(pool: pb.KvPool) -> dict[str, int]:
     }
 
 
-def _kv_service(load: pb.KvServiceLoad) -> dict[str, int]:
-    return {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+def _kv_service(load: pb.KvServiceLoad) -> dict[str, Any]:
+    shown = _fields(load)
+    shown["links"] = [_fields(link) for link in load.links]
+    shown["store"] = _fields(load.store) if load.HasField("store") else None
+    return shown
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _memory(memory: pb.MemoryReport) -> dict[str, Any]:
     return {
         "source": memory.source,
-        "host": {field.name: getattr(memory.host, field.name) for field in memory.host.DESCRIPTOR.fields},
+        "host": _fields(memory.host),
         "devices": [_device(device) for device in memory.devices],
     }
 
 
 def _device(device: pb.Device) -> dict[str, Any]:
-    shown = {field.name: getattr(device, field.name) for field in device.DESCRIPTOR.fields}
-    return {**shown, "throttle_reasons": list(device.throttle_reasons)}
+    return {**_fields(device), "throttle_reasons": list(device.throttle_reasons)}

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
-from control_plane.links import WorkerLink
-from control_plane.router import InFlight
-from runtime.errors import Cancelled, DeadlineExceeded, InternalError, TandemError
+from control_plane.leg import Leg
+from runtime.errors import DeadlineExceeded, InternalError, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -33,44 +32,6 @@ class Diverged(InternalError):
     """A worker's tokens do not fit those the client has: it goes on from those instead."""
 
 
-def _new_answer() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
-@dataclass(eq=False)
-class Leg:
-    """One Submit at one worker, from sending it to its end; gives its tokens in flight back exactly once."""
-
-    link: WorkerLink
-    submit: pb.Submit
-    give_back: Callable[[], None]
-    answered: asyncio.Future[None] = field(default_factory=_new_answer)
-    """The worker's first word: it took the request, or why not."""
-    is_open: bool = True
-
-    def settle(self, error: TandemError | None) -> bool:
-        """Answer the dispatcher, who waits for the first word; return False if it has been answered before."""
-        if self.answered.done():
-            return False
-        if error is None:
-            self.answered.set_result(None)
-        else:
-            self.answered.set_exception(error)
-            self.answered.exception()  # whoever waited may have left: nobody need read it
-        return True
-
-    def close(self, *, cancel: bool) -> None:
-        if not self.is_open:
-            return
-        self.is_open = False
-        self.give_back()
-        if cancel:
-            self.settle(Cancelled("the request ended before its worker had answered"))
-            self.link.cancel(self.submit.request_id, self.submit.attempt)
-        else:
-            self.link.forget(self.submit.request_id, self.submit.attempt)
-
-
 @dataclass(eq=False)
 class Choice:
     """One run of generated tokens."""
@@ -83,8 +44,14 @@ class Choice:
     """Finished or stopped: what workers still say of it is not passed on."""
     is_stopped: bool = False
     num_losses: int = 0
-    """How many workers it was lost with."""
+    """How many workers it was lost with, those that drained not counted."""
+    lost_with: set[str] = field(default_factory=set)
+    """Incarnations that it was lost with since its last new token."""
+    deaths: set[str] = field(default_factory=set)
+    """Those of them that died."""
     ledger: pb.PhaseLedger | None = None
+    prompt_ledger: pb.PhaseLedger | None = None
+    """Of the leg that read the prompt, if that lived to tell: one that went on elsewhere tells of another text."""
 
 
 class Flight:
@@ -95,6 +62,9 @@ class Flight:
         self.on_close: Callable[[], None] | None = None
         self.on_finished: Callable[[], None] = lambda: None
         """Called when every token has been delivered."""
+        self.on_prompt_read: Callable[[Leg], None] = lambda leg: None
+        """Called with the first output of every leg: its worker has the prompt's KV cache."""
+        self.on_ledger: Callable[[Leg, pb.PhaseLedger], None] = lambda leg, ledger: None
         self.route: Mapping[str, Any] = {}
         self.choices = [Choice(index) for index in range(len(request.choice_seeds))]
         self.prefill: Leg | None = None
@@ -118,11 +88,23 @@ class Flight:
             )
         fresh = output.token_ids[num_known:]
         choice.tokens.extend(fresh)
+        if fresh:
+            choice.lost_with.clear()
+            choice.deaths.clear()
         finish_reason = FINISH_REASONS.get(output.finish_reason)
         if fresh or finish_reason:
             logprobs = tuple(_logprobs(position) for position in output.logprobs[num_known:])
             self._events.put_nowait(TokenDelta(choice.index, tuple(fresh), logprobs, finish_reason))
         choice.is_over = finish_reason is not None
+
+    def output_came(self, leg: Leg, output: pb.TokenOutput) -> None:
+        """Note what an output says of its worker."""
+        if not leg.has_output:
+            leg.has_output = True
+            leg.prompt_read()
+            self.on_prompt_read(leg)
+        if output.HasField("ledger"):
+            self.on_ledger(leg, output.ledger)
 
     def fail(self, error: TandemError) -> None:
         self._events.put_nowait(error)
@@ -185,7 +167,7 @@ class Flight:
 
     @property
     def usage(self) -> Usage:
-        ledger = self.prefill_ledger or self.choices[0].ledger or pb.PhaseLedger()
+        ledger = self.prefill_ledger or self.choices[0].prompt_ledger or pb.PhaseLedger()
         num_prompt = len(self.request.token_ids)
         num_cached = min(ledger.num_cached_tokens, num_prompt)
         return Usage(
@@ -220,6 +202,8 @@ class PrefillSink:
         choice = self._flight.choices[output.choice_index]
         if not choice.tokens:  # else a decode worker was faster, which computed the prompt itself
             self._flight.take(choice, output)
+        if output.token_ids:
+            self._flight.output_came(self._leg, output)
         if output.HasField("ledger"):
             self._flight.prefill_ledger = output.ledger
             if output.choice_index == len(self._flight.choices) - 1:
@@ -252,8 +236,12 @@ class ChoiceSink:
 
     def output(self, output: pb.TokenOutput) -> None:
         self._flight.take(self._choice, output)
+        if output.token_ids:
+            self._flight.output_came(self._leg, output)
         if output.HasField("ledger"):
             self._choice.ledger = output.ledger
+            if self._leg.is_fresh:
+                self._choice.prompt_ledger = output.ledger
             self._leg.close(cancel=False)
 
     def ended(self, error: TandemError) -> None:
@@ -261,19 +249,6 @@ class ChoiceSink:
         self._leg.close(cancel=False)
         if not is_first_word:
             self._on_failure(self._choice, self._leg, error)
-
-
-def tokens_in_flight(in_flight: InFlight, incarnation: str, num_tokens: int, *, is_prefill: bool) -> Callable[[], None]:
-    """Count tokens as sent to a worker; the function returned takes them back."""
-    counter = in_flight.prefill_tokens if is_prefill else in_flight.decode_tokens
-    counter[incarnation] += num_tokens
-
-    def give_back() -> None:
-        counter[incarnation] -= num_tokens
-        if counter[incarnation] <= 0:
-            del counter[incarnation]
-
-    return give_back
 
 
 def _logprobs(position: pb.PositionLogprobs) -> PositionLogprobs:

@@ -19,6 +19,7 @@ from control_plane.faces.services import HttpSettings
 from control_plane.fleet import Fleet
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
+from control_plane.prefixes import PrefixIndex
 from control_plane.readiness import Prober
 from control_plane.registration import ControlPlaneService
 from control_plane.registry import WorkerRegistry
@@ -52,7 +53,9 @@ class Gateway:
         self.registry.listen(self._kv_clients.changed)
         self.catalog = ModelCatalog(self.registry)
         self._secret = secret
-        self.dispatcher = self.make_dispatcher(Router(self.registry))
+        self.dispatcher = self.make_dispatcher(
+            Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
+        )
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()

@@ -35,6 +35,8 @@ class TokenRequest:
     reject_if_busy: bool = False
     cacheable: bool = True
     """Whether the prompt may use and leave prefix-cache blocks; readiness probes do neither."""
+    is_probe: bool = False
+    """A readiness probe: it goes the whole way whatever that costs, and is never quarantined."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from control_plane.flight import Choice, Diverged, Leg
+from control_plane.flight import Choice, Diverged
+from control_plane.leg import Leg
 from control_plane.plan import Plan
+from control_plane.retry_budget import RetryBudget
 from control_plane.router import Route
 from control_plane.sender import Sender
 from control_plane.waiting_room import WaitingRoom
@@ -21,14 +23,16 @@ class Mover:
 
     def __init__(
         self,
-        route: Callable[[Plan], Route],
+        route: Callable[[Plan, Choice], Route],
         sender: Sender,
         waiting_room: WaitingRoom,
+        budget: RetryBudget,
         queue_seconds: float,
     ) -> None:
         self._route = route
         self._sender = sender
         self._waiting_room = waiting_room
+        self._budget = budget
         self._queue_seconds = queue_seconds
 
     async def move_or_fail(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
@@ -51,9 +55,14 @@ class Mover:
         """Move a choice now, or as soon as a worker has room for it or has come up again: the client sees a pause."""
         lost = set() if isinstance(error, Diverged) else {leg.link.worker.incarnation}
         deadline = min(plan.request.deadline, time.time() + self._queue_seconds)
+        avoid = lost | choice.lost_with  # others first; once those are tried in vain, any but the last
+        has_permit = False
         while not choice.is_over:
-            plan.avoid = set(lost)
+            plan.avoid, avoid = set(avoid), lost
             try:
+                if not has_permit:
+                    self._budget.take(is_first=choice.num_losses <= 1)
+                    has_permit = True
                 await self._move(plan, choice, error)
             except (Overloaded, Unavailable, ModelNotFound) as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
@@ -72,11 +81,12 @@ class Mover:
             error=error.message,
         )
         last_refusal: TandemError = error
-        for worker in self._route(plan).decodes:
+        route = self._route(plan, choice)
+        for worker in route.decodes:
             if choice.is_over:
                 return
             try:
-                await self._sender.answer(plan, self._sender.send_choice(plan, choice, worker))
+                await self._sender.answer(plan, self._sender.send_choice(plan, choice, worker, route))
             except (Overloaded, Unavailable) as refusal:
                 log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
                 last_refusal = refusal

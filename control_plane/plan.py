@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from control_plane.flight import Flight
+from control_plane.estimates import Ask
+from control_plane.flight import Choice, Flight
 from control_plane.generation import TokenRequest
 from control_plane.submission import Hashes, base_submit
 from runtime.errors import Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, TandemError
@@ -30,11 +32,17 @@ class Plan:
     """Counts every try, so that nothing late from one is taken for another's."""
     first_attempt: int = 0
     """Of the present round; a round ends when every worker has refused."""
+    num_resends: int = 0
+    """How often the whole was sent again because a worker was lost, rather than full."""
+    needs_permit: bool = False
+    """The next attempt is such a one."""
     handle: pb.KvHandle | None = None
     refusal: Overloaded | None = None
     """What the first full worker of this round said."""
     has_started: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once both halves were taken: until then, what fails is tried again as a whole."""
+    has_started_anew: bool = False
+    """Another prefill worker was asked once the first was lost; after that one, decode computes the prompt."""
     migrations: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -43,6 +51,7 @@ class Plan:
 
     def start_over(self) -> None:
         """Begin another round: those who refused may have room now."""
+        self.has_started.clear()
         self.avoid.clear()
         self.refusal = None
         self.attempt += 1
@@ -50,6 +59,39 @@ class Plan:
 
     def base(self) -> pb.Submit:
         return base_submit(self.request, self.attempt, self.card, self.hashes, self.traceparent)
+
+    def ask(self) -> Ask:
+        """Return what the router has to know of the request as a whole."""
+        request = self.request
+        return Ask(
+            request.model_id,
+            len(request.token_ids),
+            request.sampling.max_tokens,
+            self.hashes.blocks if self.hashes else (),
+            self.card.block_size or 1,
+            request.session_affinity,
+            hand_over="always" if request.is_probe else "if_cheaper",
+        )
+
+    def ask_for(self, choice: Choice) -> Ask:
+        """Return the same for a choice that has to move: with tokens so far its decode worker reads everything."""
+        if not choice.tokens:
+            return replace(self.ask(), hand_over="always" if self.handle is not None else "never")
+        num_tokens = len(choice.tokens)
+        whole = self.ask()
+        return replace(
+            whole,
+            num_prompt_tokens=whole.num_prompt_tokens + num_tokens,
+            max_tokens=max(1, whole.max_tokens - num_tokens),
+            block_hashes=self.hashes_of(choice.tokens),
+            hand_over="never",
+        )
+
+    def hashes_of(self, so_far: Sequence[int]) -> Sequence[bytes]:
+        """Return the block hashes of the prompt and an answer that has begun: what of both can be found in caches."""
+        if self.hashes is None or not so_far:
+            return ()
+        return self.hashes.with_answer([*self.request.token_ids, *so_far], self.card.block_size)
 
     def learn(self, refusal: TandemError) -> None:
         """Remember what a full worker said: if all are, the client is told that."""

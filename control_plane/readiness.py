@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from control_plane.catalog import ModelCatalog
@@ -24,12 +23,6 @@ _PROBE_PROMPT_TOKENS = 20
 _PROBE_ANSWER_TOKENS = 2
 _PROBE_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class _Proof:
-    at: float
-    handed_over: bool
 
 
 class Prober:
@@ -54,13 +47,13 @@ class Prober:
         self._interval_seconds = interval_seconds
         self._valid_seconds = valid_seconds
         self._clock = clock
-        self._proofs: dict[str, _Proof] = {}
+        self._proofs: dict[tuple[str, bool], float] = {}
         self._last_error = "no request has gone the whole way yet"
         registry.listen(lambda worker, is_here: self._forget_unserved())
 
     def proven(self, model_id: str, handed_over: bool) -> None:
         """A request has gone the whole way; `handed_over` if its cache moved from prefill to decode."""
-        self._proofs[model_id] = _Proof(self._clock(), handed_over)
+        self._proofs[model_id, handed_over] = self._clock()
 
     async def check(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every served model was proven lately, and the ages of the proofs in seconds.
@@ -93,7 +86,7 @@ class Prober:
     def _forget_unserved(self) -> None:
         """A model whose decode workers are all gone has to be proven anew when one is back."""
         served = set(self._served())
-        self._proofs = {model_id: proof for model_id, proof in self._proofs.items() if model_id in served}
+        self._proofs = {way: proven_at for way, proven_at in self._proofs.items() if way[0] in served}
 
     def _nobody(self) -> str:
         names = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
@@ -105,10 +98,9 @@ class Prober:
 
     def _age(self, model_id: str) -> float | None:
         """Return how long ago the way as it is now was proven; None: never."""
-        proof = self._proofs.get(model_id)
-        if proof is None or (self._has_prefill(model_id) and not proof.handed_over):
-            return None
-        return self._clock() - proof.at
+        ways = (True,) if self._has_prefill(model_id) else (True, False)
+        proven_at = [self._proofs[model_id, way] for way in ways if (model_id, way) in self._proofs]
+        return self._clock() - max(proven_at) if proven_at else None
 
     def _has_prefill(self, model_id: str) -> bool:
         addresses = {service.address for service in self._registry.kv_services()}
@@ -157,6 +149,7 @@ class Prober:
             choice_seeds=(0,),
             deadline=time.time() + _PROBE_SECONDS,
             cacheable=False,
+            is_probe=True,
         )
         stream = await self._dispatcher.submit(request)
         async for _ in stream:

@@ -88,6 +88,13 @@ class WorkerRegistry:
             if worker.is_usable and (host_id is None or worker.info.host_id == host_id)
         ]
 
+    def store_of(self, host_id: str) -> Worker | None:
+        """Return the KV service of a host that has a store of blocks, as it said of itself last."""
+        for worker in self.workers(pb.WORKER_ROLE_KV):
+            if worker.is_usable and worker.info.host_id == host_id and worker.load.kv_service.HasField("store"):
+                return worker
+        return None
+
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport) -> None:
         """Take in a worker, or what is new of one; another incarnation takes the place of the one before, for good.
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
 
-from control_plane.affinity import SessionAffinity
+from control_plane.affinity import Served, SessionAffinity
+from control_plane.estimates import Ask, Estimator, HandOver, InFlight, Reading
+from control_plane.prefixes import PrefixIndex
 from control_plane.registry import Worker, WorkerRegistry
+from control_plane.speeds import ASSUMED_STEP_MS, Speeds, step_ms
 from runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 from tandem.v1 import types_pb2 as pb
 
-_ASSUMED_PREFILL_TOKENS_PER_SECOND = 1000.0
-_ASSUMED_STEP_SECONDS = 0.05
 _AFFINITY_SLACK = 1.25
 """A session stays where it was while that is at most so many times as loaded as the best."""
+_EXPECTED_ANSWER_TOKENS = 256
+"""Of an answer that may be longer: for how many steps a request is reckoned to feel how full its decode worker is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,71 +30,62 @@ class Route:
     decodes: tuple[Worker, ...]
     reason: str
     predicted_ms: dict[str, float]
+    readings: Mapping[str, Reading] = field(default_factory=dict)
+    """By incarnation, for those that would read the prompt: the prefill worker, or each of the decode workers."""
+
+    def reading(self, worker: Worker) -> Reading | None:
+        return self.readings.get(worker.incarnation)
 
     def describe(self) -> dict[str, Any]:
+        reading = self.reading(self.prefill or self.decodes[0])
         return {
             "prefill": self.prefill.worker_id if self.prefill else "",
             "decode": self.decodes[0].worker_id,
             "reason": self.reason,
             **{f"predicted_{name}_ms": round(value, 3) for name, value in self.predicted_ms.items()},
+            **(_cached(reading) if reading else {}),
         }
 
 
-@dataclass
-class InFlight:
-    """Tokens that this gateway has sent to workers and that have not come back; by incarnation.
-
-    Kept here and not only read from heartbeats, which are up to a second old: a burst would all go to one worker.
-    """
-
-    prefill_tokens: Counter[str] = field(default_factory=Counter)
-    decode_tokens: Counter[str] = field(default_factory=Counter)
-
-    def total(self) -> int:
-        return self.prefill_tokens.total() + self.decode_tokens.total()
-
-
 class Router:
-    """Chooses by tokens in flight per worker, free KV blocks and measured speed."""
+    """Chooses by tokens in flight per worker, free KV blocks, measured speeds and where the prompt's blocks are."""
 
-    def __init__(self, registry: WorkerRegistry) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        local_prefill: Literal["auto", "never"] = "auto",
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
         self._registry = registry
+        self._local_prefill = local_prefill
         self.in_flight = InFlight()
         self.affinity = SessionAffinity()
+        self.prefixes = prefixes or PrefixIndex()
+        self.speeds = Speeds(registry)
+        self._estimator = Estimator(registry, self.in_flight, self.prefixes, self.speeds)
 
-    def choose(self, model_id: str, num_prompt_tokens: int, max_tokens: int, avoid: Collection[str] = ()) -> Route:
+    def choose(self, ask: Ask, avoid: Collection[str] = ()) -> Route:
         """Return a route; `avoid` holds incarnations that refused or failed.
 
         Raises ModelNotFound if nobody serves the model, Unavailable if nobody can right now, Overloaded if all that
         could are in `avoid`, ContextTooLong if no pool could ever hold the request.
         """
-        fitting = self._large_enough(self._usable(model_id, pb.WORKER_ROLE_DECODE, ()), num_prompt_tokens, max_tokens)
+        fitting = self._large_enough(self._usable(ask.model_id, pb.WORKER_ROLE_DECODE, ()), ask)
         decodes = [worker for worker in fitting if worker.incarnation not in avoid]
-        decodes = self._rank_decodes(decodes, num_prompt_tokens, max_tokens)
-        prefills = self._usable(model_id, pb.WORKER_ROLE_PREFILL, avoid)
         if not decodes:
-            raise self._nobody(model_id, avoid)
-        prefill = self._best_prefill(prefills, num_prompt_tokens) if decodes[0].info.kv_address else None
-        predicted = {"decode_step": _step_ms(decodes[0])}
-        if prefill is None:
-            why = "no KV service" if prefills else "no prefill worker"
-            reason = f"{why}: decode computes the prompt"
-        else:
-            predicted["prefill"] = self._prefill_ms(prefill, num_prompt_tokens)
-            reason = f"fewest tokens in flight of {len(prefills)} prefill and {len(decodes)} decode workers"
-        return Route(prefill, tuple(decodes), reason, predicted)
-
-    def with_affinity(self, route: Route, session_id: str, avoid: Collection[str] = ()) -> Route:
-        """Return the route with the workers that served the session last, unless they are much busier than its own."""
-        served = self.affinity.of(session_id)
-        if served is None:
-            return route
-        decodes = sorted(route.decodes, key=lambda worker: worker.incarnation != served.decode)  # stable
-        best = route.decodes[0]
-        if decodes[0] is not best and self._decode_load(decodes[0]) > _AFFINITY_SLACK * self._decode_load(best):
-            decodes = list(route.decodes)
-        prefill = route.prefill and self._prefill_of_session(route.prefill, served.prefill, avoid)
-        return replace(route, prefill=prefill, decodes=tuple(decodes))
+            raise self._nobody(ask.model_id, avoid)
+        prefills = self._usable(ask.model_id, pb.WORKER_ROLE_PREFILL, avoid)
+        served = self.affinity.of(ask.session_id) or Served("", "")
+        runs = self._estimator.runs(ask)
+        readings = [self._estimator.reading(worker, ask, runs) for worker in self._reachable(prefills)]
+        prefill = _best_prefill(readings, served) if ask.hand_over != "never" else None
+        local = {worker.incarnation: self._estimator.reading(worker, ask, runs) for worker in decodes}
+        hand_over = self._hand_over(ask, prefill)
+        decodes = self._with_affinity(self._rank_decodes(local, ask, prefill, hand_over), served)
+        first = local[decodes[0].incarnation]
+        if prefill is not None and self._is_handed_over(first, prefill, hand_over):
+            return self._handed_over(prefill, first, decodes, len(prefills))
+        return self._local(prefill, first, decodes, local, has_prefills=bool(prefills) and ask.hand_over != "never")
 
     def is_busy(self, decodes: Collection[Worker]) -> bool:
         """Whether a request would have to wait at each of these decode workers."""
@@ -100,63 +94,28 @@ class Router:
             for worker in decodes
         )
 
-    def _prefill_of_session(self, best: Worker, incarnation: str, avoid: Collection[str]) -> Worker:
-        workers = self._usable(best.info.card.model_id, pb.WORKER_ROLE_PREFILL, avoid)
-        for worker in self._reachable(workers):
-            is_near = self._prefill_ms(worker, 1) <= _AFFINITY_SLACK * self._prefill_ms(best, 1)
-            if worker.incarnation == incarnation and is_near:
-                return worker
-        return best
+    # ------------------------------------------------------------------------------------------- who could at all
 
     def _usable(self, model_id: str, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
         workers = self._registry.workers(role)
         return [worker for worker in workers if worker.serves(model_id) and worker.incarnation not in avoid]
 
-    def _large_enough(self, workers: list[Worker], num_prompt_tokens: int, max_tokens: int) -> list[Worker]:
+    def _large_enough(self, workers: list[Worker], ask: Ask) -> list[Worker]:
         """Return the workers that could hold the request if nothing else ran there; raises if none could."""
-        fitting = [worker for worker in workers if _could_hold(worker, num_prompt_tokens + max_tokens)]
+        fitting = [worker for worker in workers if _could_hold(worker, ask.num_prompt_tokens + ask.max_tokens)]
         if workers and not fitting:
             raise ContextTooLong(
-                f"{num_prompt_tokens:,} prompt tokens and up to {max_tokens:,} answer tokens fit no decode worker's KV "
-                f"pool, the largest has {max(map(_pool_tokens, workers)):,}; lower max_tokens, shorten the prompt or "
-                "give the workers more KV memory",
+                f"{ask.num_prompt_tokens:,} prompt tokens and up to {ask.max_tokens:,} answer tokens fit no decode "
+                f"worker's KV pool, the largest has {max(map(_pool_tokens, workers)):,}; lower max_tokens, shorten the "
+                "prompt or give the workers more KV memory",
                 field="max_tokens",
             )
         return fitting
-
-    def _rank_decodes(self, workers: list[Worker], num_prompt_tokens: int, max_tokens: int) -> list[Worker]:
-        """Order by whether the prompt's blocks seem to fit, then by tokens in flight per block of the pool."""
-
-        def cost(worker: Worker) -> tuple[bool, float, str]:
-            pool = worker.load.kv
-            num_free_tokens = (pool.num_free_blocks + pool.num_cached_blocks) * max(1, pool.tokens_per_block)
-            num_mine = self.in_flight.decode_tokens[worker.incarnation]
-            is_tight = num_free_tokens < num_prompt_tokens + num_mine - worker.load.num_tokens_in_flight
-            return is_tight, self._decode_load(worker, num_prompt_tokens + max_tokens), worker.worker_id
-
-        return sorted(workers, key=cost)
-
-    def _decode_load(self, worker: Worker, num_tokens: int = 1) -> float:
-        """Return what share of its pool's tokens a decode worker would have in flight with `num_tokens` more."""
-        num_mine = self.in_flight.decode_tokens[worker.incarnation]
-        num_in_flight = max(num_mine, worker.load.num_tokens_in_flight) + num_tokens
-        return num_in_flight / max(1, _pool_tokens(worker))
-
-    def _best_prefill(self, workers: list[Worker], num_prompt_tokens: int) -> Worker | None:
-        reachable = self._reachable(workers)
-        return min(
-            reachable, key=lambda worker: (self._prefill_ms(worker, num_prompt_tokens), worker.worker_id), default=None
-        )
 
     def _reachable(self, workers: list[Worker]) -> list[Worker]:
         """Return those whose KV cache others can get: they are connected to a KV service that is here."""
         addresses = {service.address for service in self._registry.kv_services()}
         return [worker for worker in workers if worker.info.kv_address in addresses]
-
-    def _prefill_ms(self, worker: Worker, num_prompt_tokens: int) -> float:
-        """Return the milliseconds until this prompt would be computed: what is before it, and itself."""
-        num_before = max(self.in_flight.prefill_tokens[worker.incarnation], worker.load.num_tokens_in_flight)
-        return 1000.0 * (num_before + num_prompt_tokens) / _prefill_rate(worker)
 
     def _nobody(self, model_id: str, avoid: Collection[str]) -> TandemError:
         served = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
@@ -168,6 +127,118 @@ class Router:
             )
         return ModelNotFound(f"no worker serves {model_id!r}; served here: {', '.join(served) or 'nothing yet'}")
 
+    # --------------------------------------------------------------------------------------------- who is sooner
+
+    def _hand_over(self, ask: Ask, prefill: Reading | None) -> HandOver:
+        if prefill is None:
+            return "never"
+        return "always" if self._local_prefill == "never" else ask.hand_over
+
+    def _is_handed_over(self, local: Reading, prefill: Reading, hand_over: HandOver) -> bool:
+        if not local.worker.info.kv_address or hand_over == "never":
+            return False
+        return hand_over == "always" or self._estimator.hand_over_ms(prefill) < self._estimator.local_ms(local)
+
+    def _rank_decodes(
+        self, local: Mapping[str, Reading], ask: Ask, prefill: Reading | None, hand_over: HandOver
+    ) -> list[Worker]:
+        """Order by whether the prompt's blocks seem to fit, then by what prompt and answer would take there.
+
+        The answer's steps are the longer the fuller the pool is: a full one's take about twice as long.
+        """
+        workers = [reading.worker for reading in local.values()]
+        measured = [ms for worker in workers if (ms := step_ms(worker)) is not None]
+        answer_ms = min(ask.max_tokens, _EXPECTED_ANSWER_TOKENS) * (fmean(measured) if measured else ASSUMED_STEP_MS)
+
+        def cost(worker: Worker) -> tuple[bool, float, str]:
+            reading = local[worker.incarnation]
+            if prefill is not None and self._is_handed_over(reading, prefill, hand_over):
+                prompt_ms = self._estimator.hand_over_ms(prefill)
+            else:
+                prompt_ms = self._estimator.local_ms(reading)
+            share = self._decode_load(worker, ask.num_prompt_tokens + ask.max_tokens)
+            return self._is_tight(worker, ask), prompt_ms + answer_ms * share, worker.worker_id
+
+        return sorted(workers, key=cost)
+
+    def _with_affinity(self, decodes: list[Worker], served: Served) -> list[Worker]:
+        """Put the worker that served the session last first, unless it is much busier than the best."""
+        preferred = sorted(decodes, key=lambda worker: worker.incarnation != served.decode)  # stable
+        if self._decode_load(preferred[0]) > _AFFINITY_SLACK * self._decode_load(decodes[0]):
+            return decodes
+        return preferred
+
+    def _is_tight(self, worker: Worker, ask: Ask) -> bool:
+        pool = worker.load.kv
+        num_free_tokens = (pool.num_free_blocks + pool.num_cached_blocks) * max(1, pool.tokens_per_block)
+        num_mine = self.in_flight.decode_tokens[worker.incarnation]
+        return num_free_tokens < ask.num_prompt_tokens + num_mine - worker.load.num_tokens_in_flight
+
+    def _decode_load(self, worker: Worker, num_tokens: int = 1) -> float:
+        """Return what share of its pool's tokens a decode worker would have in flight with `num_tokens` more."""
+        num_mine = self.in_flight.decode_tokens[worker.incarnation]
+        num_in_flight = max(num_mine, worker.load.num_tokens_in_flight) + num_tokens
+        return num_in_flight / max(1, _pool_tokens(worker))
+
+    # --------------------------------------------------------------------------------------------- and says why
+
+    def _handed_over(self, prefill: Reading, local: Reading, decodes: list[Worker], num_prefills: int) -> Route:
+        predicted = {
+            "decode_step": step_ms(decodes[0]) or ASSUMED_STEP_MS,
+            **_parts("prefill", prefill),
+            "hand_over": self._estimator.hand_over_ms(prefill),
+            "local": self._estimator.local_ms(local),
+        }
+        reason = f"{prefill}, the soonest of {num_prefills} prefill workers; {len(decodes)} decode workers"
+        readings = {prefill.worker.incarnation: prefill}
+        return Route(prefill.worker, tuple(decodes), reason, predicted, readings)
+
+    def _local(
+        self,
+        prefill: Reading | None,
+        first: Reading,
+        decodes: list[Worker],
+        readings: Mapping[str, Reading],
+        *,
+        has_prefills: bool,
+    ) -> Route:
+        predicted = {"decode_step": step_ms(decodes[0]) or ASSUMED_STEP_MS, **_parts("local", first)}
+        predicted["local"] = self._estimator.local_ms(first)
+        if prefill is None or not first.worker.info.kv_address:
+            why = "no KV service" if has_prefills else "no prefill worker"
+            return Route(None, tuple(decodes), f"{why}: decode computes the prompt", predicted, readings)
+        predicted["hand_over"] = self._estimator.hand_over_ms(prefill)
+        reason = f"decode computes the prompt: {first}; handing over would take {predicted['hand_over']:.1f} ms"
+        return Route(None, tuple(decodes), reason, predicted, readings)
+
+
+def _best_prefill(readings: list[Reading], served: Served) -> Reading | None:
+    """Return the soonest, or the one that served the session last if it is about as soon."""
+    best = min(readings, key=lambda reading: (reading.total_ms, reading.worker.worker_id), default=None)
+    for reading in readings:
+        is_served = reading.worker.incarnation == served.prefill
+        if best is not None and is_served and reading.total_ms <= _AFFINITY_SLACK * best.total_ms:
+            return reading
+    return best
+
+
+def _parts(name: str, reading: Reading) -> dict[str, float]:
+    return {
+        name: reading.total_ms,
+        "queue": reading.queue_ms,
+        "load": reading.load_ms,
+        "compute": reading.compute_ms,
+    }
+
+
+def _cached(reading: Reading) -> dict[str, Any]:
+    return {
+        "cached_own_tokens": reading.cached.own,
+        "cached_host_tokens": reading.cached.host,
+        "cached_remote_tokens": reading.cached.remote,
+        "prefix_source": reading.source,
+    }
+
 
 def _pool_tokens(worker: Worker) -> int:
     return worker.load.kv.num_total_blocks * worker.load.kv.tokens_per_block
@@ -177,17 +248,3 @@ def _could_hold(worker: Worker, num_tokens: int) -> bool:
     """The last token's KV is never needed; a worker that has not told its pool yet decides itself."""
     num_needed = min(num_tokens, worker.info.card.context_length + 1) - 1
     return not _pool_tokens(worker) or num_needed <= _pool_tokens(worker)
-
-
-def _prefill_rate(worker: Worker) -> float:
-    """Return prompt tokens per second as measured over the worker's life."""
-    counters = worker.load.counters
-    seconds = counters.get("step_seconds", 0.0)
-    num_tokens = counters.get("prompt_tokens_computed", 0.0)
-    return num_tokens / seconds if num_tokens > 0 and seconds > 0 else _ASSUMED_PREFILL_TOKENS_PER_SECOND
-
-
-def _step_ms(worker: Worker) -> float:
-    counters = worker.load.counters
-    num_steps = counters.get("steps", 0.0)
-    return 1000.0 * (counters.get("step_seconds", 0.0) / num_steps if num_steps > 0 else _ASSUMED_STEP_SECONDS)

@@ -40,6 +40,11 @@ def cache_salt(secret: bytes, account: str) -> bytes:
     return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
 
 
+def account_tag(secret: bytes, account: str) -> bytes:
+    """Return what an account's cached blocks are counted under: no KV service need know its name."""
+    return hmac.digest(secret, b"tandem account tag\0" + account.encode(), hashlib.sha256)[:8]
+
+
 def _make(path: Path) -> None:
     """Write a new secret so that two processes starting at once end up with the same one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

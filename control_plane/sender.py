@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from control_plane.flight import Choice, ChoiceSink, Leg, PrefillSink, tokens_in_flight
+from control_plane.estimates import InFlight
+from control_plane.flight import Choice, ChoiceSink, PrefillSink
+from control_plane.leg import Leg, counted
 from control_plane.links import LinkPool
 from control_plane.plan import Plan
 from control_plane.registry import Worker
-from control_plane.router import InFlight
+from control_plane.router import Route
 from control_plane.submission import decode_submit, prefill_submit
 from runtime.errors import TandemError, Unavailable
 from tandem.v1 import types_pb2 as pb
+
+_GiveBack = Callable[[], None]
+_Count = Callable[[pb.Submit, str, int], tuple[_GiveBack, _GiveBack]]
 
 
 class Failures(Protocol):
     """Hears of workers that are lost after they had accepted."""
 
-    def prefill_failed(self, plan: Plan, error: TandemError) -> None: ...
+    def prefill_failed(self, plan: Plan, leg: Leg, error: TandemError) -> None: ...
 
     def choice_failed(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None: ...
 
@@ -33,18 +39,19 @@ class Sender:
         self._accept_seconds = accept_seconds
         self._failures = failures
 
-    def send_prefill(self, plan: Plan, worker: Worker, handle: pb.KvHandle) -> Leg:
-        submit = prefill_submit(plan.base(), plan.request, handle)
-        leg = self._leg(worker, submit, is_prefill=True)
+    def send_prefill(self, plan: Plan, worker: Worker, handle: pb.KvHandle, route: Route) -> Leg:
+        leg = self._leg(worker, prefill_submit(plan.base(), plan.request, handle), route, self._count_prefill)
         plan.flight.expect_prefill(leg)
-        leg.link.submit(submit, PrefillSink(plan.flight, leg, lambda error: self._failures.prefill_failed(plan, error)))
+        on_failure = partial(self._failures.prefill_failed, plan, leg)
+        leg.link.submit(leg.submit, PrefillSink(plan.flight, leg, on_failure))
         return leg
 
-    def send_choice(self, plan: Plan, choice: Choice, worker: Worker) -> Leg:
-        """Submit a choice to a decode worker; with tokens so far it goes on from them, and computes their cache."""
+    def send_choice(self, plan: Plan, choice: Choice, worker: Worker, route: Route) -> Leg:
+        """Submit a choice to a decode worker; with tokens so far it goes on from them."""
         handle = None if choice.tokens else plan.handle
-        submit = decode_submit(plan.base(), plan.request, choice.index, handle, choice.tokens)
-        leg = choice.leg = self._leg(worker, submit, is_prefill=False)
+        so_far = choice.tokens
+        submit = decode_submit(plan.base(), plan.request, choice.index, handle, so_far, plan.hashes_of(so_far))
+        leg = choice.leg = self._leg(worker, submit, route, self._count_decode)
         leg.link.submit(submit, ChoiceSink(plan.flight, choice, leg, partial(self._failures.choice_failed, plan)))
         return leg
 
@@ -64,12 +71,28 @@ class Sender:
             plan.avoid.add(worker.incarnation)
             raise
 
-    def _leg(self, worker: Worker, submit: pb.Submit, *, is_prefill: bool) -> Leg:
-        num_tokens = len(submit.token_ids) + (0 if is_prefill else submit.sampling.max_tokens)
-        give_back = tokens_in_flight(self._in_flight, worker.incarnation, num_tokens, is_prefill=is_prefill)
-        try:
-            link = self._links.get(worker)
-        except TandemError:
-            give_back()
-            raise
-        return Leg(link, submit, give_back)
+    def _leg(self, worker: Worker, submit: pb.Submit, route: Route, count: _Count) -> Leg:
+        """Return a leg over a worker's link, counted as in flight; raises Unavailable if the worker has gone."""
+        link = self._links.get(worker)
+        is_reader = worker.role == pb.WORKER_ROLE_PREFILL or not submit.HasField("handle")
+        reading = route.reading(worker) if is_reader else None
+        if reading is not None:
+            submit.prefix_source = reading.source
+        num_to_read = reading.num_computed_tokens if reading is not None else len(submit.token_ids)
+        give_back, prompt_read = count(submit, worker.incarnation, num_to_read if is_reader else 0)
+        return Leg(link, submit, give_back, prompt_read, reading)
+
+    def _count_prefill(self, submit: pb.Submit, incarnation: str, num_to_read: int) -> tuple[_GiveBack, _GiveBack]:
+        give_back = counted(self._in_flight.prefill_tokens, incarnation, num_to_read)
+        return give_back, lambda: None
+
+    def _count_decode(self, submit: pb.Submit, incarnation: str, num_to_read: int) -> tuple[_GiveBack, _GiveBack]:
+        num_tokens = len(submit.token_ids) + submit.sampling.max_tokens
+        give_back_tokens = counted(self._in_flight.decode_tokens, incarnation, num_tokens)
+        give_back_answer = counted(self._in_flight.answers, incarnation, 1)
+
+        def give_back() -> None:
+            give_back_tokens()
+            give_back_answer()
+
+        return give_back, counted(self._in_flight.prefill_tokens, incarnation, num_to_read)

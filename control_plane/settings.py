@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from runtime.settings import setting
 
@@ -22,6 +23,14 @@ class ControlPlaneSettings:
     accept_seconds: float = setting(10.0, "how long a worker may take to accept a request before another is asked")
     queue_seconds: float = setting(30.0, "how long a request waits at the door while every worker is full; then 429")
     max_waiting: int = setting(512, "requests that may wait at the door; more are refused with 429")
+    local_prefill: Literal["auto", "never"] = setting(
+        "auto",
+        "auto: the decode worker computes a prompt itself where that is predicted to cost less than a hand-over; "
+        "never: where there is a prefill worker, it computes every prompt",
+    )
+    prefix_index_blocks: int = setting(
+        1_000_000, "blocks of which is remembered whose cache has them, for routing; 175 bytes each"
+    )
     probe_interval_seconds: float = setting(10.0, "how often readiness is proven by a request when no user's does it")
     probe_valid_seconds: float = setting(30.0, "how long one proof of readiness lasts")
     secret: str = setting(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from control_plane.generation import TokenRequest
 from control_plane.registry import Worker
-from engine.scheduling.block_hash import hash_blocks, hash_root
+from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.kv.layout import layout_digest
 from runtime.kv.mac import sign_handle
@@ -22,11 +22,18 @@ class Hashes:
 
     root: bytes
     blocks: tuple[bytes, ...]
+    account_tag: bytes = b""
+
+    def with_answer(self, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
+        """Return the hashes of all full blocks of `token_ids`, the prompt and what follows it."""
+        parent = self.blocks[-1] if self.blocks else self.root
+        rest = token_ids[len(self.blocks) * block_size :]
+        return (*self.blocks, *hash_blocks(BlockHash(parent), rest, block_size))
 
 
-def hash_prompt(card: pb.ModelCard, token_ids: Sequence[int], salt: bytes) -> Hashes:
+def hash_prompt(card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"") -> Hashes:
     root = hash_root(card.fingerprint.digest, card.block_size, "", salt)
-    return Hashes(root, tuple(hash_blocks(root, token_ids, card.block_size)))
+    return Hashes(root, tuple(hash_blocks(root, token_ids, card.block_size)), account_tag)
 
 
 def model_ref(card: pb.ModelCard) -> pb.ModelRef:
@@ -72,6 +79,7 @@ def base_submit(
     if hashes is not None:
         submit.hash_root = hashes.root
         submit.block_hashes.extend(hashes.blocks)
+        submit.account_tag = hashes.account_tag
     return submit
 
 
@@ -84,15 +92,25 @@ def prefill_submit(base: pb.Submit, request: TokenRequest, handle: pb.KvHandle) 
 
 
 def decode_submit(
-    base: pb.Submit, request: TokenRequest, choice_index: int, handle: pb.KvHandle | None, so_far: Sequence[int]
+    base: pb.Submit,
+    request: TokenRequest,
+    choice_index: int,
+    handle: pb.KvHandle | None,
+    so_far: Sequence[int],
+    block_hashes: Sequence[bytes] = (),
 ) -> pb.Submit:
-    """Return a choice's request for decode; `so_far` holds its tokens, if it goes on from another worker's."""
+    """Return a choice's request for decode.
+
+    `so_far` holds its tokens, if it goes on from another worker's; `block_hashes` then those of prompt and tokens.
+    """
     submit = pb.Submit()
     submit.CopyFrom(base)
     submit.request_id = f"{request.request_id}-{choice_index}"
     submit.choice_index = choice_index
     submit.sampling.seed = request.choice_seeds[choice_index]
     submit.token_ids.extend(so_far)
+    if block_hashes:
+        submit.block_hashes[:] = block_hashes
     if handle is not None:
         submit.handle.CopyFrom(handle)
     return submit

@@ -18,8 +18,9 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
+from worker.engine_regions import EngineRegions
 from worker.front import WorkerFront
-from worker.kv_link import KvLink, lost_is_unavailable
+from worker.kv_link import KvLink, lost_is_unavailable, offer_of
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
 from worker.spans import Phase, PhaseSpans
@@ -30,11 +31,11 @@ log = get_logger(__name__)
 class DecodeHandOver:
     """Decode's side of the hand-over; implements worker.front.HandOver."""
 
-    def __init__(self, engine: EngineLink, link: KvLink, settings: WorkerSettings) -> None:
+    def __init__(self, engine: EngineLink, link: KvLink, regions: EngineRegions, settings: WorkerSettings) -> None:
         self.spans = PhaseSpans(phases)
         self._engine = engine
         self._link = link
-        self.reader = RegionReader(engine, link, settings.kv_transport)
+        self.reader = RegionReader(engine, regions, settings.kv_transport)
         self._front: WorkerFront | None = None
         self._layout = pb.KvLayout()
         self._pulls: dict[str, asyncio.Task[None]] = {}
@@ -53,7 +54,8 @@ class DecodeHandOver:
 
     def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
-        self.reader.own_region(ready.region_id, fds)
+        if fds:  # else blocks that are filled here cannot be offered to the store
+            self._link.lend(offer_of(ready, fds[0]))
 
     async def prepared(self) -> None:
         """Decode can always compute by itself: it waits for no KV service."""
@@ -86,7 +88,6 @@ class DecodeHandOver:
         await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def close(self) -> None:
-        self.reader.close()
         tasks = [*self._pulls.values(), *self._releases]
         for task in tasks:
             task.cancel()

@@ -6,10 +6,8 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -20,28 +18,8 @@ from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from worker.engine_link import EngineLink
-from worker.kv_link import KvLink
+from worker.engine_regions import EngineRegions
 from worker.requests import ActiveRequest
-
-_IDLE_SECONDS = 60.0
-"""A region that nobody read for so long is unmapped: a mapping keeps the memory of its owner alive, a dead one's too.
-Mapping it again takes a millisecond."""
-
-
-@dataclass(eq=False)
-class _Mapping:
-    """A region that the engine has mapped, or is about to."""
-
-    task: asyncio.Task[None]
-    expiry: asyncio.TimerHandle | None = None
-
-    def unmap_later(self, seconds: float, unmap: Callable[[], None]) -> None:
-        self.keep()
-        self.expiry = asyncio.get_running_loop().call_later(seconds, unmap)
-
-    def keep(self) -> None:
-        if self.expiry is not None:
-            self.expiry.cancel()
 
 
 class RegionReader:
@@ -50,48 +28,14 @@ class RegionReader:
     def __init__(
         self,
         engine: EngineLink,
-        link: KvLink,
+        regions: EngineRegions,
         transport: Literal["auto", "shm", "grpc"],
-        idle_seconds: float = _IDLE_SECONDS,
     ) -> None:
         self.transport = transport
-        self.idle_seconds = idle_seconds
+        self.regions = regions
         self._engine = engine
-        self._link = link
-        self._mapped: dict[str, _Mapping] = {}
         self._copies: dict[tuple[str, int], asyncio.Future[int]] = {}
         self._num_staged = 0
-
-    def own_region(self, region_id: str, fds: Sequence[int]) -> None:
-        """Nobody reads a decode worker's pool yet: its descriptor is closed."""
-        for fd in fds:
-            os.close(fd)
-
-    async def map_regions(self, slab: kv.Slab) -> None:
-        """Have the engine map every region that a slab lies in; raises Unavailable or KvNotFound."""
-        for region_id in {extent.region_id for extent in slab.extents}:
-            mapping = self._mapped.get(region_id)
-            if mapping is None:
-                mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
-            try:
-                await asyncio.shield(mapping.task)
-            except Exception:
-                if self._mapped.get(region_id) is mapping:  # the next slab asks again
-                    del self._mapped[region_id]
-                raise
-            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
-
-    def unmap(self, region_ids: Iterable[str]) -> None:
-        """Have the engine forget regions: unused for long, their owner dead perhaps, or mapped wrongly."""
-        for region_id in region_ids:
-            if (mapping := self._mapped.pop(region_id, None)) is not None:
-                mapping.keep()
-                self._engine.send(messages.UnmapRegion(region_id))
-
-    def close(self) -> None:
-        for mapping in self._mapped.values():
-            mapping.keep()
-            mapping.task.cancel()
 
     async def copy(self, request_id: str, slab: kv.Slab, first_block: int) -> int:
         """Copy a slab's blocks from `first_block` on into the request's; return bytes. Raises KvCorrupt."""
@@ -137,15 +81,6 @@ class RegionReader:
                 )
             finally:
                 self._engine.send(messages.UnmapRegion(region_id))
-
-    async def _map(self, region_id: str) -> None:
-        grant = await self._link.fetch(region_id)
-        try:
-            self._engine.send(
-                messages.MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset), grant.fd
-            )
-        finally:
-            os.close(grant.fd)
 
 
 class _Staged:
@@ -221,9 +156,9 @@ class Pull:
     async def _take(self, client: KvClient, slab: kv.Slab) -> int:
         if self._reader.transport == "grpc":
             return await self._reader.copy_over_grpc(client, self._request, slab, self._first_block)
-        await self._reader.map_regions(slab)
+        await self._reader.regions.map(extent.region_id for extent in slab.extents)
         try:
             return await self._reader.copy(self._request.key, slab, self._first_block)
         except KvCorrupt:  # or the engine could not map the region: it is mapped anew for the next one
-            self._reader.unmap(extent.region_id for extent in slab.extents)
+            self._reader.regions.unmap(extent.region_id for extent in slab.extents)
             raise

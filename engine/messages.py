@@ -275,6 +275,8 @@ class FilledBlocks:
     """Full blocks that were computed here, in block-table order; others may want their content under these hashes."""
 
     request_id: str
+    parent: str
+    """Hex: the hash of the block before the first one; empty if that is the prompt's first."""
     hashes: list[str]
     """Hex."""
     slots: list[int]

@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.blocks.accounts import Quotas
+from kv_transfer_svc.blocks.room import Room
+from kv_transfer_svc.disk import DiskTier
 from kv_transfer_svc.load import load_report
+from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.settings import KvSettings
 from kv_transfer_svc.store import HandleStore
+from kv_transfer_svc.transport import gauges
+from kv_transfer_svc.transport.data_server import DataServer
+from kv_transfer_svc.transport.links import Links
+from runtime import place
 from runtime.identity import default_host_id, new_incarnation
 from runtime.kv.region_server import RegionServer
 from runtime.log import get_logger
 from runtime.memory import MemoryProbe
 from runtime.place import forget_dead_sockets, socket_path
 from runtime.registration import Registrar
-from runtime.server import GrpcServer
+from runtime.server import GrpcServer, split_address
 from runtime.settings import describe
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
@@ -36,8 +45,25 @@ class KvProcess:
         self._settings = settings
         self._arena = Arena(f"arena-{incarnation}", settings.arena_bytes)
         self._store = HandleStore(lease_seconds=settings.lease_seconds, max_handles=settings.max_handles)
+        self._prompt_cache = _prompt_cache(settings, self._store, incarnation)
+        links = Links(
+            incarnation,
+            self._handle_key,
+            transports=settings.transports,
+            host_id=settings.host_id or default_host_id(),
+            clock=self._store.clock,
+            lease_seconds=settings.lease_seconds,
+            counters=self._store.counters,
+        )
         self._service = KvTransferService(
-            self._store, self._arena, incarnation, self._handle_key, self._stats, verify_kv=settings.verify_kv
+            self._store,
+            self._arena,
+            incarnation,
+            self._handle_key,
+            self._stats,
+            self._prompt_cache,
+            links,
+            verify_kv=settings.verify_kv,
         )
         forget_dead_sockets("kv-*.sock")
         path = socket_path(f"kv-{os.getpid()}-{incarnation[:4]}.sock")
@@ -48,6 +74,13 @@ class KvProcess:
             [SERVICE_NAME],
             insecure=settings.insecure,
         )
+        self._data = DataServer(
+            settings.data_address,
+            self._service.offer.tokens.verify,
+            self._service.open_source,
+            insecure=settings.insecure,
+        )
+        gauges.export(links.report)
         self._memory = MemoryProbe(lambda: [os.getpid()])
         self._info = self._describe(incarnation)
         self._registrar = Registrar(settings.control, self._info, self._load)
@@ -55,11 +88,15 @@ class KvProcess:
     async def run(self, drain: asyncio.Event) -> int:
         """Serve until `drain` is set, then until what is held has ended."""
         await self._regions.start()
+        if self._prompt_cache is not None:
+            self._prompt_cache.fetch = self._service.puller.fetch_blocks
+            await self._prompt_cache.open()
         sweeper = asyncio.create_task(self._sweep())
         try:
             bound = await self._server.start()
             self._info.address = self._settings.advertise or bound
             self._service.listens_at(self._info.address)
+            await self._offer_links()
             self._registrar.update_info(self._info)
             self._registrar.start()
             self._server.set_serving(True)
@@ -70,6 +107,17 @@ class KvProcess:
             sweeper.cancel()
             await self._close()
         return 0
+
+    async def _offer_links(self) -> None:
+        """Open the ways to read from here other than gRPC that the settings allow."""
+        settings, offer = self._settings, self._service.offer
+        offer.host_id = self._info.host_id
+        if "shm" in settings.transports:
+            offer.kv_socket = str(self._regions.path)
+        if "tcp" in settings.transports:
+            _, port = split_address(await self._data.start())
+            host, _ = split_address(self._info.address)
+            offer.tcp_address = settings.data_advertise or f"{host}:{port}"
 
     async def _drain(self) -> None:
         try:
@@ -85,8 +133,11 @@ class KvProcess:
         await self._registrar.stop()
         await self._regions.close()
         await self._service.puller.close()
+        await self._data.stop()
         await self._server.stop(_GRACE_SECONDS)
         self._store.regions.close()
+        if self._prompt_cache is not None:
+            await self._prompt_cache.close()
         self._arena.close()
 
     async def _sweep(self) -> None:
@@ -111,12 +162,30 @@ class KvProcess:
         return self._registrar.handle_key
 
     def _load(self) -> pb.LoadReport:
-        report = load_report(self._store, self._arena)
+        report = load_report(self._store, self._arena, self._prompt_cache, self._service.puller.links.report())
         report.memory.CopyFrom(self._memory.report())
         return report
 
     def _stats(self) -> pb.StatsReply:
         return pb.StatsReply(info=self._info, load=self._load())
+
+
+def _prompt_cache(settings: KvSettings, store: HandleStore, incarnation: str) -> PromptCache | None:
+    """Return the store of blocks that the settings ask for."""
+    if not settings.store_bytes:
+        return None
+    disk = None
+    if settings.disk_bytes:
+        disk = DiskTier(Path(settings.disk_dir or place.state_dir() / "kv-disk"), settings.disk_bytes)
+    return PromptCache(
+        Room(settings.store_bytes),
+        disk,
+        store.regions,
+        f"store-{incarnation}",
+        store.clock,
+        quotas=Quotas(settings.account_bytes),
+        verify_kv=settings.verify_kv,
+    )
 
 
 async def _first_of(wanted: object, sweeper: asyncio.Task[None]) -> None:

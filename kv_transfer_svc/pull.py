@@ -14,9 +14,9 @@ from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.slab_checks import block_part_bytes
 from kv_transfer_svc.store import HandleStore
+from kv_transfer_svc.transport.link import Link
 from runtime import tracing
 from runtime.errors import InternalError, InvalidRequest, TandemError
-from runtime.kv.client import KvClient
 from runtime.kv.layout import check_memory_kind
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -28,10 +28,11 @@ log = get_logger(__name__)
 class Pull:
     """Fills one record with blocks from `first_block` on."""
 
-    def __init__(self, store: HandleStore, arena: Arena, holder: KvClient, record: Record, first_block: int) -> None:
+    def __init__(self, store: HandleStore, arena: Arena, link: Link, record: Record, first_block: int) -> None:
         self.record = record
         self.first_block = first_block
-        self._holder = holder
+        self._link = link
+        self._holder = link.client
         self._readers: set[str] = set()
         self._num_bytes = 0
         self._start_ns = time.time_ns()
@@ -49,6 +50,7 @@ class Pull:
     async def run(self, reader_id: str) -> None:
         """Pull until the record has ended; its readers are told what went wrong."""
         self.hold_for(reader_id)
+        self._link.open()
         copying = asyncio.create_task(self._copy_until_closed(reader_id))
         copying.add_done_callback(self._record_span)
         try:
@@ -65,6 +67,7 @@ class Pull:
         attributes: dict[str, str | int] = {
             "tandem.kv.bytes": self._num_bytes,
             "tandem.kv.holder": self.record.handle.holder_address,
+            "tandem.kv.transport": self.record.transport,
         }
         tracing.record_span("kv.pull", self._traceparent, self._start_ns, time.time_ns(), attributes)
 
@@ -94,18 +97,21 @@ class Pull:
         extents = self._destination(slab)
         targets = [self._arena.region.view(extent.offset, extent.num_bytes) for extent in extents]
         try:
-            num_bytes = await self._holder.read(self.record.handle, reader_id, slab, targets, self.first_block)
+            received = await self._link.read(self.record.handle, reader_id, slab, targets, self.first_block)
         finally:
             for target in targets:
                 target.release()
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        self.record.transport = received.transport
         self._num_bytes += num_bytes
         self._store.counters["bytes_pulled"] += num_bytes
         self._store.counters["slabs_pulled"] += 1
         copied = kv.Slab()
         copied.CopyFrom(slab)
         copied.index = len(self.record.machine.slabs)
-        del copied.extents[:]
+        del copied.extents[:], copied.checksums[:]
         copied.extents.extend(extents)
+        copied.checksums.extend(received.checksums)
         self._store.seal(self.record, [copied], None)
 
     async def _allocate(self) -> None:

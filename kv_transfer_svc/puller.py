@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.pull import Pull
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.store import HandleStore
+from kv_transfer_svc.transport.links import Links
 from runtime.errors import TandemError
 from runtime.kv.client import KvClient
 from runtime.kv_handle import HandleState
@@ -17,18 +20,14 @@ from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
 
-_HOLDER_CALL_SECONDS = 2.0
-"""Of calls passed on: the reader that waits for the answer has a deadline of its own."""
-
 
 class Puller:
-    """Owns the pulls and one client for each holder."""
+    """Owns the pulls and the links to their holders."""
 
-    def __init__(self, store: HandleStore, arena: Arena, incarnation: str) -> None:
+    def __init__(self, store: HandleStore, arena: Arena, links: Links) -> None:
+        self.links = links
         self._store = store
         self._arena = arena
-        self._incarnation = incarnation
-        self._holders: dict[str, KvClient] = {}
         self._pulls: dict[Record, Pull] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -43,7 +42,9 @@ class Puller:
                 return record
         record = self._store.add_copy(handle, self._arena.region_id, request.layout)
         self._store.lease(record, reader_id)
-        self._start(Pull(self._store, self._arena, self._holder(handle), record, request.first_block), reader_id)
+        self._start(
+            Pull(self._store, self._arena, self.links.to(handle.holder_address), record, request.first_block), reader_id
+        )
         return record
 
     def renew(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
@@ -75,6 +76,18 @@ class Puller:
             log.warning("kv_abort_not_passed_on", request_id=handle.request_id, reason=error.message)
             return HandleState.ABORTED
 
+    async def fetch_blocks(self, address: str, keys: Sequence[BlockKey], into: Sequence[memoryview]) -> list[int]:
+        """Copy the leading blocks that another host's store has; return their checksums, which were verified."""
+        if not keys:
+            return []
+        request = kv.ReadBlocksRequest(
+            layout_digest=keys[0].layout_digest,
+            group=keys[0].group,
+            block_hashes=[key.block_hash for key in keys],
+            bytes_per_block=len(into[0]),
+        )
+        return await self.links.to(address).client.read_blocks(request, into)
+
     def sweep(self) -> None:
         """A copy that is being filled is alive: the pull is its writer."""
         for record in self._pulls:
@@ -85,7 +98,7 @@ class Puller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(holder.close() for holder in self._holders.values()))
+        await self.links.close()
 
     def _start(self, pull: Pull, reader_id: str) -> None:
         self._pulls[pull.record] = pull
@@ -98,11 +111,4 @@ class Puller:
         del self._pulls[pull.record]
 
     def _holder(self, handle: pb.KvHandle) -> KvClient:
-        if handle.holder_address not in self._holders:
-            self._holders[handle.holder_address] = KvClient(
-                handle.holder_address,
-                self._incarnation,
-                call_seconds=_HOLDER_CALL_SECONDS,
-                lease_seconds=self._store.lease_seconds,
-            )
-        return self._holders[handle.holder_address]
+        return self.links.to(handle.holder_address).client

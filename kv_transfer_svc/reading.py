@@ -1,54 +1,40 @@
-"""How does a slab become a stream of chunks?"""
+"""How do a slab's bytes leave: as a stream of gRPC chunks, or from memory straight to a socket?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
-import xxhash
-
+from kv_transfer_svc.record import Record
+from kv_transfer_svc.transport.pieces import GROUP_BYTES
+from kv_transfer_svc.transport.source import BlockSource, Source
 from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 
-CHUNK_BYTES = 1 << 20
+
+def slab_source(slab: kv.Slab, record: Record, memory_of: Callable[[str], SharedRegion]) -> BlockSource:
+    """Return a slab's blocks, to be sent once. Checksums that its writer left out are made at the first reading."""
+    blocks = range(slab.first_block, slab.first_block + slab.num_blocks)
+    made = [record.checksums[slab.index, block] for block in blocks if (slab.index, block) in record.checksums]
+    return BlockSource(slab.extents, memory_of, slab.checksums or made, partial(_keep, record, slab.index, blocks))
 
 
-class SlabReader:
-    """Iterates over a slab's bytes in chunks of at most 1 MiB; `checksums` are complete after the last one.
+def chunks(content: bytes, offset: int) -> Iterator[pb.Chunk]:
+    """Cut bytes that begin at `offset` of a stream into messages of at most 1 MiB."""
+    for start in range(0, len(content), GROUP_BYTES):
+        yield pb.Chunk(offset=offset + start, data=content[start : start + GROUP_BYTES])
 
-    Every copy is followed by a look at the slot's generation: raises KvCorrupt when the slot was reused, KvNotFound
-    when the region is gone.
-    """
 
-    def __init__(self, slab: kv.Slab, memory_of: Callable[[str], SharedRegion]) -> None:
-        self.checksums: list[int] = list(slab.checksums)
-        self._slab = slab
-        self._memory_of = memory_of
+def source_chunks(source: Source) -> Iterator[pb.Chunk]:
+    """Yield a source's bytes in messages of at most 1 MiB; its verdict is to be asked for after the last one."""
+    offset = 0
+    for group in source:
+        data = b"".join(group)
+        yield pb.Chunk(offset=offset, data=data)
+        offset += len(data)
 
-    def __iter__(self) -> Iterator[pb.Chunk]:
-        offset = 0
-        pending: list[bytes] = []
-        num_pending = 0
-        for piece in self._pieces():
-            if num_pending + len(piece) > CHUNK_BYTES:
-                yield pb.Chunk(offset=offset, data=b"".join(pending))
-                offset += num_pending
-                pending, num_pending = [], 0
-            pending.append(piece)
-            num_pending += len(piece)
-        if pending:
-            yield pb.Chunk(offset=offset, data=b"".join(pending))
 
-    def _pieces(self) -> Iterator[bytes]:
-        """Yield blocks, large ones in parts, and make the checksums that the writer left out."""
-        is_summed = bool(self._slab.checksums)
-        for extent in self._slab.extents:
-            digest = xxhash.xxh3_64()
-            for start in range(0, extent.num_bytes, CHUNK_BYTES):
-                num_bytes = min(CHUNK_BYTES, extent.num_bytes - start)
-                piece = self._memory_of(extent.region_id).copy_out(extent, start, num_bytes)
-                if not is_summed:
-                    digest.update(piece)
-                yield piece
-            if not is_summed:
-                self.checksums.append(digest.intdigest())
+def _keep(record: Record, slab_index: int, blocks: range, checksums: list[int]) -> None:
+    """Called by the thread that sent them."""
+    record.checksums.update({(slab_index, block): each for block, each in zip(blocks, checksums, strict=True)})

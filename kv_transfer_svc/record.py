@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kv_transfer_svc.broadcast import Broadcast
 from runtime.kv.layout import check_layout
@@ -15,8 +14,6 @@ from runtime.kv_handle import HandleMachine
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 
-Transport = Literal["shm", "grpc"]
-
 
 @dataclass(eq=False)
 class Record:
@@ -24,12 +21,16 @@ class Record:
 
     handle: pb.KvHandle
     machine: HandleMachine
-    transport: Transport = "shm"
-    """How its bytes came to this host."""
+    is_copy: bool = False
+    """Whether it is another service's handle, pulled for readers here."""
+    transport: str = "shm"
+    """How its bytes came to this service, as in `--transports`; of a copy the pull says so."""
     region_id: str = ""
     layout: pb.KvLayout | None = None
     """Of the writer; None until it has reserved."""
     num_bytes: int = 0
+    checksums: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Made here as blocks were read, by slab and block: of slabs that their writer sealed without."""
     changed: Broadcast = field(default_factory=Broadcast)
     watching: Counter[str] = field(default_factory=Counter)
     """Readers with an open stream: their leases are renewed while it is."""

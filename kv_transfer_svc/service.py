@@ -7,17 +7,31 @@ bytes are pulled here first, releases and aborts are passed on.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.puller import Puller
-from kv_transfer_svc.reading import SlabReader
+from kv_transfer_svc.reading import chunks, slab_source, source_chunks
 from kv_transfer_svc.record import Record, handle_name
 from kv_transfer_svc.slab_checks import verify_checksums
 from kv_transfer_svc.store import HandleStore
+from kv_transfer_svc.transport.links import Links
+from kv_transfer_svc.transport.offer import LinkOffer
+from kv_transfer_svc.transport.source import BlockSource, Source, Zeroes
 from runtime import errors
-from runtime.errors import DeadlineExceeded, Draining, InvalidRequest, KvNotFound, StaleIncarnation, Unavailable
+from runtime.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    KvNotFound,
+    StaleIncarnation,
+    Unavailable,
+    Unsupported,
+)
 from runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
 from runtime.kv.layout import check_supported
 from runtime.kv.mac import verify_handle
@@ -40,14 +54,18 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         incarnation: str,
         handle_key: Callable[[], bytes],
         stats: Callable[[], pb.StatsReply],
+        prompt_cache: PromptCache | None,
+        links: Links | None = None,
         *,
         verify_kv: bool = False,
     ) -> None:
         self.incarnation = incarnation
         self.store = store
-        self.puller = Puller(store, arena, incarnation)
+        self.offer = LinkOffer(incarnation, handle_key, store.clock)
+        self.puller = Puller(store, arena, links or Links(incarnation, handle_key, lease_seconds=store.lease_seconds))
         self._handle_key = handle_key
         self._stats = stats
+        self.prompt_cache = prompt_cache
         self._verify_kv = verify_kv
         self._address = ""
         store.regions.add_own(arena.region_id, arena.region)
@@ -59,6 +77,8 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
     def sweep(self) -> None:
         """Let the clock act; called by a timer of its own, never by a request."""
         self.puller.sweep()
+        if self.prompt_cache is not None:
+            self.prompt_cache.sweep()
         self.store.sweep()
 
     async def drained(self) -> None:
@@ -114,16 +134,63 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
                 yield event
 
     async def Read(self, request: kv.ReadRequest, context: Any) -> AsyncIterator[pb.Chunk]:
-        slab = trim_slab(self._slab(request), request.first_block)
-        if slab is None:
-            raise InvalidRequest(
-                f"slab {request.slab_index} ends before block {request.first_block}", field="first_block"
-            )
-        reader = SlabReader(slab, self.store.regions.memory)
-        for chunk in reader:
+        source = self._slab_source(request)
+        for chunk in source_chunks(source):
             self.store.counters["bytes_served"] += len(chunk.data)
             yield chunk
-        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(reader.checksums)),))
+        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.verdict())),))
+
+    # -------------------------------------------------------------------------------------- other hosts' services
+
+    async def OpenLink(self, request: kv.OpenLinkRequest, context: Any) -> kv.OpenLinkReply:
+        return self.offer.answer(request)
+
+    async def Probe(self, request: kv.ProbeRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        for chunk in source_chunks(Zeroes(request.num_bytes)):
+            yield chunk
+
+    @asynccontextmanager
+    async def open_source(self, request: kv.DataRequest) -> AsyncIterator[Source]:
+        """Yield what a data connection is sent for a request; raises what the RPC of the same kind would."""
+        kind = request.WhichOneof("kind")
+        if kind == "slab":
+            source = self._slab_source(request.slab)
+            yield source
+            self.store.counters["bytes_served"] += source.num_bytes
+        elif kind == "probe":
+            yield Zeroes(request.probe.num_bytes)
+        else:
+            raise Unsupported(f"data connections carry slabs and probes, not {kind}: use gRPC for it", field="kind")
+
+    # ------------------------------------------------------------------------------------- the host's stored blocks
+
+    async def Publish(self, request: kv.PublishRequest, context: Any) -> kv.PublishReply:
+        if self.prompt_cache is None:
+            return kv.PublishReply(num_refused=len(request.blocks))
+        return await self.prompt_cache.publish(request)
+
+    async def Load(self, request: kv.LoadRequest, context: Any) -> kv.LoadReply:
+        return await self.prompt_cache.load(request) if self.prompt_cache is not None else kv.LoadReply()
+
+    async def Unload(self, request: kv.UnloadRequest, context: Any) -> kv.UnloadReply:
+        if self.prompt_cache is not None:
+            self.prompt_cache.unload(request.reader_id)
+        return kv.UnloadReply()
+
+    async def ReadBlocks(self, request: kv.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        if self.prompt_cache is None:
+            return
+        reader_id = f"remote/{secrets.token_hex(8)}"
+        try:
+            leased = await self.prompt_cache.stored(request, reader_id)
+            offset = 0
+            for each in leased:
+                for chunk in chunks(self.prompt_cache.content(each), offset):
+                    yield chunk
+                offset += each.extent.num_bytes
+        finally:
+            self.prompt_cache.unload(reader_id)
+        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums([each.checksum for each in leased])),))
 
     # ------------------------------------------------------------------------------------------- either of them
 
@@ -189,13 +256,22 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         self.store.lease(record, request.reader_id)
         return record
 
-    def _slab(self, request: kv.ReadRequest) -> kv.Slab:
+    def _slab_source(self, request: kv.ReadRequest) -> BlockSource:
+        slab, record = self._slab(request)
+        trimmed = trim_slab(slab, request.first_block)
+        if trimmed is None:
+            raise InvalidRequest(
+                f"slab {request.slab_index} ends before block {request.first_block}", field="first_block"
+            )
+        return slab_source(trimmed, record, self.store.regions.memory)
+
+    def _slab(self, request: kv.ReadRequest) -> tuple[kv.Slab, Record]:
         records = [self.store.find(request.handle)] if self._is_held_here(request.handle) else []
         for record in records or self._copies_of(request):
             if record.machine.end_error is not None:
                 raise KvNotFound(record.machine.end_error.message)
             if request.slab_index < len(record.machine.slabs):
-                return record.machine.slabs[request.slab_index]
+                return record.machine.slabs[request.slab_index], record
         raise KvNotFound(
             f"the {handle_name(request.handle)} has no sealed slab {request.slab_index} here", field="slab_index"
         )

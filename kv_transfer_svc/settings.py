@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer_svc.transport.links import TRANSPORTS
 from runtime.settings import setting
 
 _MIN_ARENA_BYTES = 1 << 20
@@ -18,10 +19,23 @@ class KvSettings:
     )
     listen: str = setting("127.0.0.1:0", "address the gRPC server listens on; port 0 takes a free one")
     advertise: str = setting("", "address that others dial, where it differs from the one listened on")
+    transports: tuple[str, ...] = setting(
+        TRANSPORTS, "ways to move KV between hosts, of shm, tcp and grpc; never without grpc"
+    )
+    data_listen: str = setting(
+        "", "address for raw TCP data connections; the host of --listen and a free port if empty"
+    )
+    data_advertise: str = setting("", "address others dial for data; the host of --advertise if empty")
     insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
     host_id: str = setting("", "name of this host; lets one machine play several", shared=True)
     worker_id: str = setting("", "stable name of this service; made from role, host and process id if empty")
     arena_bytes: int = setting(256 << 20, "bytes for KV pulled from other hosts, taken at start")
+    store_bytes: int = setting(256 << 20, "bytes for KV blocks kept for later prompts, taken at start; 0: keep none")
+    disk_bytes: int = setting(0, "bytes on disk for blocks that memory has no room for; 0: no disk tier")
+    disk_dir: str = setting("", "folder of the disk tier; `kv-disk` in the state directory if empty")
+    account_bytes: int | None = setting(
+        None, "most bytes in memory that one account's blocks may take; no limit if unset"
+    )
     lease_seconds: float = setting(10.0, "how long a reader's lease lasts unless it is renewed")
     max_handles: int = setting(65_536, "handles kept at once; more are refused as overload")
     verify_kv: bool = setting(False, "verify every checksum of blocks sealed on this host, not a sample")
@@ -29,9 +43,21 @@ class KvSettings:
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
+    @property
+    def data_address(self) -> str:
+        """Where data connections are taken."""
+        return self.data_listen or f"{self.listen.rpartition(':')[0]}:0"
+
     def __post_init__(self) -> None:
         if self.arena_bytes < _MIN_ARENA_BYTES:
             raise ValueError(f"--arena-bytes {self.arena_bytes} is too small; give at least {_MIN_ARENA_BYTES}")
+        if self.store_bytes and self.store_bytes < _MIN_ARENA_BYTES:
+            raise ValueError(f"--store-bytes {self.store_bytes} is too small; give at least {_MIN_ARENA_BYTES}, or 0")
+        if "grpc" not in self.transports or not set(self.transports) <= set(TRANSPORTS):
+            raise ValueError(
+                f"--transports {','.join(self.transports)} must be of {','.join(TRANSPORTS)}, and grpc among them, "
+                "which always works"
+            )
         if self.lease_seconds <= 0:
             raise ValueError(f"--lease-seconds {self.lease_seconds:g} must be more than 0")
         if self.max_handles < 1:

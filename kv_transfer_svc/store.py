@@ -209,7 +209,7 @@ class HandleStore:
     def _new_record(self, handle: pb.KvHandle, *, is_copy: bool) -> Record:
         deadline = handle.deadline_unix_ms / 1000
         machine = HandleMachine(handle_name(handle), handle.num_readers, deadline, reader_bound=is_copy)
-        record = Record(handle, machine, transport="grpc" if is_copy else "shm")
+        record = Record(handle, machine, is_copy)
         self._live[record] = None
         return record
 
@@ -228,6 +228,7 @@ class HandleStore:
         if not record.machine.ended or record not in self._live:
             return
         del self._live[record]
+        record.checksums.clear()
         state = record.machine.state
         self.counters[f"handles_{state.name.lower()}"] += 1
         if record in self._copies.get(record.handle.handle_id, ()):
@@ -269,9 +270,7 @@ def _check_close(slabs: Sequence[kv.Slab], record: Record, closed: kv.Closed | N
     if end > num_blocks:
         raise InvalidRequest(f"the {name} is closed with {num_blocks} blocks, a slab reaches {end}", field="num_blocks")
     # A copy begins where its readers' own blocks end.
-    first_block = (
-        min((slab.first_block for slab in everything), default=num_blocks) if record.transport == "grpc" else 0
-    )
+    first_block = min((slab.first_block for slab in everything), default=num_blocks) if record.is_copy else 0
     missing = first_missing_block(everything, record.layout, first_block, num_blocks)
     if missing is not None:
         raise InvalidRequest(f"the {name} is closed with block {missing} of {num_blocks} unsealed", field="num_blocks")

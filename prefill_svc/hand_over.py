@@ -18,8 +18,9 @@ from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
+from worker.engine_regions import EngineRegions
 from worker.front import WorkerFront
-from worker.kv_link import KvLink, RegionOffer, lost_is_unavailable
+from worker.kv_link import KvLink, lost_is_unavailable, offer_of
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
 from worker.spans import Phase, PhaseSpans
@@ -30,7 +31,7 @@ log = get_logger(__name__)
 class PrefillHandOver:
     """Prefill's side of the hand-over; implements worker.front.HandOver."""
 
-    def __init__(self, engine: EngineLink, link: KvLink, settings: WorkerSettings) -> None:
+    def __init__(self, engine: EngineLink, link: KvLink, regions: EngineRegions, settings: WorkerSettings) -> None:
         self.spans = PhaseSpans(phases)
         self._link = link
         self._holds = Holds(engine, link)
@@ -56,10 +57,7 @@ class PrefillHandOver:
         if not fds:
             raise Unsupported("the engine lends no region of its KV pool, so prefill cannot hand its blocks over")
         self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
-        num_slots, num_bytes = ready.num_blocks, ready.layout.bytes_per_block
-        self._link.lend(
-            RegionOffer(ready.region_id, ready.region_bytes, num_slots, num_bytes, ready.generations_offset, fds[0])
-        )
+        self._link.lend(offer_of(ready, fds[0]))
         self._holds.follow(ready.region_id)
 
     async def prepared(self) -> None:

@@ -85,6 +85,7 @@ def ledger(output: messages.RequestOutput, submit: pb.Submit) -> pb.PhaseLedger:
         num_prompt_tokens=submit.num_prompt_tokens,
         num_computed_tokens=output.num_computed_tokens,
         num_cached_tokens=output.num_cached_tokens,
+        num_loaded_tokens=output.num_loaded_tokens,
         num_generated_tokens=output.num_generated_tokens,
         num_preemptions=output.num_preemptions,
         submitted_ns=output.times.added_ns,

@@ -23,6 +23,7 @@ from worker import card as cards
 from worker import convert, figures
 from worker.engine_link import EngineLink
 from worker.hand_over import HandOver
+from worker.prompt_cache import PromptCache
 from worker.requests import ActiveRequest, RequestTable
 from worker.streams import GatewayStream
 
@@ -33,7 +34,12 @@ class WorkerFront:
     """Owns the table of requests and the engine's events; every method runs on the event loop."""
 
     def __init__(
-        self, role: pb.WorkerRole.ValueType, incarnation: str, engine: EngineLink, hand_over: HandOver
+        self,
+        role: pb.WorkerRole.ValueType,
+        incarnation: str,
+        engine: EngineLink,
+        hand_over: HandOver,
+        prompt_cache: PromptCache,
     ) -> None:
         self.role = role
         self.incarnation = incarnation
@@ -42,6 +48,7 @@ class WorkerFront:
         self.stopped = asyncio.Event()
         self._engine = engine
         self._hand_over = hand_over
+        self._prompt_cache = prompt_cache
         self._requests = RequestTable()
         self._streams: set[GatewayStream] = set()
         self._has_no_streams = asyncio.Event()
@@ -71,7 +78,7 @@ class WorkerFront:
             log.warning("duplicate_submit_ignored", request_id=submit.request_id, attempt=submit.attempt)
             return
         self._watch_deadline(request)
-        self._engine.send(command)
+        self._prompt_cache.add(request, command)
 
     def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None:
         request = self._requests.get(f"{cancel.request_id}.{cancel.attempt}")
@@ -181,6 +188,10 @@ class WorkerFront:
                 self._hand_over.sealed(request, sealed)
         for stream in streams:
             stream.flush(done.step)
+        self._prompt_cache.admitted(done.admitted)
+        for filled in done.filled:
+            if request := self._requests.get(filled.request_id):
+                self._prompt_cache.filled(request, filled)
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)
@@ -206,6 +217,7 @@ class WorkerFront:
         self._bytes_per_block = ready.layout.bytes_per_block
         self._stats = figures.empty_pool(ready.num_blocks)
         self._hand_over.ready(ready, fds)
+        self._prompt_cache.ready(ready)
         self._preparing = asyncio.create_task(self._prepare(ready))
 
     async def _prepare(self, ready: messages.Ready) -> None:
@@ -259,7 +271,7 @@ class WorkerFront:
             memory=self._memory.report(),
             load_progress=self._progress.fraction,
             load_stage=self._progress.stage,
-            counters=self._hand_over.counters(),
+            counters={**self._hand_over.counters(), **self._prompt_cache.counters},
             error=str(self.engine_failure or ""),
         )
         if self._stats is not None:
@@ -298,5 +310,6 @@ class WorkerFront:
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
+        await self._prompt_cache.close()
         await self._hand_over.close()
         await self._engine.stop()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from engine import messages
 from runtime.errors import TandemError, Unavailable
 from runtime.kv.client import KvClient
 from runtime.kv.regions import RegionClient, RegionGrant
@@ -32,6 +33,12 @@ class RegionOffer:
     bytes_per_slot: int
     generations_offset: int
     fd: int
+
+
+def offer_of(ready: messages.Ready, fd: int) -> RegionOffer:
+    """Return the engine's pool as it is lent; `fd` is the link's from now on."""
+    num_bytes = ready.layout.bytes_per_block
+    return RegionOffer(ready.region_id, ready.region_bytes, ready.num_blocks, num_bytes, ready.generations_offset, fd)
 
 
 class KvLink:

@@ -21,9 +21,11 @@ from tandem.v1 import types_pb2 as pb
 from worker import gauges
 from worker.assets import AssetStore
 from worker.engine_link import EngineLink
+from worker.engine_regions import EngineRegions
 from worker.front import WorkerFront
 from worker.hand_over import HandOver
 from worker.kv_link import KvLink
+from worker.prompt_cache import PromptCache
 from worker.settings import WorkerSettings
 from worker.streams import serve_attach
 
@@ -34,7 +36,7 @@ EXIT_CONFIG = 78
 
 _HANG_UP_SECONDS = 1.0
 
-MakeHandOver = Callable[[EngineLink, KvLink, WorkerSettings], HandOver]
+MakeHandOver = Callable[[EngineLink, KvLink, EngineRegions, WorkerSettings], HandOver]
 AddService = Callable[[Any, grpc.aio.Server], None]
 
 
@@ -109,8 +111,10 @@ class _Worker:
             return EXIT_CONFIG
         engine = EngineLink(await EngineClient.start(config))
         link = KvLink(self.incarnation, settings.lease_seconds)
-        hand_over = self._make_hand_over(engine, link, settings)
-        front = WorkerFront(self._role, self.incarnation, engine, hand_over)
+        regions = EngineRegions(engine, link)
+        hand_over = self._make_hand_over(engine, link, regions, settings)
+        prompt_cache = PromptCache(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
+        front = WorkerFront(self._role, self.incarnation, engine, hand_over, prompt_cache)
         hand_over.bind(front)
         gauges.export(lambda: front.stats)
         return await self._serve(front, link, drain)

@@ -38,6 +38,9 @@ class WorkerSettings:
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
         "auto", "how KV bytes reach this worker: shared memory, or a gRPC stream from its KV service"
     )
+    prompt_cache: bool = setting(
+        True, "take the beginnings of prompts from the KV service's store, and offer it what is computed here"
+    )
     lease_seconds: float = setting(10.0, "how long KV blocks stay reserved for a reader that is not heard of")
     drain_seconds: float = setting(120.0, "how long running requests may take to finish after SIGTERM")
     state_dir: str = setting("", "where digests and caches are kept; XDG state directory if empty", shared=True)

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.faces.services import request_id_of
-from runtime.errors import Cancelled, InternalError, InvalidRequest, TandemError
+from runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -173,6 +173,8 @@ def _cloudflare_text(error: TandemError) -> str:
 
 
 def _retry_headers(face: Face, error: TandemError) -> dict[str, str]:
+    if isinstance(error, Aborted):  # OpenAI's and Cloudflare's SDKs would try a 500 again
+        return {"x-should-retry": "false"}
     if _status(face, error) not in (429, 503):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds or 1)))}

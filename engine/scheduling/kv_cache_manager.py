@@ -64,10 +64,11 @@ class KVCacheManager:
         return range(first, request.num_registered_blocks)
 
     def describe(self, request: Request, indices: Sequence[int]) -> FilledBlocks:
-        """Return hashes, slots and generations of full blocks."""
+        """Return hashes, slots and generations of full blocks, one or more in a row."""
         slots = [request.block_table[index] for index in indices]
         return FilledBlocks(
             request.request_id,
+            self._hash(request, indices[0] - 1).hex() if indices[0] else "",
             [self._hash(request, index).hex() for index in indices],
             slots,
             [self.pool.generations[slot] for slot in slots],

@@ -48,6 +48,7 @@ class KvClient:
         self.address = address
         self.incarnation = incarnation
         self._call_seconds = call_seconds
+        self._is_closed = False
         self._lease_seconds = lease_seconds
         self._channel = open_channel(address)
         self._stub = kv_grpc.KvTransferServiceStub(self._channel)
@@ -139,14 +140,53 @@ class KvClient:
         num_dropped = max(0, first_block - slab.first_block)
         sizes = [extent.num_bytes for extent in slab.extents][num_dropped:]
         blocks = _split(into, sizes) if isinstance(into, memoryview) else into
+        await self.receive(handle, reader_id, slab, blocks, first_block)
+        return sum(sizes)
+
+    async def receive(
+        self, handle: pb.KvHandle, reader_id: str, slab: kv.Slab, blocks: Sequence[memoryview], first_block: int
+    ) -> list[int]:
+        """As `read`, with one buffer per block; return the blocks' checksums, which have been verified."""
         request = kv.ReadRequest(handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block)
         remaining = max(self._call_seconds, handle.deadline_unix_ms / 1000 - time.time())
         call = self._stub.Read(request, timeout=remaining)
         async with aclosing(_events(call)) as chunks:
-            await _fill(blocks, chunks)
+            num_filled = await _fill(blocks, chunks)
+        if num_filled != len(blocks):
+            raise KvCorrupt(f"the slab ended after {num_filled} of {len(blocks)} blocks")
         checksums = _checksums(await call.trailing_metadata())
         _verify(handle, slab, blocks, checksums)
-        return sum(sizes)
+        return checksums
+
+    # -------------------------------------------------------------------------------------------------- the store
+
+    async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
+        """Borrow what the store has of a prompt's blocks, for as long as a lease lasts or until `unload`."""
+        request.lease_ms = request.lease_ms or int(self._lease_seconds * 1000)
+        return await self._call(self._stub.Load, request)
+
+    async def unload(self, reader_id: str) -> None:
+        """Give back all that `load` lent to this reader; also right if it lent nothing."""
+        await self._call(self._stub.Unload, kv.UnloadRequest(reader_id=reader_id))
+
+    async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
+        """Offer full blocks of a lent region; returns once those that are wanted have been copied."""
+        return await self._call(self._stub.Publish, request)
+
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        """Copy the leading blocks that another host's store has, and return their checksums, verified here.
+
+        Blocks from the first one that does not match on are left out: their buffers hold anything.
+        """
+        call = self._stub.ReadBlocks(request, timeout=self._call_seconds)
+        async with aclosing(_events(call)) as chunks:
+            num_filled = await _fill(into, chunks)
+        checksums = _checksums(await call.trailing_metadata())[:num_filled]
+        for index, checksum in enumerate(checksums):
+            if block_checksum(into[index]) != checksum:
+                log.warning("fetched_block_corrupt", source=self.address, index=index)
+                return checksums[:index]
+        return checksums
 
     # --------------------------------------------------------------------------------------------------- both
 
@@ -176,6 +216,17 @@ class KvClient:
     async def stats(self) -> pb.StatsReply:
         return await self._call(self._stub.Stats, pb.StatsRequest())
 
+    async def open_link(self, request: kv.OpenLinkRequest) -> kv.OpenLinkReply:
+        """Ask in which ways another host's service may be read from."""
+        return await self._call(self._stub.OpenLink, request)
+
+    async def probe(self, num_bytes: int) -> None:
+        """Have so many zeroes sent, to see how long they take."""
+        call = self._stub.Probe(kv.ProbeRequest(num_bytes=num_bytes), timeout=self._call_seconds)
+        async with aclosing(_events(call)) as chunks:
+            async for _ in chunks:
+                pass
+
     def hold(self, handle: pb.KvHandle, reader_id: str) -> None:
         """Keep renewing a reader's lease without watching, until `release`."""
         self._leases.hold(handle, reader_id)
@@ -186,6 +237,7 @@ class KvClient:
 
     async def close(self) -> None:
         """Stop renewing and hang up; what is still leased then runs out."""
+        self._is_closed = True
         await self._leases.close()
         await self._channel.close()
 
@@ -196,6 +248,8 @@ class KvClient:
         until = time.monotonic() + self._call_seconds
         delays = chain(_RETRY_SECONDS, repeat(_RETRY_SECONDS[-1]))
         while True:
+            if self._is_closed:
+                raise Unavailable(f"the connection to the KV service at {self.address} was closed")
             try:
                 return await method(request, timeout=max(0.01, until - time.monotonic()))
             except Unavailable:
@@ -240,8 +294,8 @@ async def _events(call: Any) -> AsyncGenerator[Any, None]:
         call.cancel()
 
 
-async def _fill(blocks: Sequence[memoryview], chunks: AsyncIterator[pb.Chunk]) -> None:
-    """Write a stream of chunks over `blocks`, which together are as long as what the stream brings."""
+async def _fill(blocks: Sequence[memoryview], chunks: AsyncIterator[pb.Chunk]) -> int:
+    """Write a stream of chunks over `blocks` and return how many it filled; it must end with a block."""
     index, offset, received = 0, 0, 0
     async for chunk in chunks:
         if chunk.offset != received:
@@ -257,8 +311,9 @@ async def _fill(blocks: Sequence[memoryview], chunks: AsyncIterator[pb.Chunk]) -
             data = data[len(piece) :]
             if offset == len(blocks[index]):
                 index, offset = index + 1, 0
-    if index != len(blocks):
-        raise KvCorrupt(f"the slab ended after {received} of {sum(map(len, blocks))} bytes")
+    if offset:
+        raise KvCorrupt(f"a stream of blocks ended after {offset} of {len(blocks[index])} bytes of one")
+    return index
 
 
 def _split(buffer: memoryview, sizes: Sequence[int]) -> list[memoryview]:
@@ -286,4 +341,7 @@ def _verify(handle: pb.KvHandle, slab: kv.Slab, blocks: Sequence[memoryview], ch
         raise KvCorrupt(f"slab {slab.index} of {handle.request_id}: {len(checksums)} checksums, {len(blocks)} blocks")
     for number, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
         if block_checksum(block) != checksum:
-            raise KvCorrupt(f"slab {slab.index} of {handle.request_id}: block {number} does not match its checksum")
+            raise KvCorrupt(
+                f"slab {slab.index} of {handle.request_id}: block {number} does not match its checksum",
+                field="checksums",
+            )

@@ -86,16 +86,22 @@ class SharedRegion:
         """Return a copy of part of `extent`; raises KvCorrupt if its slot was given up before the copy was complete."""
         offset = extent.offset + start
         data = self._mapping[offset : offset + num_bytes]
+        self.check_generation(extent)
+        return data
+
+    def check_generation(self, extent: pb.Extent) -> None:
+        """Raise KvCorrupt if the slot was given up since `extent` was sealed; ask after its bytes were read."""
         if self.generation(extent.slot) != extent.generation:
             raise KvCorrupt(
                 f"slot {extent.slot} of region {extent.region_id} has generation {self.generation(extent.slot)}, "
                 f"sealed was {extent.generation}: it was reused, the reader came past its lease",
                 field="generation",
             )
-        return data
 
     def close(self) -> None:
-        self._mapping.close()
+        """Unmap the region; where a thread still sends from it or copies into it, that happens with its last view."""
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
         os.close(self.fd)
 
 

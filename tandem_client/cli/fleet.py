@@ -33,6 +33,18 @@ class Arena:
 
 
 @dataclass(frozen=True)
+class Link:
+    """How bytes come to a KV service from another one."""
+
+    address: str
+    transport: str
+    bytes_per_second: float
+    latency_ms: float
+    note: str
+    """What is wrong with it, or ""."""
+
+
+@dataclass(frozen=True)
 class FleetMember:
     """One worker or KV service, as last heard."""
 
@@ -51,6 +63,7 @@ class FleetMember:
     error: str
     pool: Pool | None
     arena: Arena | None
+    links: tuple[Link, ...]
     memory: Mapping[str, Any]
 
     @classmethod
@@ -73,6 +86,7 @@ class FleetMember:
             error=load.get("error") or "",
             pool=_pool(entry.get("kv")),
             arena=_arena(entry.get("kv_service")),
+            links=_links(entry.get("kv_service")),
             memory=entry.get("memory") or {},
         )
 
@@ -117,4 +131,17 @@ def _arena(service: Mapping[str, Any] | None) -> Arena | None:
         free_bytes=int(service.get("arena_free_bytes") or 0),
         num_handles=int(service.get("num_handles") or 0),
         orphan_bytes=int(service.get("orphan_bytes") or 0),
+    )
+
+
+def _links(service: Mapping[str, Any] | None) -> tuple[Link, ...]:
+    return tuple(
+        Link(
+            address=entry.get("address") or "",
+            transport=entry.get("transport") or "",
+            bytes_per_second=float(entry.get("bytes_per_second") or 0.0),
+            latency_ms=float(entry.get("latency_ms") or 0.0),
+            note=entry.get("note") or "",
+        )
+        for entry in (service or {}).get("links") or ()
     )

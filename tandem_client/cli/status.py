@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tandem_client.cli.fleet import Arena, FleetMember, Pool
+from tandem_client.cli.fleet import Arena, FleetMember, Link, Pool
 
 _STATE_STYLES = {"ready": "green", "loading": "cyan", "draining": "yellow", "failed": "red"}
 _BAR_WIDTH = 14
@@ -67,9 +67,21 @@ def _load(member: FleetMember) -> list[Text]:
     if member.state == "loading":
         return [Text(f"{member.load_stage.replace('_', ' ')} {member.load_progress:.0%}".strip(), style="cyan"), heard]
     if member.role == "kv":
-        return [Text(f"{member.arena.num_handles if member.arena else 0:,} handles"), heard]
+        handles = Text(f"{member.arena.num_handles if member.arena else 0:,} handles")
+        return [handles, *(line for link in member.links for line in _link(link)), heard]
     requests = f"{member.num_running:,} running, {member.num_waiting:,} waiting"
     return [Text(requests), Text(f"{member.num_tokens_in_flight:,} tokens in flight"), heard]
+
+
+def _link(link: Link) -> list[Text]:
+    """One short line, and one more about a link that fell back or is slow."""
+    figures = [link.transport or "opening"]
+    if link.bytes_per_second:
+        figures.append(f"{_bytes(link.bytes_per_second)}/s")
+    if link.latency_ms:
+        figures.append(f"{link.latency_ms:.1f} ms")
+    line = Text(f"from {link.address} {', '.join(figures)}", style="yellow" if link.note else "")
+    return [line, Text(link.note, style="yellow")] if link.note else [line]
 
 
 def _memory(member: FleetMember) -> list[Text]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from control_plane.dispatcher import Dispatcher
 from control_plane.flight import Flight
@@ -13,6 +13,7 @@ from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
 from control_plane.registry import WorkerRegistry
+from control_plane.retry_budget import RetryBudget
 from control_plane.router import Router
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import Overloaded, TandemError
@@ -23,12 +24,14 @@ from tests.control_plane.scripted_worker import (
     MODEL,
     PREFILL,
     ScriptedWorker,
+    kv_load,
     kv_service,
     token_at,
 )
 
 FULL = Overloaded("12 KV blocks are needed, 3 are available", retry_after_seconds=1.0)
 PROMPT = tuple(range(40))
+SECRET = b"s" * 32
 
 
 class RecordedKv:
@@ -48,10 +51,12 @@ class RecordedKv:
 
 
 class World:
-    def __init__(self, queue_seconds: float) -> None:
+    def __init__(
+        self, queue_seconds: float, local_prefill: Literal["auto", "never"], budget: RetryBudget | None
+    ) -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
-        self.router = Router(self.registry)
+        self.router = Router(self.registry, local_prefill)
         self.kv = RecordedKv()
         self.dispatcher = Dispatcher(
             self.registry,
@@ -59,10 +64,11 @@ class World:
             self.router,
             self,
             cast(KvClients, self.kv),
-            b"s" * 32,
+            SECRET,
             accept_seconds=0.3,
             queue_seconds=queue_seconds,
             max_waiting=8,
+            budget=budget,
         )
         self.workers: list[ScriptedWorker] = []
 
@@ -82,10 +88,15 @@ class World:
 
 
 @asynccontextmanager
-async def world(*workers: ScriptedWorker, queue_seconds: float = 0.0) -> AsyncIterator[World]:
+async def world(
+    *workers: ScriptedWorker,
+    queue_seconds: float = 0.0,
+    local_prefill: Literal["auto", "never"] = "never",
+    budget: RetryBudget | None = None,
+) -> AsyncIterator[World]:
     """A gateway's inside, with these workers and a KV service; afterwards nothing may be in flight."""
-    here = World(queue_seconds)
-    here.registry.register(kv_service(), pb.LoadReport(state=pb.WORKER_STATE_READY))
+    here = World(queue_seconds, local_prefill, budget)
+    here.registry.register(kv_service(), kv_load())
     for worker in workers:
         await here.add(worker)
     try:

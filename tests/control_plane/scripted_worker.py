@@ -203,7 +203,13 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
                 self.cancels.append(command.cancel)
 
 
-def kv_service(address: str = "127.0.0.1:1") -> pb.WorkerInfo:
+def kv_service(name: str = "kv-0", address: str = "127.0.0.1:1", host_id: str = "host-a") -> pb.WorkerInfo:
     return pb.WorkerInfo(
-        worker_id="kv-0", incarnation="kv-life", role=pb.WORKER_ROLE_KV, address=address, host_id="host-a"
+        worker_id=name, incarnation=f"{name}-life", role=pb.WORKER_ROLE_KV, address=address, host_id=host_id
     )
+
+
+def kv_load() -> pb.LoadReport:
+    """A KV service that is ready and has a store of blocks."""
+    store = pb.KvServiceLoad(store=pb.KvStoreLoad(total_bytes=1 << 20))
+    return pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=store)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.flight import ChoiceSink, Diverged, Flight, Leg, PrefillSink, tokens_in_flight
+from control_plane.estimates import InFlight
+from control_plane.flight import ChoiceSink, Diverged, Flight, PrefillSink
 from control_plane.generation import TokenRequest
+from control_plane.leg import Leg, counted
 from control_plane.links import WorkerLink
-from control_plane.router import InFlight
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import Cancelled, DeadlineExceeded, TandemError, Unavailable
 from tandem.v1 import types_pb2 as pb
@@ -135,9 +136,11 @@ async def test_closing_twice_ends_once() -> None:
 
 async def test_a_leg_gives_its_tokens_back_once_and_frees_who_waits_for_its_first_word() -> None:
     in_flight, line = InFlight(), Line()
-    give_back = tokens_in_flight(in_flight, "w", 7, is_prefill=False)
-    leg = Leg(cast(WorkerLink, line), pb.Submit(), give_back)
-    assert in_flight.decode_tokens["w"] == 7
+    give_back, prompt_read = counted(in_flight.decode_tokens, "w", 7), counted(in_flight.prefill_tokens, "w", 5)
+    leg = Leg(cast(WorkerLink, line), pb.Submit(), give_back, prompt_read)
+    assert (in_flight.decode_tokens["w"], in_flight.prefill_tokens["w"]) == (7, 5)
+    leg.prompt_read()
+    assert in_flight.total() == 7
     leg.close(cancel=True)
     leg.close(cancel=True)
     with pytest.raises(Cancelled):

@@ -153,3 +153,18 @@ async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it
     assert (await world.prober.check())[1]["reason"] == "no decode worker is ready for m"
     world.serve("m")
     assert not (await world.prober.check())[0]
+
+
+async def test_an_answer_that_was_not_handed_over_takes_no_proof_away() -> None:
+    """Short prompts are computed by decode itself while the way through prefill stays proven by probes."""
+    world = World()
+    world.prefill(pb.WORKER_STATE_READY)
+    world.serve("m")
+    world.prober.proven("m", True)
+    world.now += 20
+    world.prober.proven("m", False)
+    assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 20.0}})
+    world.now += 10
+    assert not (await world.prober.check())[0]
+    await world.probe_once()
+    assert all(request.is_probe for request in world.probed.requests)

@@ -64,6 +64,16 @@ def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_lengt
     assert moved.num_prompt_tokens == 40 and not moved.HasField("handle") and not moved.hash_root
 
 
+def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -> None:
+    prompt, answer = list(REQUEST.token_ids), list(range(100, 130))
+    hashes = hash_prompt(CARD, prompt, b"salt", b"tag")
+    whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
+    assert hashes.with_answer([*prompt, *answer], CARD.block_size) == whole.blocks
+    base = base_submit(REQUEST, 1, CARD, hashes, "")
+    moved = decode_submit(base, REQUEST, 0, None, answer, whole.blocks)
+    assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
+
+
 def test_hashes_differ_by_salt_and_not_otherwise() -> None:
     one, same, other = (hash_prompt(CARD, REQUEST.token_ids, salt) for salt in (b"a", b"a", b"b"))
     assert one == same

@@ -23,6 +23,7 @@ from tests.kv_transfer_svc.writer import Writer
 from tests.worker.kv_world import NUM_TOKENS, FollowedLink, a_handle, a_request, until
 from tests.worker.scripted_engine import LAYOUT, ScriptedEngine, output, ready
 from worker.card import kv_layout
+from worker.engine_regions import EngineRegions
 from worker.front import WorkerFront
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
@@ -51,7 +52,7 @@ class World:
         self.import_error = ""
         self.link = FollowedLink(host)
         self.front = Front()
-        self.hand_over = DecodeHandOver(self.engine, self.link, settings)
+        self.hand_over = DecodeHandOver(self.engine, self.link, EngineRegions(self.engine, self.link), settings)
         self.hand_over.bind(cast(WorkerFront, self.front))
         self.hand_over.ready(ready(), ())
 
@@ -183,7 +184,8 @@ async def test_a_request_does_not_wait_for_a_kv_service_that_was_lost(tmp_path: 
 
 async def test_without_a_kv_service_the_prompt_is_computed_at_once(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
-        alone = DecodeHandOver(here.engine, FollowedLink(None), WorkerSettings())
+        nobody = FollowedLink(None)
+        alone = DecodeHandOver(here.engine, nobody, EngineRegions(here.engine, nobody), WorkerSettings())
         alone.reserved(a_request(a_handle(here.writer)), Reserved("r.0", 0))
         assert await here.sent(Recompute) == Recompute("r.0")
         await alone.close()
@@ -203,7 +205,7 @@ async def test_a_request_that_ends_while_it_pulls_gives_its_lease_back(tmp_path:
 async def test_a_region_nobody_reads_any_more_is_unmapped(tmp_path: Path) -> None:
     """Its owner may be dead: the mapping alone would keep all of its memory."""
     async with world(tmp_path) as here:
-        here.hand_over.reader.idle_seconds = 0.05
+        here.hand_over.reader.regions.idle_seconds = 0.05
         handle = await here.reserve()
         here.begin(a_request(handle))
         await here.seal_all(handle)

@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.blocks.room import Room
+from kv_transfer_svc.disk import DiskTier
 from kv_transfer_svc.load import load_report
+from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.store import HandleStore, steady_unix_seconds
 from runtime.identity import new_incarnation
@@ -20,6 +23,8 @@ from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
 from tests.kv_transfer_svc.writer import Writer
+
+_STORE_BYTES = 1 << 20
 
 
 class Clock:
@@ -35,12 +40,20 @@ class Clock:
 class Host:
     """One KV service, as others see it."""
 
-    def __init__(self, folder: Path, arena_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, arena_bytes: int, disk: DiskTier | None = None, *, verify_kv: bool = False
+    ) -> None:
         self.incarnation = new_incarnation()
         self.clock = Clock()
         self.arena = Arena(f"arena-{self.incarnation}", arena_bytes)
         self.store = HandleStore(clock=self.clock)
-        self.service = KvTransferService(self.store, self.arena, self.incarnation, lambda: KEY, self._stats)
+        self.prompt_cache = PromptCache(
+            Room(_STORE_BYTES), disk, self.store.regions, f"store-{self.incarnation}", self.clock, verify_kv=verify_kv
+        )
+        self.service = KvTransferService(
+            self.store, self.arena, self.incarnation, lambda: KEY, self._stats, self.prompt_cache
+        )
+        self.prompt_cache.fetch = self.service.puller.fetch_blocks
         self.regions = RegionServer(folder / f"{self.incarnation}.sock", self.store.regions)
         self.server = GrpcServer(
             "127.0.0.1:0",
@@ -51,6 +64,7 @@ class Host:
 
     async def start(self) -> None:
         await self.regions.start()
+        await self.prompt_cache.open()
         self.address = await self.server.start()
         self.service.listens_at(self.address)
 
@@ -59,6 +73,7 @@ class Host:
         await self.service.puller.close()
         await self.server.stop(0)
         self.store.regions.close()
+        await self.prompt_cache.close()
         self.arena.close()
 
     @property
@@ -71,12 +86,14 @@ class Host:
         self.service.sweep()
 
     def _stats(self) -> pb.StatsReply:
-        return pb.StatsReply(load=load_report(self.store, self.arena))
+        return pb.StatsReply(load=load_report(self.store, self.arena, self.prompt_cache))
 
 
 @contextlib.asynccontextmanager
-async def running_host(folder: Path, arena_bytes: int = 64 * BLOCK_BYTES) -> AsyncIterator[Host]:
-    host = Host(folder, arena_bytes)
+async def running_host(
+    folder: Path, arena_bytes: int = 64 * BLOCK_BYTES, disk: DiskTier | None = None, *, verify_kv: bool = False
+) -> AsyncIterator[Host]:
+    host = Host(folder, arena_bytes, disk, verify_kv=verify_kv)
     await host.start()
     try:
         yield host

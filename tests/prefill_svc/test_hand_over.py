@@ -23,6 +23,7 @@ from tests.kv_transfer_svc.writer import Writer
 from tests.worker.kv_world import NUM_TOKENS, FollowedLink, a_handle, a_request, until
 from tests.worker.scripted_engine import LAYOUT, ScriptedEngine, output, ready
 from worker.card import kv_layout
+from worker.engine_regions import EngineRegions
 from worker.requests import ActiveRequest
 from worker.settings import WorkerSettings
 
@@ -33,7 +34,9 @@ class World:
         self.writer = writer
         self.engine = ScriptedEngine()
         self.link = FollowedLink(host)
-        self.hand_over = PrefillHandOver(self.engine, self.link, WorkerSettings())
+        self.hand_over = PrefillHandOver(
+            self.engine, self.link, EngineRegions(self.engine, self.link), WorkerSettings()
+        )
 
     async def load(self) -> None:
         region = self.writer.region
@@ -214,7 +217,8 @@ async def test_a_request_without_handle_is_refused(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_lends_no_region_is_refused_by_name() -> None:
-    hand_over = PrefillHandOver(ScriptedEngine(), FollowedLink(None), WorkerSettings())
+    engine, link = ScriptedEngine(), FollowedLink(None)
+    hand_over = PrefillHandOver(engine, link, EngineRegions(engine, link), WorkerSettings())
     with pytest.raises(Unsupported, match="region"):
         hand_over.ready(ready(), [])
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from control_plane.dispatcher import Dispatcher
+from control_plane.estimates import Ask
 from control_plane.gateway import Gateway
 from control_plane.generation import TokenRequest
 from control_plane.registry import WorkerRegistry
@@ -59,7 +60,9 @@ class Fleet:
         addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
         # One probe, when the fleet is ready, and none in the middle of what a test counts.
         probes = {"probe_interval_seconds": 600.0, "probe_valid_seconds": 3600.0}
-        settings = {**addresses, **probes, "state_dir": str(self._state_dir), **control}
+        # Disaggregation is what most tests are about: no prompt is too short for it.
+        handed_over = {"local_prefill": "never"}
+        settings = {**addresses, **probes, **handed_over, "state_dir": str(self._state_dir), **control}
         self._settings = ControlPlaneSettings(**settings)
         self.gateway = Gateway(self._settings)
         self.services: dict[str, Service] = {}
@@ -196,7 +199,7 @@ class PinnedRouter(Router):
         super().__init__(registry)
         self._names = decode, prefill
 
-    def choose(self, model_id: str, num_prompt_tokens: int, max_tokens: int, avoid: Any = ()) -> Route:
+    def choose(self, ask: Ask, avoid: Any = ()) -> Route:
         decode, prefill = (self._registry.get(name) if name else None for name in self._names)
         assert decode is not None, f"{self._names[0]} is not registered"
         return Route(prefill, (decode,), "pinned by the test", {})
@@ -247,4 +250,5 @@ def _is_idle(load: pb.LoadReport) -> bool:
         and pool.num_free_blocks + pool.num_cached_blocks == pool.num_total_blocks
         and service.num_handles == service.leased_bytes == service.orphan_bytes == 0
         and service.arena_free_bytes == service.arena_bytes
+        and service.store.leased_bytes == service.store.filling_bytes == 0
     )

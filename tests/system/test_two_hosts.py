@@ -11,7 +11,7 @@ from tests.system.fleet import Fleet, token_request
 from tests.system.reference import greedy
 
 
-async def test_decode_on_another_host_pulls_over_grpc_and_goes_on_at_token_two(
+async def test_decode_on_another_host_pulls_over_tcp_and_goes_on_at_token_two(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder, prompt = checkpoint("llama"), random.Random(5).choices(range(3, 300), k=130)
@@ -35,7 +35,7 @@ async def test_decode_on_another_host_pulls_over_grpc_and_goes_on_at_token_two(
         num_bytes = -(-len(prompt) // pool.tokens_per_block) * pool.bytes_per_block
         for choice in flight.choices:
             assert choice.ledger is not None
-            assert (choice.ledger.transport, choice.ledger.num_bytes_pulled) == ("grpc", num_bytes)
+            assert (choice.ledger.transport, choice.ledger.num_bytes_pulled) == ("tcp", num_bytes)
             assert choice.ledger.num_computed_tokens == 0
         after = {name: (await fleet.stats(name)).counters for name in before}
         pulled = after["kv-b"]["bytes_pulled"] - before["kv-b"]["bytes_pulled"]

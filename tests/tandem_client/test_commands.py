@@ -175,6 +175,14 @@ def test_status_shows_load_blocks_and_memory_of_each() -> None:
     assert picture.index("decode-0") < picture.index("kv-service")
 
 
+def test_status_shows_links_and_marks_one_that_fell_back() -> None:
+    quick = {"address": "10.0.0.2:7", "transport": "tcp", "bytes_per_second": 2.5 * 2**30, "latency_ms": 0.31}
+    fallen = {"address": "10.0.0.3:7", "transport": "grpc", "note": "fallback: no connection"}
+    picture = shown([KV_SERVICE | {"kv_service": {"arena_bytes": 1, "links": [quick, fallen]}}])
+    for words in ("from 10.0.0.2:7 tcp, 2.5 GiB/s, 0.3 ms", "from 10.0.0.3:7 grpc", "fallback: no connection"):
+        assert words in picture
+
+
 def test_status_shows_gpus_and_what_is_wrong_with_them() -> None:
     picture = shown([WORKER | {"memory": {"source": "nvml", "devices": [GPU]}}])
     for words in (

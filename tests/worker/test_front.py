@@ -16,9 +16,12 @@ from runtime.errors import InternalError, InvalidRequest, TandemError, from_prot
 from tandem.v1 import types_pb2 as pb
 from tests.worker.scripted_engine import ScriptedEngine, output, ready, step
 from worker.card import fingerprint
+from worker.engine_regions import EngineRegions
 from worker.front import WorkerFront
 from worker.hand_over import HandOver
+from worker.kv_link import KvLink
 from worker.process import EXIT_CONFIG, exit_code
+from worker.prompt_cache import PromptCache
 from worker.requests import ActiveRequest
 from worker.spans import PhaseSpans
 from worker.streams import GatewayStream
@@ -78,7 +81,9 @@ class World:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.hand_over = NoHandOver()
-        self.front = WorkerFront(pb.WORKER_ROLE_DECODE, "life", self.engine, self.hand_over)
+        link = KvLink("life", lease_seconds=10.0)  # to no KV service
+        cache = PromptCache(self.engine, link, EngineRegions(self.engine, link), "life")
+        self.front = WorkerFront(pb.WORKER_ROLE_DECODE, "life", self.engine, self.hand_over, cache)
         self.pump = asyncio.create_task(self.front.pump())
         self.is_ready = asyncio.Event()
         self.front.on_ready(lambda paths: self.is_ready.set())

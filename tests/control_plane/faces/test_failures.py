@@ -75,6 +75,7 @@ async def test_a_refusal_has_the_faces_status_and_code(
     assert code_of(face, response.json()) == (kind if is_openai else code)
     assert response.headers["content-type"] == "application/json" and response.headers["cf-ai-req-id"]
     assert ("retry-after" in response.headers) == (response.status_code in (429, 503))
+    assert response.headers.get("x-should-retry") == ("false" if isinstance(error, Aborted) else None)
     if code == 3040 and not is_openai:
         assert "Capacity temporarily exceeded, please try again." in response.text
 

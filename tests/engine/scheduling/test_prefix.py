@@ -94,10 +94,10 @@ def test_computed_blocks_are_told_once_with_their_hashes_and_answers_too() -> No
     world.add("a", PROMPT, root=ROOT, max_tokens=4)
     answer = [1014, 1015, 1016]
     # 1. The prompt's full blocks, with the step that filled them.
-    assert world.step().filled == [FilledBlocks("a", _hashes(PROMPT), [0, 1, 2], [1, 1, 1])]
+    assert world.step().filled == [FilledBlocks("a", "", _hashes(PROMPT), [0, 1, 2], [1, 1, 1])]
     # 2. The block that the answer fills, once its last token is computed.
     filled = [block for _ in range(3) for block in world.step().filled]
-    assert filled == [FilledBlocks("a", _hashes([*PROMPT, *answer])[3:], [3], [1])]
+    assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1])]
     # 3. What was found or loaded is not told again.
     world.add("b", PROMPT, root=ROOT, max_tokens=1)
     assert world.step().filled == []

@@ -467,6 +467,230 @@ class ReadRequest(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class StoredBlock(message.Message):
+    """A full block of tokens by its content: the same hash under the same layout is the same bytes, always."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    EXTENT_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    block_hash: builtins.bytes
+    checksum: builtins.int
+    """xxh3-64; 0 in Publish: not computed"""
+    index: builtins.int
+    """in Load's list of hashes"""
+    @builtins.property
+    def extent(self) -> types_pb2.Extent: ...
+    def __init__(
+        self,
+        *,
+        block_hash: builtins.bytes = ...,
+        extent: types_pb2.Extent | None = ...,
+        checksum: builtins.int = ...,
+        index: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["extent", b"extent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hash", b"block_hash", "checksum", b"checksum", "extent", b"extent", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PublishRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    ACCOUNT_TAG_FIELD_NUMBER: builtins.int
+    PARENT_HASH_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """of the worker that owns the region"""
+    layout_digest: builtins.bytes
+    group: builtins.int
+    account_tag: builtins.bytes
+    """whose quota they count towards"""
+    parent_hash: builtins.bytes
+    """of the block before the first one; empty: it is a prompt's first"""
+    @builtins.property
+    def blocks(self) -> containers.RepeatedCompositeFieldContainer[StoredBlock]:
+        """of one region, in chain order"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        layout_digest: builtins.bytes = ...,
+        group: builtins.int = ...,
+        blocks: abc.Iterable[StoredBlock] | None = ...,
+        account_tag: builtins.bytes = ...,
+        parent_hash: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["account_tag", b"account_tag", "blocks", b"blocks", "group", b"group", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "parent_hash", b"parent_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PublishReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_STORED_FIELD_NUMBER: builtins.int
+    NUM_KNOWN_FIELD_NUMBER: builtins.int
+    NUM_REFUSED_FIELD_NUMBER: builtins.int
+    num_stored: builtins.int
+    num_known: builtins.int
+    num_refused: builtins.int
+    """no room, over the quota, or reused before they were copied"""
+    def __init__(
+        self,
+        *,
+        num_stored: builtins.int = ...,
+        num_known: builtins.int = ...,
+        num_refused: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_known", b"num_known", "num_refused", b"num_refused", "num_stored", b"num_stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LoadRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    READER_ID_FIELD_NUMBER: builtins.int
+    READER_INCARNATION_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    SOURCE_ADDRESS_FIELD_NUMBER: builtins.int
+    BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
+    layout_digest: builtins.bytes
+    group: builtins.int
+    reader_id: builtins.str
+    """names the lease"""
+    reader_incarnation: builtins.str
+    lease_ms: builtins.int
+    source_address: builtins.str
+    """another host's KV service that may have more; "" for none"""
+    bytes_per_block: builtins.int
+    @builtins.property
+    def block_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """a chain, from the prompt's first block on"""
+
+    def __init__(
+        self,
+        *,
+        layout_digest: builtins.bytes = ...,
+        group: builtins.int = ...,
+        block_hashes: abc.Iterable[builtins.bytes] | None = ...,
+        reader_id: builtins.str = ...,
+        reader_incarnation: builtins.str = ...,
+        lease_ms: builtins.int = ...,
+        source_address: builtins.str = ...,
+        bytes_per_block: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "source_address", b"source_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LoadReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_FROM_MEMORY_FIELD_NUMBER: builtins.int
+    NUM_FROM_DISK_FIELD_NUMBER: builtins.int
+    NUM_FROM_HOST_FIELD_NUMBER: builtins.int
+    num_from_memory: builtins.int
+    num_from_disk: builtins.int
+    num_from_host: builtins.int
+    @builtins.property
+    def blocks(self) -> containers.RepeatedCompositeFieldContainer[StoredBlock]:
+        """in order of index; there may be gaps"""
+
+    def __init__(
+        self,
+        *,
+        blocks: abc.Iterable[StoredBlock] | None = ...,
+        num_from_memory: builtins.int = ...,
+        num_from_disk: builtins.int = ...,
+        num_from_host: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "num_from_disk", b"num_from_disk", "num_from_host", b"num_from_host", "num_from_memory", b"num_from_memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class UnloadRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    READER_ID_FIELD_NUMBER: builtins.int
+    reader_id: builtins.str
+    def __init__(
+        self,
+        *,
+        reader_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["reader_id", b"reader_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class UnloadReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReadBlocksRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: builtins.int
+    BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
+    layout_digest: builtins.bytes
+    group: builtins.int
+    bytes_per_block: builtins.int
+    @builtins.property
+    def block_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """a chain; the answer ends at the first that is not here"""
+
+    def __init__(
+        self,
+        *,
+        layout_digest: builtins.bytes = ...,
+        group: builtins.int = ...,
+        block_hashes: abc.Iterable[builtins.bytes] | None = ...,
+        bytes_per_block: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class OwnRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
@@ -533,3 +757,173 @@ class OwnerEvent(message.Message):
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["ended", "welcome"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class OpenLinkRequest(message.Message):
+    """---------------------------------------------------------------------------------------------------------------
+    Links: how two KV services move bytes besides gRPC. Docs of the data connection: kv_transfer_svc/transport/frames.py
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    HOLDER_ADDRESS_FIELD_NUMBER: builtins.int
+    MAC_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """of the service that asks"""
+    holder_address: builtins.str
+    """of the service that is asked"""
+    mac: builtins.bytes
+    """HMAC-SHA256 with the handle key over the two, cut to 16 bytes: only the fleet's own may ask"""
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        holder_address: builtins.str = ...,
+        mac: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["holder_address", b"holder_address", "incarnation", b"incarnation", "mac", b"mac"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class OpenLinkReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    HOST_ID_FIELD_NUMBER: builtins.int
+    KV_SOCKET_FIELD_NUMBER: builtins.int
+    TCP_ADDRESS_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_MS_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    host_id: builtins.str
+    kv_socket: builtins.str
+    """where a service of the same host gets regions; "" if shared memory is not offered"""
+    tcp_address: builtins.str
+    """where data connections are taken; "" if they are not"""
+    token: builtins.bytes
+    """for data connections, of this incarnation"""
+    token_ms: builtins.int
+    """how long it holds"""
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        host_id: builtins.str = ...,
+        kv_socket: builtins.str = ...,
+        tcp_address: builtins.str = ...,
+        token: builtins.bytes = ...,
+        token_ms: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "kv_socket", b"kv_socket", "tcp_address", b"tcp_address", "token", b"token", "token_ms", b"token_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ProbeRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    num_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DataRequest(message.Message):
+    """The request of a data connection."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    SLAB_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """whom the reader believes it talks to"""
+    token: builtins.bytes
+    @builtins.property
+    def slab(self) -> ReadRequest: ...
+    @builtins.property
+    def blocks(self) -> ReadBlocksRequest: ...
+    @builtins.property
+    def probe(self) -> ProbeRequest: ...
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        token: builtins.bytes = ...,
+        slab: ReadRequest | None = ...,
+        blocks: ReadBlocksRequest | None = ...,
+        probe: ProbeRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "kind", b"kind", "probe", b"probe", "slab", b"slab"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "incarnation", b"incarnation", "kind", b"kind", "probe", b"probe", "slab", b"slab", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["slab", "blocks", "probe"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class DataReply(message.Message):
+    """Comes before the bytes."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    num_bytes: builtins.int
+    """that follow; 0 with an error, after which no trailer comes"""
+    @builtins.property
+    def error(self) -> types_pb2.ErrorDetail: ...
+    def __init__(
+        self,
+        *,
+        num_bytes: builtins.int = ...,
+        error: types_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["error", b"error", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DataTrailer(message.Message):
+    """Comes after the bytes: whether they were the right ones until the last was sent."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def checksums(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """xxh3-64 of each block"""
+
+    @builtins.property
+    def error(self) -> types_pb2.ErrorDetail: ...
+    def __init__(
+        self,
+        *,
+        checksums: abc.Iterable[builtins.int] | None = ...,
+        error: types_pb2.ErrorDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["checksums", b"checksums", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...

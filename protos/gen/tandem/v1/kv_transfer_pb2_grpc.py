@@ -75,10 +75,40 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.OwnRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.OwnerEvent.FromString,
                 _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/tandem.v1.KvTransferService/Publish',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PublishRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PublishReply.FromString,
+                _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/tandem.v1.KvTransferService/Load',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.LoadRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.LoadReply.FromString,
+                _registered_method=True)
+        self.Unload = channel.unary_unary(
+                '/tandem.v1.KvTransferService/Unload',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.FromString,
+                _registered_method=True)
+        self.ReadBlocks = channel.unary_stream(
+                '/tandem.v1.KvTransferService/ReadBlocks',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.Chunk.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/tandem.v1.KvTransferService/Stats',
                 request_serializer=tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+                _registered_method=True)
+        self.OpenLink = channel.unary_unary(
+                '/tandem.v1.KvTransferService/OpenLink',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkReply.FromString,
+                _registered_method=True)
+        self.Probe = channel.unary_stream(
+                '/tandem.v1.KvTransferService/Probe',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.Chunk.FromString,
                 _registered_method=True)
 
 
@@ -142,8 +172,50 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Publish(self, request, context):
+        """Offers full blocks of a worker's region to the host's store, which copies what it wants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Load(self, request, context):
+        """Lends what the store has of a prompt's blocks, in memory, from disk or from another host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unload(self, request, context):
+        """Gives back what was lent by Load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadBlocks(self, request, context):
+        """The bytes of stored blocks, for another host's service: those of the longest run it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenLink(self, request, context):
+        """For another KV service: how its bytes may come besides over Read, and permission to fetch them so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Zeroes, to measure a link with.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -191,10 +263,40 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.OwnRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.OwnerEvent.SerializeToString,
             ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.PublishRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.PublishReply.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.LoadRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.LoadReply.SerializeToString,
+            ),
+            'Unload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unload,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.SerializeToString,
+            ),
+            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBlocks,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.Chunk.SerializeToString,
+            ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.StatsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.StatsReply.SerializeToString,
+            ),
+            'OpenLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLink,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkReply.SerializeToString,
+            ),
+            'Probe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.ProbeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.Chunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -424,6 +526,114 @@ class KvTransferService:
             _registered_method=True)
 
     @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Publish',
+            tandem_dot_v1_dot_kv__transfer__pb2.PublishRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.PublishReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Load',
+            tandem_dot_v1_dot_kv__transfer__pb2.LoadRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.LoadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Unload',
+            tandem_dot_v1_dot_kv__transfer__pb2.UnloadRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.UnloadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/ReadBlocks',
+            tandem_dot_v1_dot_kv__transfer__pb2.ReadBlocksRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Stats(request,
             target,
             options=(),
@@ -440,6 +650,60 @@ class KvTransferService:
             '/tandem.v1.KvTransferService/Stats',
             tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
             tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/OpenLink',
+            tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.OpenLinkReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Probe',
+            tandem_dot_v1_dot_kv__transfer__pb2.ProbeRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.Chunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,7 +54,19 @@ class KvTransferServiceStub:
     """The bytes of one slab, in chunks of 1 MiB."""
     Own: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.OwnRequest, _kv_transfer_pb2.OwnerEvent]
     """For the owner of a region: handles that nobody needs any more. Open as long as the owner lives."""
+    Publish: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.PublishRequest, _kv_transfer_pb2.PublishReply]
+    """Offers full blocks of a worker's region to the host's store, which copies what it wants."""
+    Load: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadRequest, _kv_transfer_pb2.LoadReply]
+    """Lends what the store has of a prompt's blocks, in memory, from disk or from another host."""
+    Unload: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]
+    """Gives back what was lent by Load."""
+    ReadBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]
+    """The bytes of stored blocks, for another host's service: those of the longest run it has."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
+    OpenLink: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]
+    """For another KV service: how its bytes may come besides over Read, and permission to fetch them so."""
+    Probe: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]
+    """Zeroes, to measure a link with."""
 
 @_typing.type_check_only
 class KvTransferServiceAsyncStub(KvTransferServiceStub):
@@ -77,7 +89,19 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """The bytes of one slab, in chunks of 1 MiB."""
     Own: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.OwnRequest, _kv_transfer_pb2.OwnerEvent]  # type: ignore[assignment]
     """For the owner of a region: handles that nobody needs any more. Open as long as the owner lives."""
+    Publish: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.PublishRequest, _kv_transfer_pb2.PublishReply]  # type: ignore[assignment]
+    """Offers full blocks of a worker's region to the host's store, which copies what it wants."""
+    Load: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadRequest, _kv_transfer_pb2.LoadReply]  # type: ignore[assignment]
+    """Lends what the store has of a prompt's blocks, in memory, from disk or from another host."""
+    Unload: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.UnloadRequest, _kv_transfer_pb2.UnloadReply]  # type: ignore[assignment]
+    """Gives back what was lent by Load."""
+    ReadBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]  # type: ignore[assignment]
+    """The bytes of stored blocks, for another host's service: those of the longest run it has."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
+    OpenLink: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]  # type: ignore[assignment]
+    """For another KV service: how its bytes may come besides over Read, and permission to fetch them so."""
+    Probe: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]  # type: ignore[assignment]
+    """Zeroes, to measure a link with."""
 
 class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -147,10 +171,58 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         """For the owner of a region: handles that nobody needs any more. Open as long as the owner lives."""
 
     @_abc_1.abstractmethod
+    def Publish(
+        self,
+        request: _kv_transfer_pb2.PublishRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.PublishReply, _abc.Awaitable[_kv_transfer_pb2.PublishReply]]:
+        """Offers full blocks of a worker's region to the host's store, which copies what it wants."""
+
+    @_abc_1.abstractmethod
+    def Load(
+        self,
+        request: _kv_transfer_pb2.LoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.LoadReply, _abc.Awaitable[_kv_transfer_pb2.LoadReply]]:
+        """Lends what the store has of a prompt's blocks, in memory, from disk or from another host."""
+
+    @_abc_1.abstractmethod
+    def Unload(
+        self,
+        request: _kv_transfer_pb2.UnloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.UnloadReply, _abc.Awaitable[_kv_transfer_pb2.UnloadReply]]:
+        """Gives back what was lent by Load."""
+
+    @_abc_1.abstractmethod
+    def ReadBlocks(
+        self,
+        request: _kv_transfer_pb2.ReadBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.Chunk], _abc.AsyncIterator[_types_pb2.Chunk]]:
+        """The bytes of stored blocks, for another host's service: those of the longest run it has."""
+
+    @_abc_1.abstractmethod
     def Stats(
         self,
         request: _types_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.StatsReply, _abc.Awaitable[_types_pb2.StatsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def OpenLink(
+        self,
+        request: _kv_transfer_pb2.OpenLinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.OpenLinkReply, _abc.Awaitable[_kv_transfer_pb2.OpenLinkReply]]:
+        """For another KV service: how its bytes may come besides over Read, and permission to fetch them so."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _kv_transfer_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_types_pb2.Chunk], _abc.AsyncIterator[_types_pb2.Chunk]]:
+        """Zeroes, to measure a link with."""
 
 def add_KvTransferServiceServicer_to_server(servicer: KvTransferServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -760,6 +760,8 @@ class Submit(message.Message):
     TRACEPARENT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     FAIRNESS_KEY_FIELD_NUMBER: builtins.int
+    ACCOUNT_TAG_FIELD_NUMBER: builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -772,6 +774,10 @@ class Submit(message.Message):
     priority: builtins.int
     """higher runs first"""
     fairness_key: builtins.str
+    account_tag: builtins.bytes
+    """whose quota of cached blocks this counts towards; opaque"""
+    prefix_source: builtins.str
+    """address of another host's KV service that may have the prompt's beginning"""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -810,10 +816,12 @@ class Submit(message.Message):
         traceparent: builtins.str = ...,
         priority: builtins.int = ...,
         fairness_key: builtins.str = ...,
+        account_tag: builtins.bytes = ...,
+        prefix_source: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prefix_source", b"prefix_source", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1054,6 +1062,7 @@ class PhaseLedger(message.Message):
     TRANSFER_END_NS_FIELD_NUMBER: builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
+    NUM_LOADED_TOKENS_FIELD_NUMBER: builtins.int
     num_prompt_tokens: builtins.int
     num_computed_tokens: builtins.int
     """prompt tokens this phase ran through the model"""
@@ -1074,6 +1083,8 @@ class PhaseLedger(message.Message):
     num_preemptions: builtins.int
     transport: builtins.str
     """"shm", "grpc" """
+    num_loaded_tokens: builtins.int
+    """of the cached ones: copied from the host's store"""
     def __init__(
         self,
         *,
@@ -1091,10 +1102,11 @@ class PhaseLedger(message.Message):
         transfer_end_ns: builtins.int = ...,
         num_preemptions: builtins.int = ...,
         transport: builtins.str = ...,
+        num_loaded_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "num_bytes_pulled", b"num_bytes_pulled", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_reprefill_tokens", b"num_reprefill_tokens", "scheduled_ns", b"scheduled_ns", "submitted_ns", b"submitted_ns", "transfer_end_ns", b"transfer_end_ns", "transfer_start_ns", b"transfer_start_ns", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "num_bytes_pulled", b"num_bytes_pulled", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_reprefill_tokens", b"num_reprefill_tokens", "scheduled_ns", b"scheduled_ns", "submitted_ns", b"submitted_ns", "transfer_end_ns", b"transfer_end_ns", "transfer_start_ns", b"transfer_start_ns", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1426,6 +1438,51 @@ class LoadReport(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class KvStoreLoad(message.Message):
+    """The store of a host's blocks: free + cached + leased + filling = total, in bytes of memory."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    CACHED_BYTES_FIELD_NUMBER: builtins.int
+    LEASED_BYTES_FIELD_NUMBER: builtins.int
+    FILLING_BYTES_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    DISK_BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    DISK_BYTES_FIELD_NUMBER: builtins.int
+    NUM_DISK_BLOCKS_FIELD_NUMBER: builtins.int
+    total_bytes: builtins.int
+    free_bytes: builtins.int
+    cached_bytes: builtins.int
+    leased_bytes: builtins.int
+    filling_bytes: builtins.int
+    """being filled, or on their way to disk"""
+    num_blocks: builtins.int
+    disk_budget_bytes: builtins.int
+    """0: no disk tier"""
+    disk_bytes: builtins.int
+    num_disk_blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        total_bytes: builtins.int = ...,
+        free_bytes: builtins.int = ...,
+        cached_bytes: builtins.int = ...,
+        leased_bytes: builtins.int = ...,
+        filling_bytes: builtins.int = ...,
+        num_blocks: builtins.int = ...,
+        disk_budget_bytes: builtins.int = ...,
+        disk_bytes: builtins.int = ...,
+        num_disk_blocks: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_bytes", b"cached_bytes", "disk_budget_bytes", b"disk_budget_bytes", "disk_bytes", b"disk_bytes", "filling_bytes", b"filling_bytes", "free_bytes", b"free_bytes", "leased_bytes", b"leased_bytes", "num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class KvServiceLoad(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
@@ -1435,6 +1492,8 @@ class KvServiceLoad(message.Message):
     NUM_REGIONS_FIELD_NUMBER: builtins.int
     LEASED_BYTES_FIELD_NUMBER: builtins.int
     ORPHAN_BYTES_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
     arena_bytes: builtins.int
     arena_free_bytes: builtins.int
     num_handles: builtins.int
@@ -1442,6 +1501,14 @@ class KvServiceLoad(message.Message):
     num_regions: builtins.int
     leased_bytes: builtins.int
     orphan_bytes: builtins.int
+    @builtins.property
+    def links(self) -> containers.RepeatedCompositeFieldContainer[KvLink]:
+        """to the services whose bytes it has fetched"""
+
+    @builtins.property
+    def store(self) -> KvStoreLoad:
+        """absent: no store of blocks"""
+
     def __init__(
         self,
         *,
@@ -1451,10 +1518,12 @@ class KvServiceLoad(message.Message):
         num_regions: builtins.int = ...,
         leased_bytes: builtins.int = ...,
         orphan_bytes: builtins.int = ...,
+        links: abc.Iterable[KvLink] | None = ...,
+        store: KvStoreLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "leased_bytes", b"leased_bytes", "num_handles", b"num_handles", "num_regions", b"num_regions", "orphan_bytes", b"orphan_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "leased_bytes", b"leased_bytes", "links", b"links", "num_handles", b"num_handles", "num_regions", b"num_regions", "orphan_bytes", b"orphan_bytes", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1604,5 +1673,57 @@ class StatsReply(message.Message):
     _HasFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class KvLink(message.Message):
+    """How bytes come from another KV service, measured by the one that reads."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    BEST_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    LATENCY_MS_FIELD_NUMBER: builtins.int
+    NUM_TRANSFERS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_ERRORS_FIELD_NUMBER: builtins.int
+    NUM_FALLBACKS_FIELD_NUMBER: builtins.int
+    NOTE_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    transport: builtins.str
+    """"shm", "tcp", "grpc"; "" before the first contact has ended"""
+    bytes_per_second: builtins.float
+    """moving average; 0: not measured yet"""
+    best_bytes_per_second: builtins.float
+    latency_ms: builtins.float
+    """of the smallest transfers"""
+    num_transfers: builtins.int
+    num_bytes: builtins.int
+    num_errors: builtins.int
+    """broken connections and checksums that did not match"""
+    num_fallbacks: builtins.int
+    """transfers that gRPC made because a better way could not"""
+    note: builtins.str
+    """"fallback: <why>" or "slow: <how slow>"; "" if all is well"""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        transport: builtins.str = ...,
+        bytes_per_second: builtins.float = ...,
+        best_bytes_per_second: builtins.float = ...,
+        latency_ms: builtins.float = ...,
+        num_transfers: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        num_errors: builtins.int = ...,
+        num_fallbacks: builtins.int = ...,
+        note: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "best_bytes_per_second", b"best_bytes_per_second", "bytes_per_second", b"bytes_per_second", "latency_ms", b"latency_ms", "note", b"note", "num_bytes", b"num_bytes", "num_errors", b"num_errors", "num_fallbacks", b"num_fallbacks", "num_transfers", b"num_transfers", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

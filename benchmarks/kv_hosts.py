@@ -1,0 +1,254 @@
+"""What do transfers need around them? Real KV services of emulated hosts, a pool of blocks, an engine-like reader."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.served import ROOT
+from runtime.identity import new_incarnation
+from runtime.kv.checksum import block_checksum
+from runtime.kv.client import KvClient
+from runtime.kv.layout import layout_digest
+from runtime.kv.mac import sign_handle
+from runtime.kv.regions import RegionClient
+from runtime.kv.shared_region import SharedRegion
+from runtime.server import GrpcServer
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import control_plane_pb2_grpc as cp_grpc
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from tandem_client.cli.parent_death import die_with_parent
+
+BLOCK_BYTES = 256 << 10
+BLOCK_TOKENS = 16
+LAYOUT = pb.KvLayout(
+    version=1,
+    groups=[
+        pb.KvGroup(
+            kind=pb.KV_GROUP_KIND_FULL,
+            layers=range(8),
+            tokens_per_block=BLOCK_TOKENS,
+            num_kv_heads=8,
+            k_head_size=64,
+            v_head_size=64,
+            dtype="float16",
+            order="layer,kv,head,token,dim",
+            bytes_per_block=BLOCK_BYTES,
+        )
+    ],
+    shard=pb.KvShard(tp_size=1),
+)
+HANDLE_KEY = secrets.token_bytes(32)
+_START_SECONDS = 60.0
+_SPARE_BYTES = 8 << 20
+
+
+class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
+    """As much of one as a KV service needs: it gives out the handle key and hears who is there."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, asyncio.Future[pb.WorkerInfo]] = {}
+
+    async def Register(self, request: cp.RegisterRequest, context: Any) -> cp.RegisterReply:
+        waiting = self.services[request.info.worker_id]
+        if not waiting.done():
+            waiting.set_result(request.info)
+        return cp.RegisterReply(heartbeat_interval_ms=5000, handle_key=HANDLE_KEY)
+
+    async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
+        return cp.HeartbeatReply(known=True)
+
+    async def Deregister(self, request: cp.DeregisterRequest, context: Any) -> cp.DeregisterReply:
+        return cp.DeregisterReply()
+
+    async def ListWorkers(self, request: cp.ListWorkersRequest, context: Any) -> cp.ListWorkersReply:
+        return cp.ListWorkersReply()
+
+
+class KvHost:
+    """One KV service in a process of its own, and a client of it."""
+
+    def __init__(self, info: pb.WorkerInfo, pid: int) -> None:
+        self.info = info
+        self.pid = pid
+        self.client = KvClient(info.address, new_incarnation())
+        self.regions = RegionClient(info.kv_socket)
+
+    async def until_empty(self) -> None:
+        """Wait until nothing of the transfer before is kept here."""
+        while True:
+            load = (await self.client.stats()).load.kv_service
+            if load.num_handles == 0 and load.arena_free_bytes == load.arena_bytes:
+                return
+            await asyncio.sleep(0.002)
+
+    async def close(self) -> None:
+        await self.regions.close()
+        await self.client.close()
+
+
+@asynccontextmanager
+async def kv_hosts(
+    folder: Path, largest_bytes: int, flags: Mapping[str, Sequence[str]]
+) -> AsyncIterator[dict[str, KvHost]]:
+    """Run a KV service for each name in `flags`, as the only service of a host of that name."""
+    plane = ControlPlane()
+    server = GrpcServer(
+        "127.0.0.1:0",
+        lambda grpc_server: cp_grpc.add_ControlPlaneServiceServicer_to_server(plane, grpc_server),
+        ["tandem.v1.ControlPlaneService"],
+    )
+    control = await server.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, 0)
+        hosts: dict[str, KvHost] = {}
+        for name, more in flags.items():
+            plane.services[name] = asyncio.get_running_loop().create_future()
+            arena = ["--arena-bytes", str(largest_bytes + _SPARE_BYTES), "--store-bytes", "0"]
+            place = ["--control", control, "--worker-id", name, "--host-id", name, "--drain-seconds", "1"]
+            process = await stack.enter_async_context(_running(folder, [*place, *arena, *more]))
+            info = await asyncio.wait_for(plane.services[name], _START_SECONDS)
+            hosts[name] = KvHost(info, process.pid)
+            stack.push_async_callback(hosts[name].close)
+        yield hosts
+
+
+@asynccontextmanager
+async def _running(folder: Path, flags: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "OTEL_"))}
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
+    with (folder / "kv-services.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *die_with_parent([sys.executable, "-m", "kv_transfer_svc", *flags]),
+            env={**kept, "PYTHONPATH": paths, "TANDEM_RUNTIME_DIR": str(folder), "TANDEM_STATE_DIR": str(folder)},
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+class Pool:
+    """A prefill worker's pool in shared memory, lent to its host's service; a prompt lies in its first blocks."""
+
+    def __init__(self, host: KvHost, largest_bytes: int) -> None:
+        self.host = host
+        self.region_id = f"pool-{new_incarnation()}"
+        self.region = SharedRegion.create("bench-pool", largest_bytes, largest_bytes // BLOCK_BYTES)
+        self.memory = self.region.view(0, largest_bytes)
+        self._num_writes = 0
+
+    async def lend(self) -> None:
+        region = self.region
+        await self.host.regions.offer(
+            self.region_id,
+            self.host.client.incarnation,
+            region.total_bytes,
+            region.num_slots,
+            BLOCK_BYTES,
+            region.generations_offset,
+            region.fd,
+        )
+
+    def write(self, num_bytes: int) -> None:
+        """Fill the first blocks with something new, as an engine that computes."""
+        self._num_writes += 1
+        self.memory[:num_bytes] = bytes([self._num_writes % 255 + 1]) * num_bytes
+
+    async def reserve(self, num_bytes: int) -> pb.KvHandle:
+        """Open a handle for that many bytes."""
+        info = self.host.info
+        handle = pb.KvHandle(
+            handle_id=secrets.token_bytes(16),
+            request_id=f"bench-{self._num_writes}",
+            attempt=1,
+            prefill_incarnation=self.host.client.incarnation,
+            holder_address=info.address,
+            holder_incarnation=info.incarnation,
+            layout_digest=layout_digest(LAYOUT),
+            num_tokens=num_bytes // BLOCK_BYTES * BLOCK_TOKENS,
+            num_readers=1,
+            deadline_unix_ms=int((time.time() + 60) * 1000),
+        )
+        handle = sign_handle(handle, HANDLE_KEY)
+        await self.host.client.reserve(handle, self.region_id, LAYOUT)
+        return handle
+
+    async def seal(self, handle: pb.KvHandle, num_bytes: int, *, checksums: bool = False) -> kv.Slab:
+        """Seal the handle as one slab, which is returned, and close it."""
+        blocks = range(num_bytes // BLOCK_BYTES)
+        slab = kv.Slab(num_blocks=len(blocks), num_layers=8)
+        for slot in blocks:
+            slab.extents.add(
+                kind=pb.MEMORY_KIND_HOST,
+                region_id=self.region_id,
+                offset=slot * BLOCK_BYTES,
+                num_bytes=BLOCK_BYTES,
+                slot=slot,
+                generation=self.region.generation(slot),
+            )
+            if checksums:
+                slab.checksums.append(block_checksum(self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]))
+        closed = kv.Closed(num_blocks=len(blocks), first_tokens=[kv.FirstToken(token_id=1)])
+        await self.host.client.seal(handle, [slab], closed)
+        return slab
+
+    def forget(self, num_bytes: int) -> None:
+        """Give the slots up, as an engine that reuses them."""
+        for slot in range(num_bytes // BLOCK_BYTES):
+            self.region.next_generation(slot)
+
+    def close(self) -> None:
+        self.memory.release()
+        self.region.close()
+
+
+class EngineLikeReader:
+    """A decode worker: watches at its host's service, and copies slabs from mapped regions into a pool of its own."""
+
+    def __init__(self, host: KvHost, largest_bytes: int) -> None:
+        self.host = host
+        self.pool = memoryview(bytearray(b"\0") * largest_bytes)
+        self._mapped: dict[str, SharedRegion] = {}
+
+    async def map(self, region_id: str) -> None:
+        """Once per region, as a worker does when it first hears of one."""
+        grant = await self.host.regions.fetch(region_id)
+        self._mapped[region_id] = SharedRegion.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
+
+    async def watch(self, handle: pb.KvHandle) -> tuple[kv.Slab, str]:
+        """Return the one slab, once it can be read here, and how it came."""
+        events = [event async for event in self.host.client.watch(handle, "reader", LAYOUT)]
+        return events[0].slab, events[0].transport
+
+    def copy(self, slab: kv.Slab) -> None:
+        """Copy every block into the pool, and look at generations after that."""
+        region = self._mapped[slab.extents[0].region_id]
+        for index, extent in enumerate(slab.extents):
+            start = index * BLOCK_BYTES
+            self.pool[start : start + BLOCK_BYTES] = region.view(extent.offset, BLOCK_BYTES)
+        for extent in slab.extents:
+            region.check_generation(extent)
+
+    def verify(self, slab: kv.Slab) -> None:
+        """Compare every block with its checksum."""
+        for index, checksum in enumerate(slab.checksums):
+            if block_checksum(self.pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]) != checksum:
+                raise RuntimeError(f"block {index} came wrong")
+
+    def close(self) -> None:
+        for region in self._mapped.values():
+            region.close()

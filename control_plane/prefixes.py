@@ -1,0 +1,114 @@
+"""Where were the blocks of a prompt last: in which worker's pool, and in which host's store?
+
+Learnt from what requests did, not reported: a block that was computed or pulled is in that worker's pool, and what was
+computed was offered to its host's store. Pools die with their worker's incarnation, a store outlives its workers. The
+index may be wrong (blocks are evicted without telling anyone here): then a prediction was, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+DEFAULT_MAX_BLOCKS = 1_000_000
+"""About 175 bytes each (measured: 172 MB for a million), whatever a block's KV takes."""
+_MAX_PLACES = 4
+_MAX_COMBINATIONS = 4096
+
+
+class _Places(NamedTuple):
+    """Who had a block last, the latest first; shared by all blocks that are in the same places."""
+
+    pools: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Leading tokens (or blocks) of a prompt by where one worker finds them; each part goes on from the one before."""
+
+    own: int = 0
+    """In the worker's own pool."""
+    host: int = 0
+    """In its host's store."""
+    remote: int = 0
+    """In the store of `remote_host`, and in no place nearer."""
+    remote_host: str = ""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How many leading blocks of one prompt each place has."""
+
+    pools: Mapping[str, int] = field(default_factory=dict)
+    hosts: Mapping[str, int] = field(default_factory=dict)
+
+    def seen_from(self, incarnation: str, host_id: str) -> Cached:
+        """Return what a worker finds in its own pool, on its host and elsewhere, in blocks."""
+        num_own = self.pools.get(incarnation, 0)
+        num_here = max(num_own, self.hosts.get(host_id, 0))
+        remote_host, num_there = max(self.hosts.items(), key=lambda item: item[1], default=("", 0))
+        num_remote = max(0, num_there - num_here)
+        return Cached(num_own, num_here - num_own, num_remote, remote_host if num_remote else "")
+
+
+class PrefixIndex:
+    """A bounded index from block hash to places; what was used last is kept longest, a prompt's beginning before its
+    end: a block without those before it is useless.
+    """
+
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._blocks: OrderedDict[bytes, _Places] = OrderedDict()
+        self._combinations: dict[_Places, _Places] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str) -> None:
+        """Note that a worker has these blocks; `host_id`: the host whose store has them too, "" if none does."""
+        for block_hash in reversed(block_hashes):
+            places = self._blocks.get(block_hash, _Places())
+            pools, hosts = _first(incarnation, places.pools), _first(host_id, places.hosts)
+            self._blocks[block_hash] = self._shared(_Places(pools, hosts))
+            self._blocks.move_to_end(block_hash)
+        while len(self._blocks) > self._max_blocks:
+            self._blocks.popitem(last=False)
+
+    def forget(self, block_hashes: Sequence[bytes], host_id: str) -> None:
+        """Note that a host's store did not have these blocks."""
+        for block_hash in block_hashes:
+            if (places := self._blocks.get(block_hash)) and host_id in places.hosts:
+                hosts = tuple(host for host in places.hosts if host != host_id)
+                self._blocks[block_hash] = self._shared(places._replace(hosts=hosts))
+
+    def find(self, block_hashes: Sequence[bytes]) -> Runs:
+        """Return how far each place's run of leading blocks goes; takes one pass over the blocks."""
+        pools: dict[str, int] = {}
+        hosts: dict[str, int] = {}
+        for index, block_hash in enumerate(block_hashes):
+            places = self._blocks.get(block_hash)
+            if places is None or not (_extend(pools, places.pools, index) | _extend(hosts, places.hosts, index)):
+                break
+        return Runs(pools, hosts)
+
+    def _shared(self, places: _Places) -> _Places:
+        if len(self._combinations) > _MAX_COMBINATIONS:
+            self._combinations.clear()  # they only save memory
+        return self._combinations.setdefault(places, places)
+
+
+def _first(name: str, others: tuple[str, ...]) -> tuple[str, ...]:
+    if not name or others[:1] == (name,):
+        return others
+    return (name, *(other for other in others if other != name))[:_MAX_PLACES]
+
+
+def _extend(runs: dict[str, int], names: tuple[str, ...], index: int) -> bool:
+    """Lengthen the runs that have reached `index`; return False if none of `names` has."""
+    reached = [name for name in names if runs.get(name, 0) == index]
+    for name in reached:
+        runs[name] = index + 1
+    return bool(reached)

@@ -1,0 +1,106 @@
+"""Which runs of pages are free?
+
+       hole    taken   taken   hole   taken          The smallest hole that fits is cut; what is given back becomes one
+    |........|#######|#######|......|#########|      with its neighbouring holes. Every page is in one run or one hole.
+
+Sizes differ between layouts, so free pages may lie apart: `window` says which taken runs, beside one that goes anyway,
+have to go for a longer hole. No page is lost to a size for good.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+
+class PageRuns:
+    """Hands out runs of pages by their first page. O(log n) each, in the number of different lengths of holes."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_free_pages = 0
+        self._holes: dict[int, int] = {}  # start -> length, as in `_taken`
+        self._hole_starts: dict[int, int] = {}  # end -> start, as in `_taken_starts`
+        self._holes_of: dict[int, dict[int, None]] = {}  # length -> starts
+        self._lengths: list[int] = []  # of holes, each once, sorted
+        self._taken: dict[int, int] = {}
+        self._taken_starts: dict[int, int] = {}
+        if num_pages:
+            self._open(0, num_pages)
+
+    def take(self, num_pages: int) -> int | None:
+        """Return the first page of a run, or None if no hole is that long."""
+        index = bisect_left(self._lengths, num_pages)
+        if index == len(self._lengths):
+            return None
+        length = self._lengths[index]
+        start = next(iter(self._holes_of[length]))
+        self._close(start)
+        if length > num_pages:
+            self._open(start + num_pages, length - num_pages)
+        self._taken[start] = num_pages
+        self._taken_starts[start + num_pages] = start
+        return start
+
+    def give_back(self, start: int) -> None:
+        assert start in self._taken, f"the run at page {start} is given back, and nobody has it"
+        end = start + self._taken.pop(start)
+        del self._taken_starts[end]
+        if end in self._holes:
+            end += self._close(end)
+        if start in self._hole_starts:
+            start -= self._close(self._hole_starts[start])
+        self._open(start, end - start)
+
+    def window(self, start: int, num_pages: int, may_go: Callable[[int], bool]) -> list[int] | None:
+        """Return the taken runs, that at `start` and then its neighbours, whose end would leave a hole of `num_pages`.
+
+        None: neighbours that may not go are in the way.
+        """
+        going = [start]
+        first, end = self._hole_starts.get(start, start), start + self._taken[start]
+        end += self._holes.get(end, 0)
+        while end - first < num_pages:
+            before = self._taken_starts.get(first)
+            if end in self._taken and may_go(end):
+                going.append(end)
+                end += self._taken[end]
+                end += self._holes.get(end, 0)
+            elif before is not None and may_go(before):
+                going.append(before)
+                first = self._hole_starts.get(before, before)
+            else:
+                return None
+        return going
+
+    def check(self) -> None:
+        """Assert that every page is in exactly one run or hole, and that no two holes touch."""
+        page, was_hole = 0, False
+        while page < self.num_pages:
+            is_hole = page in self._holes
+            assert is_hole != (page in self._taken), f"page {page} is the start of a run and of a hole, or of neither"
+            assert not (was_hole and is_hole), f"two holes touch at page {page}"
+            page += self._holes[page] if is_hole else self._taken[page]
+            was_hole = is_hole
+        assert page == self.num_pages, f"a run or hole ends at page {page} of {self.num_pages}"
+        assert self.num_free_pages == sum(self._holes.values()), "free pages are miscounted"
+        assert len(self._holes) == sum(map(len, self._holes_of.values())), "holes are not filed by their length"
+        assert self._lengths == sorted(self._holes_of), "the lengths of holes are not those of the holes"
+
+    def _open(self, start: int, length: int) -> None:
+        self.num_free_pages += length
+        self._holes[start] = length
+        self._hole_starts[start + length] = start
+        if length not in self._holes_of:
+            self._holes_of[length] = {}
+            insort(self._lengths, length)
+        self._holes_of[length][start] = None
+
+    def _close(self, start: int) -> int:
+        """Forget a hole and return its length."""
+        length = self._holes.pop(start)
+        self.num_free_pages -= length
+        del self._hole_starts[start + length], self._holes_of[length][start]
+        if not self._holes_of[length]:
+            del self._holes_of[length], self._lengths[bisect_left(self._lengths, length)]
+        return length

@@ -1,0 +1,265 @@
+"""How do KV blocks outlive their place in DRAM, and the process, without the event loop ever waiting for a disk?
+
+A thread of the tier's own reads and writes segment files (segment_log.py); the event loop offers it jobs and is called
+back. The tier may forget any block at any time, and never serves one that is not what was written.
+
+    put ──▶ queue, bounded in bytes ──▶ ┐
+                                        ├──▶ thread: reads, then moving out of old segments, then writes ──▶ files
+    get ──▶ queue, bounded in blocks ─▶ ┘            │
+     ◀── verified payloads, or None ─────────────────┘
+
+Nothing is synced: see segment.py for what a crash may cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.disk.figures import DiskCounters, DiskFigures
+from kv_transfer_svc.disk.jobs import JobQueue, ReadJob, WriteJob
+from kv_transfer_svc.disk.record import record_bytes
+from kv_transfer_svc.disk.segment_log import SegmentLog
+from runtime.kv.checksum import block_checksum
+from runtime.log import get_logger
+
+log = get_logger(__name__)
+
+_MAX_QUEUED_READ_BLOCKS = 4096
+_MAX_QUEUED_WRITE_BYTES = 64 << 20
+
+
+class DiskTier:
+    """KV blocks in files of one folder, under a byte budget. All methods are for one event loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        segment_bytes: int | None = None,
+        *,
+        max_queued_read_blocks: int = _MAX_QUEUED_READ_BLOCKS,
+        max_queued_write_bytes: int = _MAX_QUEUED_WRITE_BYTES,
+    ) -> None:
+        """Raise InvalidRequest for a budget of less than four segments. Touches no disk: `open` does."""
+        self._counters = DiskCounters()
+        self._log = SegmentLog(folder, budget_bytes, segment_bytes, self._counters)
+        self._queue = JobQueue(max_queued_read_blocks, max_queued_write_bytes)
+        self._folder = folder
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._last_write_failed = False
+
+    async def open(self) -> None:
+        """Own the folder and rebuild the index from its files; call it once.
+
+        Raises InvalidRequest if the folder cannot be used, Unavailable if another process owns it. A service that gets
+        either goes on without its disk tier.
+        """
+        assert self._loop is None, "a disk tier is opened once"
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._log.open)
+        self._thread = threading.Thread(target=self._run, name="disk-tier", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        key: BlockKey,
+        payload: bytes | bytearray | memoryview,
+        *,
+        checksum: int | None = None,
+        done: Callable[[bool], None] | None = None,
+    ) -> bool:
+        """Queue a block to be written; return False, having counted it, where it is refused. Never waits.
+
+        `payload` is not copied and must stay as it is until `done(is_kept)` has been called on the event loop; a
+        refused block's `done` is never called. With the `checksum` that was made when the block was sealed, bytes that
+        have changed since are not written. A block that is there, or queued, already is not written again, and is done.
+        """
+        assert 0 <= key.group < 1 << 32, f"{key} does not fit a record's header"
+        if key in self:
+            self._counters.duplicates += 1
+            self._tell(done, True)
+            return True
+        job = WriteJob(key, memoryview(payload).cast("B"), checksum, done)
+        if not self._is_serving or job.num_bytes > self._log.segment_bytes or not self._queue.offer_write(job):
+            self._counters.refused_writes += 1
+            return False
+        return True
+
+    def contains(self, key: BlockKey) -> bool:
+        """Say whether a `get` is likely to find `key`: it is on disk, or queued to be written."""
+        return key in self._log.index or self._queue.unwritten(key) is not None
+
+    __contains__ = contains
+
+    async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview] | None = None) -> list[memoryview | None]:
+        """Return the verified payload of each key, None for what is not there, not whole, or not as long as its `into`.
+
+        With `into`, bytes are read straight to where they belong; where the answer is None, they are anything. A caller
+        that is cancelled gets its CancelledError only once nothing is written to `into` any more.
+        """
+        assert into is None or len(into) == len(keys), "one destination for each key"
+        job = ReadJob(keys, into, asyncio.get_running_loop().create_future())
+        if not self._is_serving or not self._queue.offer_read(job):
+            self._counters.refused_reads += len(keys)
+            return [None] * len(keys)
+        try:
+            return await asyncio.shield(job.answer)
+        except asyncio.CancelledError:
+            if not self._queue.withdraw_read(job):
+                await _outlast(job.answer)
+            raise
+
+    def forget(self, key: BlockKey) -> None:
+        """Make `key` a miss, to save its move to a new segment.
+
+        Not an erasure: its bytes go with their segment, and a restart before that finds them again, which does no harm
+        since the content of a key never changes.
+        """
+        self._queue.withdraw_write(key)
+        self._log.index.drop(key)
+
+    async def close(self) -> None:
+        """Do what is queued, then let go of the folder. May be called twice, and if `open` failed."""
+        self._queue.close()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._log.close()
+
+    def figures(self) -> DiskFigures:
+        return DiskFigures(
+            serving=self._is_serving,
+            budget_bytes=self._log.budget_bytes,
+            num_bytes=self._log.num_bytes,
+            num_blocks=len(self._log.index),
+            num_segments=self._log.num_segments,
+            queued_reads=self._queue.num_read_blocks,
+            queued_writes=self._queue.num_writes,
+            queued_write_bytes=self._queue.num_write_bytes,
+            counters=replace(self._counters),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless index and files agree and the budget is held. Call it with nothing queued."""
+        self._log.check()
+
+    @property
+    def _is_serving(self) -> bool:
+        return self._thread is not None and not self._queue.closed
+
+    def _run(self) -> None:
+        try:
+            while not self._queue.drained:
+                self._step()
+        except Exception:
+            log.exception("disk_tier_failed", folder=str(self._folder))
+        finally:
+            self._abandon()
+
+    def _step(self) -> None:
+        if (reading := self._queue.next_read()) is not None:
+            self._read(reading)
+        elif self._log.tidy():
+            return
+        elif (writing := self._queue.next_write()) is not None:
+            self._write(writing)
+        else:
+            self._queue.wait()
+
+    def _abandon(self) -> None:
+        """Answer whoever still waits, if the thread ends before its work does."""
+        self._queue.close()
+        while (reading := self._queue.next_read()) is not None:
+            self._end_read(reading, [None] * len(reading.keys))
+        while (writing := self._queue.next_write()) is not None:
+            self._end_write(writing, False)
+
+    def _read(self, job: ReadJob) -> None:
+        payloads: list[memoryview | None] = [None] * len(job.keys)
+        try:
+            for index, key in enumerate(job.keys):
+                if job.withdrawn:
+                    break
+                payloads[index] = self._read_block(key, None if job.into is None else job.into[index])
+        finally:
+            self._end_read(job, payloads)
+
+    def _read_block(self, key: BlockKey, into: memoryview | None) -> memoryview | None:
+        unwritten = self._queue.unwritten(key)
+        payload = self._log.read(key, into) if unwritten is None else _copy(unwritten, into)
+        if payload is None:
+            self._counters.misses += 1
+        else:
+            self._counters.hits += 1
+        return payload
+
+    def _end_read(self, job: ReadJob, payloads: list[memoryview | None]) -> None:
+        self._queue.end_read(job)
+        self._tell(_answer, job.answer, payloads)
+
+    def _write(self, job: WriteJob) -> None:
+        is_kept = False
+        try:
+            is_kept = not job.withdrawn and self._append(job)
+        finally:
+            if is_kept and job.withdrawn:  # forgotten while it was being written
+                self._log.index.drop(job.key)
+            self._end_write(job, is_kept and not job.withdrawn)
+
+    def _append(self, job: WriteJob) -> bool:
+        checksum = block_checksum(job.payload)
+        if job.checksum is not None and checksum != job.checksum:
+            self._counters.put_corrupt += 1
+            log.warning("disk_put_corrupt", block=job.key.block_hash.hex())
+            return False
+        try:
+            self._log.append(job.key, job.payload, checksum)
+        except OSError as error:
+            self._counters.write_errors += 1
+            if not self._last_write_failed:  # once for each time that it begins to fail
+                log.warning("disk_write_failed", folder=str(self._folder), error=str(error))
+            self._last_write_failed = True
+            return False
+        self._last_write_failed = False
+        self._counters.written += 1
+        self._counters.written_bytes += record_bytes(len(job.payload))
+        return True
+
+    def _end_write(self, job: WriteJob, is_kept: bool) -> None:
+        self._queue.end_write(job)
+        self._tell(job.done, is_kept)
+
+    def _tell(self, callback: Callable[..., None] | None, *arguments: object) -> None:
+        if callback is None or self._loop is None:
+            return
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _copy(job: WriteJob, into: memoryview | None) -> memoryview | None:
+    """Return what is yet to be written; None if it is not what it was when sealed, or not as long as `into`."""
+    if into is not None and len(into) != len(job.payload):
+        return None
+    payload = memoryview(bytearray(len(job.payload))) if into is None else into
+    payload[:] = job.payload
+    if job.checksum is not None and block_checksum(payload) != job.checksum:
+        return None
+    return payload
+
+
+def _answer(answer: asyncio.Future[list[memoryview | None]], payloads: list[memoryview | None]) -> None:
+    if not answer.done():
+        answer.set_result(payloads)
+
+
+async def _outlast(answer: asyncio.Future[list[memoryview | None]]) -> None:
+    """Wait for `answer`, through any number of cancellations."""
+    while not answer.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([answer])

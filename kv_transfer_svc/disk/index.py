@@ -1,0 +1,107 @@
+"""Where on disk does a block lie?
+
+The one thing that the event loop and the tier's thread both change; its lock is held for dictionary work, never for
+reading or writing.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from kv_transfer_svc.blocks.keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    segment: int
+    offset: int
+    payload_bytes: int
+
+
+class Index:
+    """Places by key and by segment, and which were used since they were written."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[BlockKey, Place] = {}
+        self._of_segment: dict[int, dict[BlockKey, Place]] = {}
+        self._last_use: dict[BlockKey, int] = {}
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._places
+
+    def find(self, key: BlockKey) -> Place | None:
+        return self._places.get(key)
+
+    def add(self, key: BlockKey, place: Place) -> None:
+        """Say that `key` lies at `place`, and no longer where it lay before; it is unused again."""
+        with self._lock:
+            self._add(key, place)
+
+    def move(self, key: BlockKey, old: Place, new: Place) -> bool:
+        """As `add`, unless `key` was dropped or written elsewhere since it was seen at `old`."""
+        with self._lock:
+            if self._places.get(key) != old:
+                return False
+            self._add(key, new)
+            return True
+
+    def use(self, key: BlockKey) -> None:
+        with self._lock:
+            if key in self._places:
+                self._clock += 1
+                self._last_use[key] = self._clock
+
+    def drop(self, key: BlockKey) -> bool:
+        with self._lock:
+            return self._drop(key)
+
+    def drop_segment(self, number: int) -> int:
+        """Drop what still lies in segment `number`; returns how many blocks that were."""
+        with self._lock:
+            keys = list(self._of_segment.get(number, ()))
+            for key in keys:
+                self._drop(key)
+            return len(keys)
+
+    def used_in(self, number: int) -> list[tuple[BlockKey, Place]]:
+        """Return the blocks of segment `number` that were used since they were written, last used first."""
+        with self._lock:
+            blocks = self._of_segment.get(number, {}).items()
+            used = [(key, place) for key, place in blocks if key in self._last_use]
+            return sorted(used, key=lambda block: -self._last_use[block[0]])
+
+    def clear(self) -> None:
+        with self._lock:
+            self._places.clear()
+            self._of_segment.clear()
+            self._last_use.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless both views tell the same."""
+        with self._lock:
+            by_segment = {key: place for places in self._of_segment.values() for key, place in places.items()}
+            assert by_segment == self._places, "the index by segment and the index by key differ"
+            assert sum(map(len, self._of_segment.values())) == len(self._places), "a block lies in two segments"
+            assert self._last_use.keys() <= self._places.keys(), "a block is used that is nowhere"
+
+    def _add(self, key: BlockKey, place: Place) -> None:
+        self._drop(key)
+        self._places[key] = place
+        self._of_segment.setdefault(place.segment, {})[key] = place
+
+    def _drop(self, key: BlockKey) -> bool:
+        place = self._places.pop(key, None)
+        if place is None:
+            return False
+        self._last_use.pop(key, None)
+        places = self._of_segment[place.segment]
+        del places[key]
+        if not places:
+            del self._of_segment[place.segment]
+        return True

@@ -1,0 +1,40 @@
+"""Which blocks do the tests of the disk tier write, and how do they know one when they get it back?"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.disk import DiskTier
+
+LAYOUT = b"layout of a test"
+
+
+def a_key(number: int) -> BlockKey:
+    return BlockKey(LAYOUT, 0, number.to_bytes(16, "little"))
+
+
+def a_payload(number: int, num_bytes: int = 384) -> bytes:
+    """Return bytes that only block `number` has; 384 of them make a record of 512."""
+    digest = hashlib.sha256(number.to_bytes(16, "little")).digest()
+    return (digest * (num_bytes // len(digest) + 1))[:num_bytes]
+
+
+async def put_all(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) -> list[bool]:
+    """Write blocks, one after another, and return which of them are kept."""
+    kept = []
+    for number in numbers:
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        assert tier.put(a_key(number), a_payload(number, num_bytes), done=done.set_result)
+        kept.append(await done)
+    return kept
+
+
+async def served(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) -> list[int]:
+    """Return which of the blocks are served; what is served must be what was written."""
+    payloads = await tier.get([a_key(number) for number in numbers])
+    found = [(number, payload) for number, payload in zip(numbers, payloads, strict=True) if payload is not None]
+    assert all(payload == a_payload(number, num_bytes) for number, payload in found)
+    return [number for number, _ in found]

@@ -1,0 +1,58 @@
+"""Cutting and summing lose nothing, whatever the blocks' sizes are; figures say what was measured."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from kv_transfer_svc.transport.connection import rest_of
+from kv_transfer_svc.transport.figures import LinkFigures
+from kv_transfer_svc.transport.pieces import GROUP_BYTES, RunningChecksums, groups, leading
+from runtime.kv.checksum import block_checksum
+
+SIZES = some.lists(some.one_of(some.integers(1, 9000), some.integers(1, 3 << 20)), min_size=1, max_size=80)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES.filter(lambda sizes: sum(sizes) < 8 << 20))
+def test_pieces_are_the_blocks_in_order_and_sum_to_their_checksums(sizes: list[int]) -> None:
+    blocks = [memoryview(bytes([index % 251]) * size) for index, size in enumerate(sizes)]
+    made = RunningChecksums(blocks)
+    together = bytearray()
+    for group in groups(blocks):
+        assert sum(map(len, group)) <= GROUP_BYTES and len(group) <= 64
+        made.add(group)
+        together += b"".join(group)
+    assert together == b"".join(blocks)
+    assert made.values == [block_checksum(block) for block in blocks]
+
+
+def test_leading_blocks_end_with_a_block() -> None:
+    blocks = [memoryview(bytes(size)) for size in (3, 4, 5)]
+    assert [len(leading(blocks, num_bytes) or ()) for num_bytes in (3, 7, 12)] == [1, 2, 3]
+    assert leading(blocks, 0) == []
+    assert leading(blocks, 4) is None and leading(blocks, 13) is None
+
+
+def test_the_rest_of_a_group_is_what_has_not_moved() -> None:
+    group = [memoryview(b"abc"), memoryview(b"defg"), memoryview(b"h")]
+    assert [bytes(piece) for piece in rest_of(group, 4)] == [b"efg", b"h"]
+    assert rest_of(group, 8) == []
+
+
+def test_small_transfers_tell_latency_and_large_ones_speed() -> None:
+    figures = LinkFigures()
+    figures.transferred(1000, 0.002)
+    assert (figures.latency_seconds, figures.bytes_per_second) == (0.002, 0.0)
+    figures.transferred(1 << 20, 0.001)
+    assert figures.bytes_per_second == (1 << 20) / 0.001 and figures.slowness == ""
+
+
+def test_a_link_much_below_its_own_best_is_slow() -> None:
+    figures = LinkFigures()
+    figures.transferred(16 << 20, 0.01)
+    for _ in range(8):
+        figures.transferred(16 << 20, 1.0)
+    assert figures.slowness == "slow: 1% of its best"
+    figures.reset_rate()
+    assert figures.slowness == ""

@@ -1,0 +1,156 @@
+"""What does a test of links need? Two KV services that talk raw TCP, and a proxy between them that does harm."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kv_transfer_svc.transport.data_server import DataServer, OpenSource
+from kv_transfer_svc.transport.links import Links
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from tests.kv_transfer_svc.host import Host, closed, nothing_is_left, running_host, until
+from tests.kv_transfer_svc.layout import KEY, a_layout
+from tests.kv_transfer_svc.writer import Writer
+
+
+@contextlib.asynccontextmanager
+async def linked_host(
+    folder: Path,
+    *,
+    host_id: str = "",
+    transports: Sequence[str] = ("tcp", "grpc"),
+    open_source: OpenSource | None = None,
+) -> AsyncIterator[tuple[Host, DataServer]]:
+    """A KV service with a listener for data connections."""
+    async with running_host(folder) as host:
+        host.service.puller.links = Links(
+            host.incarnation,
+            lambda: KEY,
+            transports=transports,
+            host_id=host_id,
+            clock=host.clock,
+            counters=host.store.counters,
+        )
+        offer = host.service.offer
+        offer.host_id, offer.kv_socket = host_id, host.socket
+        data = DataServer("127.0.0.1:0", offer.tokens.verify, open_source or host.service.open_source)
+        offer.tcp_address = await data.start()
+        try:
+            yield host, data
+        finally:
+            await data.stop()
+
+
+async def sealed(
+    writer: Writer, slots: Sequence[int], checksums: Sequence[int] = (), seconds: float = 60.0
+) -> pb.KvHandle:
+    """A closed handle of one slab."""
+    handle = writer.handle(num_blocks=len(slots), seconds=seconds)
+    await writer.client.reserve(handle, writer.region_id, a_layout())
+    slab = writer.slab(0, 0, slots)
+    slab.checksums.extend(checksums)
+    await writer.client.seal(handle, [slab], closed(len(slots)))
+    return handle
+
+
+def link_of(host: Host) -> pb.KvLink:
+    """The only link that `host` has, as it reports it."""
+    (link,) = host.service.puller.links.report()
+    return link
+
+
+async def everything_is_back(*hosts: Host) -> None:
+    for host in hosts:
+        await until(partial(nothing_is_left, host))
+
+
+async def a_grant(host: Host) -> kv.DataRequest:
+    """A request that `host` lets in, of no kind yet."""
+    return kv.DataRequest(incarnation=host.incarnation, token=host.service.offer.tokens.new())
+
+
+@dataclass
+class Harm:
+    """What happens to bytes on their way to the reader, `after` so many more of them."""
+
+    kind: str
+    after: int
+
+
+class Proxy:
+    """Forwards connections to a data server, and does what `harm` says, once; then forwards again."""
+
+    def __init__(self, target: str) -> None:
+        self.harm: Harm | None = None
+        self.has_stalled = asyncio.Event()
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
+        asking = asyncio.create_task(_forward(reader, upstream_writer))
+        try:
+            while data := bytearray(await upstream_reader.read(1 << 16)):
+                if not await self._harmed(data, writer):
+                    return
+                writer.write(data)
+                await writer.drain()
+        finally:
+            asking.cancel()
+            upstream_writer.close()
+            writer.close()
+
+    async def _harmed(self, data: bytearray, writer: asyncio.StreamWriter) -> bool:
+        """Do harm if it is due. False: the connection is cut."""
+        if self.harm is None or self.harm.after >= len(data):
+            if self.harm is not None:
+                self.harm.after -= len(data)
+            return True
+        harm, self.harm = self.harm, None
+        if harm.kind == "flip":
+            data[harm.after] ^= 0x10
+            return True
+        writer.write(data[: harm.after])
+        await writer.drain()
+        if harm.kind == "stall":
+            self.has_stalled.set()
+            await asyncio.Event().wait()
+        return False
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
+
+
+@contextlib.asynccontextmanager
+async def proxied(host: Host) -> AsyncIterator[Proxy]:
+    """Offer a way to `host` that leads through a proxy."""
+    proxy = Proxy(host.service.offer.tcp_address)
+    host.service.offer.tcp_address = await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.close()

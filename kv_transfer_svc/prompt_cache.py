@@ -10,8 +10,10 @@ the disk, another host) is done off the event loop and finished also if whoever 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from kv_transfer_svc.blocks.accounts import Quotas
 from kv_transfer_svc.blocks.block import Known, Leased
@@ -19,11 +21,11 @@ from kv_transfer_svc.blocks.block_store import BlockStore
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.room import Extent, Room
 from kv_transfer_svc.disk.disk_tier import DiskTier
+from kv_transfer_svc.offered import Offered, block_keys
 from kv_transfer_svc.region_table import RegionTable
-from runtime.errors import InvalidRequest, KvCorrupt, TandemError
+from kv_transfer_svc.transport.source import BlockSource
+from runtime.errors import TandemError
 from runtime.kv.checksum import block_checksum
-from runtime.kv.layout import check_memory_kind
-from runtime.kv.shared_region import SharedRegion
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -34,7 +36,6 @@ FetchBlocks = Callable[[str, Sequence[BlockKey], Sequence[memoryview]], Awaitabl
 """Reads a chain's blocks from the KV service at an address; returns the checksums of the leading ones that came."""
 
 _MAX_LEASE_SECONDS = 60.0
-_MAX_BLOCKS_PER_CALL = 4096
 _HEADROOM_SHARE = 16
 """With a disk tier one part in so many is kept free, so that a new block need not wait for others to be written."""
 
@@ -67,68 +68,33 @@ class PromptCache:
         self._tasks: set[asyncio.Task[int]] = set()
         regions.add_own(region_id, room.region)
 
-    # ------------------------------------------------------------------------------------------------- publish
-
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
         """Copy what is wanted of a worker's blocks. Raises InvalidRequest for extents that are not in its region."""
-        keys = _keys(request.layout_digest, request.group, [block.block_hash for block in request.blocks])
-        if not keys:
-            return kv.PublishReply()
-        memory = self._check_extents(request)
-        parent = BlockKey(keys[0].layout_digest, keys[0].group, request.parent_hash) if request.parent_hash else None
-        sizes = [block.extent.num_bytes for block in request.blocks]
-        begun = self.blocks.begin(keys, sizes, request.account_tag, self._clock(), parent=parent)
-        num_known = sum(isinstance(each, Known) for each in begun)
-        wanted = [
-            (key, extent, block.extent)
-            for key, extent, block in zip(keys, begun, request.blocks, strict=True)
-            if isinstance(extent, Extent)
-        ]
-        num_stored = await self._finish(self._copy(memory, wanted)) if wanted else 0
-        return kv.PublishReply(
-            num_stored=num_stored, num_known=num_known, num_refused=len(keys) - num_known - num_stored
+        offered = Offered(request, self._regions)
+        begun = self.blocks.begin(
+            offered.keys, offered.sizes, request.account_tag, self._clock(), parent=offered.parent
         )
+        num_known = sum(isinstance(each, Known) for each in begun)
+        wanted = [(index, extent) for index, extent in enumerate(begun) if isinstance(extent, Extent)]
+        num_stored = await self._finish(self._copy(offered, wanted)) if wanted else 0
+        num_refused = len(offered.keys) - num_known - num_stored
+        return kv.PublishReply(num_stored=num_stored, num_known=num_known, num_refused=num_refused)
 
-    def _check_extents(self, request: kv.PublishRequest) -> SharedRegion:
-        region_id = request.blocks[0].extent.region_id
-        memory = self._regions.lent(region_id, request.incarnation).memory
-        for block in request.blocks:
-            extent = block.extent
-            check_memory_kind(extent)
-            is_inside = extent.slot < memory.num_slots and extent.offset + extent.num_bytes <= memory.generations_offset
-            if extent.region_id != region_id or not is_inside or not extent.num_bytes:
-                raise InvalidRequest(
-                    f"a block of {extent.num_bytes} bytes at byte {extent.offset}, slot {extent.slot}, is not in "
-                    f"region {region_id}",
-                    field="blocks.extent",
-                )
-        return memory
-
-    async def _copy(self, memory: SharedRegion, wanted: Sequence[tuple[BlockKey, Extent, pb.Extent]]) -> int:
-        checksums = await asyncio.to_thread(self._copy_all, memory, [(extent, source) for _, extent, source in wanted])
-        return self._settle([(key, extent) for key, extent, _ in wanted], checksums)
-
-    def _copy_all(self, memory: SharedRegion, pairs: Sequence[tuple[Extent, pb.Extent]]) -> list[int]:
-        """Copy blocks one after the other and return their checksums; ends at the first that is not there any more.
-
-        A block without the one before it is of no use.
-        """
+    async def _copy(self, offered: Offered, wanted: Sequence[tuple[int, Extent]]) -> int:
+        views = [self._view(extent) for _, extent in wanted]
         checksums: list[int] = []
-        for extent, source in pairs:
-            try:
-                content = memory.copy_out(source, 0, source.num_bytes)
-            except (KvCorrupt, ValueError):  # reused since it was offered, or its owner is dead and its memory unmapped
-                break
-            with self._view(extent) as view:
-                view[:] = content
-            checksums.append(block_checksum(content))
-        return checksums
+        try:
+            checksums = await asyncio.to_thread(offered.copy, [index for index, _ in wanted], views)
+        finally:
+            for view in views:
+                view.release()
+        return self._settle([(offered.keys[index], extent) for index, extent in wanted], checksums)
 
     # ---------------------------------------------------------------------------------------------------- load
 
     async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
         """Lend the longest run of a chain that can be had here."""
-        keys = _keys(request.layout_digest, request.group, request.block_hashes)
+        keys = block_keys(request.layout_digest, request.group, request.block_hashes)
         reply = kv.LoadReply(num_from_memory=self.blocks.find_run(keys))
         num_here = reply.num_from_memory
         if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
@@ -139,26 +105,26 @@ class PromptCache:
             reply.num_from_host = num_here - reply.num_from_memory - reply.num_from_disk
         seconds = min(request.lease_ms / 1000, _MAX_LEASE_SECONDS)
         leased = self.blocks.lease(keys[:num_here], request.reader_id, self._clock(), seconds) if num_here else []
-        for index, (key, each) in enumerate(zip(keys, await self._verified(keys, leased), strict=False)):
-            if each is None:  # evicted since it was found
-                break
+        for index, (key, each) in enumerate(await self._run(keys, leased)):
             reply.blocks.append(self._stored(index, key, each))
         self.counters["blocks_loaded"] += len(reply.blocks)
         return reply
 
-    async def stored(self, request: kv.ReadBlocksRequest, reader_id: str) -> list[Leased]:
-        """Lend the longest run of a chain to another host's service, until `unload`."""
-        keys = _keys(request.layout_digest, request.group, request.block_hashes)
+    @asynccontextmanager
+    async def lent(self, request: kv.ReadBlocksRequest) -> AsyncIterator[BlockSource]:
+        """Lend the longest run of a chain to another host's service, to be sent once."""
+        keys = block_keys(request.layout_digest, request.group, request.block_hashes)
+        reader_id = f"remote/{secrets.token_hex(8)}"
         num_here = self.blocks.find_run(keys)
-        if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk and request.bytes_per_block:
+        if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
             num_here += await self._finish(self._promote(keys, num_here, request.bytes_per_block))
         leased = self.blocks.lease(keys[:num_here], reader_id, self._clock(), _MAX_LEASE_SECONDS) if num_here else []
-        return [each for each in await self._verified(keys, leased) if each is not None]
-
-    def content(self, leased: Leased) -> bytes:
-        """Return a copy of a lent block."""
-        with self._view(leased.extent) as view:
-            return bytes(view)
+        try:
+            stored = [self._stored(0, key, each) for key, each in await self._run(keys, leased)]
+            extents, checksums = [each.extent for each in stored], [each.checksum for each in stored]
+            yield BlockSource(extents, self._regions.memory, checksums)
+        finally:
+            self.unload(reader_id)
 
     def unload(self, reader_id: str) -> None:
         """Take back what was lent to a reader; no harm if nothing was."""
@@ -210,19 +176,21 @@ class PromptCache:
         begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
         return [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
 
-    async def _verified(self, keys: Sequence[BlockKey], leased: Sequence[Leased | None]) -> Sequence[Leased | None]:
-        """With --verify-kv, compare every block with its checksum before it is lent; one that differs is dropped."""
-        if not self._verify_kv:
-            return leased
-        checked: list[Leased | None] = []
+    async def _run(
+        self, keys: Sequence[BlockKey], leased: Sequence[Leased | None]
+    ) -> Sequence[tuple[BlockKey, Leased]]:
+        """Return the leading blocks that are lent; with --verify-kv, up to the first that is not what was sealed."""
+        run: list[tuple[BlockKey, Leased]] = []
         for key, each in zip(keys, leased, strict=False):
-            if each is not None and await asyncio.to_thread(self._checksum, each.extent) != each.checksum:
+            if each is None:  # evicted since it was found
+                break
+            if self._verify_kv and await asyncio.to_thread(self._checksum, each.extent) != each.checksum:
                 self.counters["memory_corrupt"] += 1
                 log.error("stored_block_corrupt", block=str(key))
                 self.blocks.drop(key, each.extent)
-                each = None
-            checked.append(each)
-        return checked
+                break
+            run.append((key, each))
+        return run
 
     def _stored(self, index: int, key: BlockKey, leased: Leased) -> kv.StoredBlock:
         extent = leased.extent
@@ -308,10 +276,3 @@ class PromptCache:
     def _checksum(self, extent: Extent) -> int:
         with self._view(extent) as view:
             return block_checksum(view)
-
-
-def _keys(layout_digest: bytes, group: int, hashes: Sequence[bytes]) -> list[BlockKey]:
-    """Raises InvalidRequest for too many, and for hashes of another length."""
-    if len(hashes) > _MAX_BLOCKS_PER_CALL:
-        raise InvalidRequest(f"{len(hashes)} blocks in one call; ask for {_MAX_BLOCKS_PER_CALL} at most")
-    return [BlockKey(layout_digest, group, block_hash) for block_hash in hashes]

@@ -86,7 +86,7 @@ class Puller:
             block_hashes=[key.block_hash for key in keys],
             bytes_per_block=len(into[0]),
         )
-        return await self.links.to(address).client.read_blocks(request, into)
+        return await self.links.to(address).read_blocks(request, into)
 
     def sweep(self) -> None:
         """A copy that is being filled is alive: the pull is its writer."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from kv_transfer_svc.record import Record
-from kv_transfer_svc.transport.pieces import GROUP_BYTES
 from kv_transfer_svc.transport.source import BlockSource, Source
 from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -18,12 +17,6 @@ def slab_source(slab: kv.Slab, record: Record, memory_of: Callable[[str], Shared
     blocks = range(slab.first_block, slab.first_block + slab.num_blocks)
     made = [record.checksums[slab.index, block] for block in blocks if (slab.index, block) in record.checksums]
     return BlockSource(slab.extents, memory_of, slab.checksums or made, partial(_keep, record, slab.index, blocks))
-
-
-def chunks(content: bytes, offset: int) -> Iterator[pb.Chunk]:
-    """Cut bytes that begin at `offset` of a stream into messages of at most 1 MiB."""
-    for start in range(0, len(content), GROUP_BYTES):
-        yield pb.Chunk(offset=offset + start, data=content[start : start + GROUP_BYTES])
 
 
 def source_chunks(source: Source) -> Iterator[pb.Chunk]:

@@ -7,7 +7,6 @@ bytes are pulled here first, releases and aborts are passed on.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.puller import Puller
-from kv_transfer_svc.reading import chunks, slab_source, source_chunks
+from kv_transfer_svc.reading import slab_source, source_chunks
 from kv_transfer_svc.record import Record, handle_name
 from kv_transfer_svc.slab_checks import verify_checksums
 from kv_transfer_svc.store import HandleStore
@@ -159,8 +158,14 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             self.store.counters["bytes_served"] += source.num_bytes
         elif kind == "probe":
             yield Zeroes(request.probe.num_bytes)
+        elif kind == "blocks" and self.prompt_cache is not None:
+            async with self.prompt_cache.lent(request.blocks) as blocks:
+                yield blocks
+                self.store.counters["bytes_served"] += blocks.num_bytes
+        elif kind == "blocks":
+            yield Zeroes(0)
         else:
-            raise Unsupported(f"data connections carry slabs and probes, not {kind}: use gRPC for it", field="kind")
+            raise Unsupported(f"data connections carry slabs, blocks and probes, not {kind}", field="kind")
 
     # ------------------------------------------------------------------------------------- the host's stored blocks
 
@@ -180,17 +185,10 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
     async def ReadBlocks(self, request: kv.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         if self.prompt_cache is None:
             return
-        reader_id = f"remote/{secrets.token_hex(8)}"
-        try:
-            leased = await self.prompt_cache.stored(request, reader_id)
-            offset = 0
-            for each in leased:
-                for chunk in chunks(self.prompt_cache.content(each), offset):
-                    yield chunk
-                offset += each.extent.num_bytes
-        finally:
-            self.prompt_cache.unload(reader_id)
-        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums([each.checksum for each in leased])),))
+        async with self.prompt_cache.lent(request) as source:
+            for chunk in source_chunks(source):
+                yield chunk
+            context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.verdict())),))
 
     # ------------------------------------------------------------------------------------------- either of them
 

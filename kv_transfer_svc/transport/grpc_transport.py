@@ -22,6 +22,9 @@ class GrpcTransport:
     ) -> list[int]:
         return await self._client.receive(handle, reader_id, slab, into, first_block)
 
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        return await self._client.read_blocks(request, into)
+
     async def probe(self, num_bytes: int) -> int:
         await self._client.probe(num_bytes)
         return num_bytes

@@ -30,6 +30,12 @@ class Transport(Protocol):
         KvCorrupt (of field "checksums" if bytes were spoilt on the way), and whatever the holder refuses.
         """
 
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        """Fill the leading buffers, as many as the peer's store has blocks of the chain; return their checksums.
+
+        As `read` otherwise. Raises Unsupported if this way carries none.
+        """
+
     async def probe(self, num_bytes: int) -> int:
         """Ask for that many zeroes; return how many bytes really moved. Raises LinkBroken."""
 

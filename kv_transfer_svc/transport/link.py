@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -20,13 +20,16 @@ from kv_transfer_svc.transport.interface import LinkBroken, Transport
 from kv_transfer_svc.transport.offer import link_request
 from kv_transfer_svc.transport.shm_transport import ShmTransport
 from kv_transfer_svc.transport.tcp_transport import TcpTransport
-from runtime.errors import KvCorrupt, TandemError
+from runtime.errors import KvCorrupt, TandemError, Unsupported
 from runtime.kv.client import KvClient
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
+
+Ask = Callable[[Transport], Awaitable[list[int]]]
+"""Reads over a way and returns the checksums of the buffers that were filled."""
 
 PROBE_BYTES = 1 << 20
 _PROBE_SECONDS = 2.0
@@ -92,9 +95,19 @@ class Link:
 
         Raises KvCorrupt if the bytes were spoilt twice, and what the holder refuses.
         """
+        return await self._read(lambda way: way.read(handle, reader_id, slab, into, first_block), into)
+
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        """Fill the leading buffers with what the peer's store has of a chain; return their checksums, verified."""
+        return (await self._read(lambda way: way.read_blocks(request, into), into)).checksums
+
+    async def _read(self, ask: Ask, into: Sequence[memoryview]) -> Received:
         way = await self._best_way()
         try:
-            return await self._measured(way, handle, reader_id, slab, into, first_block)
+            return await self._measured(way, ask, into)
+        except Unsupported:
+            if way is self._grpc:
+                raise
         except LinkBroken as error:
             await self._set_aside(way, error.message)
         except KvCorrupt as error:
@@ -102,7 +115,7 @@ class Link:
                 raise
             await self._spoilt(way, error)
         try:
-            return await self._measured(self._grpc, handle, reader_id, slab, into, first_block)
+            return await self._measured(self._grpc, ask, into)
         except KvCorrupt as error:
             if error.field == "checksums":
                 await self._spoilt(self._grpc, error)
@@ -139,19 +152,11 @@ class Link:
             await asyncio.shield(self._finding)
         return self._way
 
-    async def _measured(
-        self,
-        way: Transport,
-        handle: pb.KvHandle,
-        reader_id: str,
-        slab: kv.Slab,
-        into: Sequence[memoryview],
-        first_block: int,
-    ) -> Received:
+    async def _measured(self, way: Transport, ask: Ask, into: Sequence[memoryview]) -> Received:
         begun = time.monotonic()
-        checksums = await way.read(handle, reader_id, slab, into, first_block)
+        checksums = await ask(way)
         if way is self._way:
-            self.figures.transferred(sum(map(len, into)), time.monotonic() - begun)
+            self.figures.transferred(sum(map(len, into[: len(checksums)])), time.monotonic() - begun)
         if way is not self._grpc:
             self._num_failures = 0
         elif self.note:

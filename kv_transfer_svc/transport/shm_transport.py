@@ -9,7 +9,7 @@ from functools import partial
 from kv_transfer_svc.transport.interface import LinkBroken
 from kv_transfer_svc.transport.pieces import groups
 from kv_transfer_svc.transport.threads import finished
-from runtime.errors import KvCorrupt, KvNotFound, TandemError
+from runtime.errors import KvCorrupt, KvNotFound, TandemError, Unsupported
 from runtime.kv.checksum import block_checksum
 from runtime.kv.regions import RegionClient
 from runtime.kv.shared_region import SharedRegion
@@ -39,6 +39,9 @@ class ShmTransport:
         finally:
             region.close()
         return checksums
+
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        raise Unsupported("stored blocks of a service on the same host are read over gRPC")
 
     async def probe(self, num_bytes: int) -> int:
         """Whether the peer's socket answers; how fast memory is, the first slab shows."""

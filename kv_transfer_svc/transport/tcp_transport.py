@@ -41,6 +41,9 @@ class TcpTransport:
             raise LinkBroken(f"slab {slab.index} came with {len(checksums)} blocks, it has {len(into)}")
         return checksums
 
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        return await self._ask(kv.DataRequest(blocks=request), into)
+
     async def probe(self, num_bytes: int) -> int:
         into = [memoryview(bytearray(num_bytes))] if num_bytes else []
         await self._ask(kv.DataRequest(probe=kv.ProbeRequest(num_bytes=num_bytes)), into)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from itertools import accumulate, chain, repeat
-from typing import Any, TypeVar
+from itertools import chain, repeat
+from typing import TypeVar
 
 from runtime import errors
 from runtime.channel import open_channel
 from runtime.errors import KvCorrupt, StaleIncarnation, TandemError, Unavailable
-from runtime.kv.checksum import CHECKSUMS_METADATA, block_checksum, unpack_checksums
+from runtime.kv.checksum import block_checksum
 from runtime.kv.leases import LeaseKeeper
+from runtime.kv.receiving import checksums_in, fill_blocks, messages_of, split_blocks
 from runtime.kv.slabs import first_missing_block
 from runtime.kv_handle import HandleState
 from runtime.log import get_logger
@@ -112,7 +113,7 @@ class KvClient:
         self._leases.hold(handle, reader_id)
         seconds = max(0.0, handle.deadline_unix_ms / 1000 - time.time()) + self._call_seconds
         slabs: list[kv.Slab] = []
-        async with aclosing(_events(self._stub.Watch(request, timeout=seconds))) as events:
+        async with aclosing(messages_of(self._stub.Watch(request, timeout=seconds))) as events:
             async for event in events:
                 if event.WhichOneof("kind") == "error":
                     self._leases.let_go(handle, reader_id)
@@ -139,7 +140,7 @@ class KvClient:
         """
         num_dropped = max(0, first_block - slab.first_block)
         sizes = [extent.num_bytes for extent in slab.extents][num_dropped:]
-        blocks = _split(into, sizes) if isinstance(into, memoryview) else into
+        blocks = split_blocks(into, sizes) if isinstance(into, memoryview) else into
         await self.receive(handle, reader_id, slab, blocks, first_block)
         return sum(sizes)
 
@@ -150,11 +151,11 @@ class KvClient:
         request = kv.ReadRequest(handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block)
         remaining = max(self._call_seconds, handle.deadline_unix_ms / 1000 - time.time())
         call = self._stub.Read(request, timeout=remaining)
-        async with aclosing(_events(call)) as chunks:
-            num_filled = await _fill(blocks, chunks)
+        async with aclosing(messages_of(call)) as chunks:
+            num_filled = await fill_blocks(blocks, chunks)
         if num_filled != len(blocks):
             raise KvCorrupt(f"the slab ended after {num_filled} of {len(blocks)} blocks")
-        checksums = _checksums(await call.trailing_metadata())
+        checksums = checksums_in(await call.trailing_metadata())
         _verify(handle, slab, blocks, checksums)
         return checksums
 
@@ -179,9 +180,9 @@ class KvClient:
         Blocks from the first one that does not match on are left out: their buffers hold anything.
         """
         call = self._stub.ReadBlocks(request, timeout=self._call_seconds)
-        async with aclosing(_events(call)) as chunks:
-            num_filled = await _fill(into, chunks)
-        checksums = _checksums(await call.trailing_metadata())[:num_filled]
+        async with aclosing(messages_of(call)) as chunks:
+            num_filled = await fill_blocks(into, chunks)
+        checksums = checksums_in(await call.trailing_metadata())[:num_filled]
         for index, checksum in enumerate(checksums):
             if block_checksum(into[index]) != checksum:
                 log.warning("fetched_block_corrupt", source=self.address, index=index)
@@ -223,7 +224,7 @@ class KvClient:
     async def probe(self, num_bytes: int) -> None:
         """Have so many zeroes sent, to see how long they take."""
         call = self._stub.Probe(kv.ProbeRequest(num_bytes=num_bytes), timeout=self._call_seconds)
-        async with aclosing(_events(call)) as chunks:
+        async with aclosing(messages_of(call)) as chunks:
             async for _ in chunks:
                 pass
 
@@ -263,7 +264,7 @@ class KvClient:
         while True:
             try:
                 request = kv.OwnRequest(region_id=region_id, incarnation=self.incarnation)
-                async with aclosing(_events(self._stub.Own(request))) as events:
+                async with aclosing(messages_of(self._stub.Own(request))) as events:
                     async for event in events:
                         delays = chain(_RETRY_SECONDS, repeat(_RETRY_SECONDS[-1]))
                         if event.WhichOneof("kind") == "ended":
@@ -285,44 +286,6 @@ class KvClient:
             )
 
 
-async def _events(call: Any) -> AsyncGenerator[Any, None]:
-    """Yield a stream's messages; the call is over when the caller stops iterating."""
-    try:
-        async for message in call:
-            yield message
-    finally:
-        call.cancel()
-
-
-async def _fill(blocks: Sequence[memoryview], chunks: AsyncIterator[pb.Chunk]) -> int:
-    """Write a stream of chunks over `blocks` and return how many it filled; it must end with a block."""
-    index, offset, received = 0, 0, 0
-    async for chunk in chunks:
-        if chunk.offset != received:
-            raise KvCorrupt(f"a chunk at byte {chunk.offset} where byte {received} was due")
-        data = memoryview(chunk.data)
-        received += len(data)
-        while len(data):
-            if index == len(blocks):
-                raise KvCorrupt(f"the slab has more bytes than the {sum(map(len, blocks))} expected")
-            piece = data[: len(blocks[index]) - offset]
-            blocks[index][offset : offset + len(piece)] = piece
-            offset += len(piece)
-            data = data[len(piece) :]
-            if offset == len(blocks[index]):
-                index, offset = index + 1, 0
-    if offset:
-        raise KvCorrupt(f"a stream of blocks ended after {offset} of {len(blocks[index])} bytes of one")
-    return index
-
-
-def _split(buffer: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Cut a writable buffer into consecutive blocks."""
-    flat = buffer.cast("B")
-    ends = list(accumulate(sizes))
-    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
 def _check_complete(
     handle: pb.KvHandle, slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int
 ) -> None:
@@ -330,10 +293,6 @@ def _check_complete(
     missing = first_missing_block(slabs, layout, first_block, num_blocks)
     if missing is not None:
         raise KvCorrupt(f"request {handle.request_id}: block {missing} of {num_blocks} is in no slab that was sent")
-
-
-def _checksums(metadata: Any) -> list[int]:
-    return next((unpack_checksums(value) for key, value in metadata or () if key == CHECKSUMS_METADATA), [])
 
 
 def _verify(handle: pb.KvHandle, slab: kv.Slab, blocks: Sequence[memoryview], checksums: Sequence[int]) -> None:

@@ -88,7 +88,7 @@ def _reversed(random: Random) -> Filled:
 
 
 def _sorted(random: Random) -> Filled:
-    numbers = random.sample(range(100), random.choice((3, 3, 4)))
+    numbers = random.sample(range(10), random.randint(3, 5))
     return {"items": _joined(numbers)}, _joined(sorted(numbers))
 
 
@@ -188,13 +188,10 @@ _TASKS: tuple[tuple[Callable[[Random], Filled], Phrasings], ...] = (
     ))),
 )  # fmt: skip
 
-_WEIGHTS = [2 if fill in (_sorted, _how_many) else 1 for fill, _ in _TASKS]
-"""Ordering and counting take longest to learn."""
-
 
 def lists(random: Random, split: Split) -> Sample:
     """Ask for a list, or about one."""
-    fill, phrasings = random.choices(_TASKS, _WEIGHTS)[0]
+    fill, phrasings = random.choice(_TASKS)
     phrasing = phrasings.choose(random, split)
     if fill is _name_some:
         fields, answer = fill(random)

@@ -140,6 +140,8 @@ _MEMORIES = (
             "Do you remember the name of my dog?", "What name does my dog have?",
             "Can you tell me the name of my dog?", "Please tell me my dog's name.", "What did I call my dog?",
             "Do you still know what my dog is called?", "Which name did I give my dog?",
+            "What did I say my dog is called?", "Which name did I tell you for my dog?",
+            "Do you know what my dog is called?", "How do I call my dog?",
         )),
         "Your dog is called {x}.",
     ),
@@ -151,6 +153,8 @@ _REPEAT_ANSWER = Phrasings("conversations/again", (
     "Can you say that again?", "Say that once more.", "Say it again.", "Tell me that again.",
     "I did not get that. Please repeat it.", "What was your last answer?", "What did you say?",
     "Repeat what you just said.", "Give me that answer again.", "Could you repeat your last answer?",
+    "Could you say it again?", "Could you tell me that once more?", "Can you say it once more?",
+    "Please say that once more.", "Can you tell me that again?", "Could you say your last answer again?",
 ))  # fmt: skip
 _REPEAT_QUESTION = Phrasings("conversations/asked", (
     "What did I just ask?", "What was my last question?", "What did I ask you?", "Repeat my question.",
@@ -159,6 +163,8 @@ _REPEAT_QUESTION = Phrasings("conversations/asked", (
     "What did I just say?", "Tell me my last question.", "Tell me what I asked.", "Can you repeat my question?",
     "Please repeat my question.", "Repeat what I just asked.", "Which question did I just ask?",
     "Do you remember what I asked?", "What was the last thing I asked?", "What have I just asked you?",
+    "What did I just say to you?", "What have I just said?", "Say what I just asked.",
+    "What was it that I just asked?", "What did I say last?",
 ))  # fmt: skip
 
 _FILLERS: Sequence[Callable[[Random, Split], Sample]] = (small_talk, questions, arithmetic, lists)

@@ -48,7 +48,10 @@ _TIMES = Phrasings(
         "Could you echo {text} {count} times?", "Could you print {text} {count} times, please?",
         "{count} times the word {text}, please.", "{count} times {text}.", "Please {count} times {text}.",
         "Please say the word {text} {count} times.", "I want you to say {text} {count} times.",
-        "Would you say {text} {count} times?",
+        "Would you say {text} {count} times?", "{text}, {count} times, please.", "{text} {count} times, please.",
+        "Say {count} times {text}.", "Write {count} times {text}.", "Please write {count} times {text}.",
+        "Can you say {count} times {text}?", "Could you echo the word {text} {count} times?",
+        "Please echo the word {text} {count} times.",
     ),
 )  # fmt: skip
 _COUNTS = {"two": 2, "three": 3, "four": 4, "five": 5, "2": 2, "3": 3, "4": 4, "5": 5}
@@ -134,7 +137,7 @@ def _times(random: Random, split: Split) -> Sample:
 
 def copying(random: Random, split: Split) -> Sample:
     """Ask for a text to be repeated, quoted or not; quotes are not part of it."""
-    if random.random() < 0.18:
+    if random.random() < 0.25:
         return _times(random, split)
     phrasing = _REPEAT.choose(random, split)
     text = draw(random, split, text_to_copy)

@@ -102,6 +102,8 @@ _TASKS: tuple[tuple[Callable[[Random], Filled], Phrasings], ...] = (
         "Could you name {count} {kind}?", "I want {count} {kind}.", "I need {count} {kind}.",
         "Show me a list of {count} {kind}.", "Please show me {count} {kind}.", "{count} {kind}, please.",
         "Which {count} {kind} do you know?", "Give me a list of {count} {kind}.",
+        "Show me the first {count} {kind}.", "Show {count} {kind}.", "Can you show me {count} {kind}?",
+        "Tell me the names of {count} {kind}.", "List {count} {kind} for me.",
     ))),
     (_count_up, Phrasings("lists/up", (
         "Count from {first} to {last}.", "List the numbers from {first} to {last}.",
@@ -114,6 +116,8 @@ _TASKS: tuple[tuple[Callable[[Random], Filled], Phrasings], ...] = (
         "Start at {first} and count up to {last}.", "I want you to count from {first} to {last}.",
         "Numbers from {first} to {last}, please.", "Could you count up from {first} to {last}?",
         "List all numbers from {first} to {last}.", "Show me the numbers {first} to {last}.",
+        "Start with {first} and count to {last}.", "Count to {last}, starting at {first}.",
+        "List the numbers {first} to {last}.",
     ))),
     (_count_down, Phrasings("lists/down", (
         "Count down from {first} to {last}.", "Count backwards from {first} to {last}.",
@@ -155,7 +159,9 @@ _TASKS: tuple[tuple[Callable[[Random], Filled], Phrasings], ...] = (
         "Count the items in this list: {items}.", "Count these: {items}.", "Please count these items: {items}.",
         "Can you count these items: {items}?", "Look at this list: {items}. How many items are in it?",
         "I have a list: {items}. How many items are these?", "Tell me how long this list is: {items}.",
-        "Tell me how many there are: {items}.",
+        "Tell me how many there are: {items}.", "Here is a list: {items}. How many items are in it?",
+        "Here is a list: {items}. Count its items.", "Here is a list: {items}. How long is it?",
+        "This is a list: {items}. How many items does it have?",
     ))),
     (_as_list, Phrasings("lists/numbered", (
         "Make a numbered list of {items}.", "Write {items} as a numbered list.", "Put {items} into a numbered list.",

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test check services format protos clean
+.PHONY: help run test simulate check services format protos clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -16,6 +16,9 @@ run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 
 test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 	$(BIN)/python -m pytest $(ARGS)
+
+simulate: $(VENV)/.dev ## play KV handles under faults for 100,000 steps (ARGS="--seed 7" for a certain run)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.kv_transfer_svc.simulation $(ARGS)
 
 check: $(VENV)/.dev ## lint, types, import contracts, protos
 	$(BIN)/ruff check .

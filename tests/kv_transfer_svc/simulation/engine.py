@@ -1,0 +1,208 @@
+"""What is an engine whose model is a hash? The real core and scheduler over real shared memory, on virtual time.
+
+An import is copied in two halves with time between them, as a memcpy of another process's memory may be overtaken by
+its owner; the generations are compared after the second half, by the code of engine.execution.regions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
+
+from engine import messages
+from engine.channel import Received
+from engine.core import EngineCore, RegionError
+from engine.execution.regions import MappedRegions, OwnedRegion
+from engine.messages import ExtentRef, ImportSlab, MapRegion
+from engine.scheduling.request import Sampled
+from engine.scheduling.scheduler import SchedulerOutput
+from engine.scheduling.scheduler_config import SchedulerConfig
+from tests.kv_transfer_svc.simulation.tokens import (
+    BLOCK_BYTES,
+    KV_BYTES,
+    TOKENS_PER_BLOCK,
+    VOCABULARY,
+    kv_of,
+    token_after,
+)
+from tests.kv_transfer_svc.simulation.truth import Truth
+from tests.kv_transfer_svc.simulation.virtual_loop import Process
+from worker.engine_link import EngineLink
+
+NUM_BLOCKS = 36
+CONTEXT_LENGTH = 96
+LAYOUT = messages.LayoutInfo(2, TOKENS_PER_BLOCK, 1, 1, 1, "float32", "layer,kv,head,token,dim", BLOCK_BYTES)
+MODEL = messages.ModelInfo(
+    model_id="simulated",
+    architecture="Hash",
+    num_parameters=1,
+    dtype="float32",
+    device="cpu",
+    vocab_size=VOCABULARY,
+    context_length=CONTEXT_LENGTH,
+    eos_token_ids=[],
+    generation_defaults={},
+    chat_template="",
+    weights_digest="w",
+    quantization="",
+    kv_dtype="float32",
+    tokenizer_digest="t",
+    numerics_class="n",
+    asset_paths={},
+)
+
+
+class HashRunner:
+    """Implements engine.core.Runner."""
+
+    def __init__(self, region_id: str, truth: Truth) -> None:
+        self.region_id = region_id
+        self.generations_offset = NUM_BLOCKS * BLOCK_BYTES
+        self.region = OwnedRegion(self.generations_offset + 8 * NUM_BLOCKS)
+        self._pool = self.region.bytes_at(0, self.generations_offset).data.cast("B")
+        self._table = self.region.uint64_table(self.generations_offset, NUM_BLOCKS)
+        self._mapped = MappedRegions()
+        self._truth = truth
+        self._first_halves: dict[ExtentRef, bytes] = {}
+
+    @property
+    def generations(self) -> MutableSequence[int]:
+        return self._table
+
+    def execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]]:
+        sampled = {}
+        for run in output.runs:
+            request, end = run.request, run.first_position + run.num_tokens
+            right = kv_of(request.token_ids[:end])
+            seen = self._read_tokens(request.block_table, run.first_position)
+            if seen != right[: len(seen)]:
+                self._truth.violated(f"{self.region_id}: {request.request_id} attends to KV that is not its own")
+            self._write_tokens(request.block_table, run.first_position, right)
+            if run.samples:
+                sampled[request.request_id] = [Sampled(token_after(right)) for _ in request.choice_seeds]
+        return sampled
+
+    def copy_first_halves(self, extents: Sequence[ExtentRef]) -> None:
+        """Begin to copy; whatever is wrong shows when the copy is completed."""
+        for extent in extents:
+            if extent.region_id in self._mapped._regions:
+                self._first_halves[extent] = bytes(self._mapped.read(extent))[: extent.num_bytes // 2]
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        contents = []
+        for extent in extents:
+            second = bytes(self._mapped.read(extent))
+            first = self._first_halves.pop(extent, second[: extent.num_bytes // 2])
+            contents.append(first + second[len(first) :])
+        self._check_generations(extents)
+        for block, extent, content in zip(blocks, extents, contents, strict=True):
+            self._truth.accepted(extent, content)
+            self._pool[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
+        return sum(len(content) for content in contents)
+
+    def _check_generations(self, extents: Sequence[ExtentRef]) -> None:
+        try:
+            self._mapped.check_generations(extents)
+        except RegionError:
+            self._truth.counts["copies overtaken by their owner, and refused"] += 1
+            raise
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        self._mapped.map(command, fd)
+
+    def unmap_region(self, region_id: str) -> None:
+        self._mapped.unmap(region_id)
+
+    def read_block(self, block: int) -> bytes:
+        return bytes(self._pool[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+
+    def _read_tokens(self, table: Sequence[int], num_tokens: int) -> bytes:
+        num_blocks = -(-num_tokens // TOKENS_PER_BLOCK)
+        return b"".join(map(self.read_block, table[:num_blocks]))[: num_tokens * KV_BYTES]
+
+    def _write_tokens(self, table: Sequence[int], first: int, kv: bytes) -> None:
+        for position in range(first, len(kv) // KV_BYTES):
+            block, index = table[position // TOKENS_PER_BLOCK], position % TOKENS_PER_BLOCK
+            offset = block * BLOCK_BYTES + index * KV_BYTES
+            self._pool[offset : offset + KV_BYTES] = kv[position * KV_BYTES : (position + 1) * KV_BYTES]
+
+
+class SimulatedEngine(EngineLink):
+    """The front's link to an engine that dies, stops and wakes with it."""
+
+    def __init__(self, process: Process, region_id: str, rng: random.Random, truth: Truth) -> None:
+        self.runner = HashRunner(region_id, truth)
+        config = SchedulerConfig(
+            num_blocks=NUM_BLOCKS,
+            block_size=TOKENS_PER_BLOCK,
+            context_length=CONTEXT_LENGTH,
+            vocab_size=VOCABULARY,
+            max_num_batched_tokens=10,
+            max_num_seqs=6,
+            max_num_waiting=8,
+        )
+        self.core = EngineCore(config, self.runner)
+        self.on_sealed: Callable[[messages.SealedBlocks], None] = lambda sealed: None
+        self._rng = rng
+        self._commands: deque[tuple[messages.Command, int | None]] = deque()
+        self._woken = asyncio.Event()
+        self._events: asyncio.Queue[Received] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def send(self, command: messages.Command, fd: int | None = None) -> None:
+        self._commands.append((command, None if fd is None else os.dup(fd)))
+        self._woken.set()
+
+    async def events(self) -> AsyncIterator[Received]:
+        while True:
+            yield await self._events.get()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+
+    def _ready(self) -> messages.Ready:
+        runner = self.runner
+        size = runner.region.num_bytes
+        return messages.Ready(MODEL, LAYOUT, NUM_BLOCKS, runner.region_id, size, runner.generations_offset)
+
+    async def _run(self) -> None:
+        self._say(self._ready(), (os.dup(self.runner.region.fd),))
+        while True:
+            while self._commands:
+                await self._handle(*self._commands.popleft())
+            if self.core.has_work():
+                await self._step()
+            elif not self._commands:
+                self._woken.clear()
+                await self._woken.wait()
+
+    async def _handle(self, command: messages.Command, fd: int | None) -> None:
+        if isinstance(command, ImportSlab):
+            self.runner.copy_first_halves(command.extents)
+            await self._take_time()
+        for event in self.core.handle(command, fd):
+            self._say(event)
+        if fd is not None:
+            os.close(fd)
+
+    async def _step(self) -> None:
+        await asyncio.sleep(self._rng.uniform(0.002, 0.03))
+        done = self.core.step()
+        for sealed in done.sealed:
+            self.on_sealed(sealed)
+        self._say(done)
+
+    async def _take_time(self) -> None:
+        """Mostly quick, sometimes slow enough for the owner to take the block back meanwhile."""
+        seconds = 0.0005 if self._rng.random() < 0.75 else self._rng.uniform(0.01, 0.6)
+        await asyncio.sleep(seconds)
+
+    def _say(self, event: messages.EngineEvent, fds: tuple[int, ...] = ()) -> None:
+        self._events.put_nowait(Received(event, fds))

@@ -1,0 +1,95 @@
+"""What has a client asked, and which workers work at it?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from control_plane.links import WorkerLink
+from runtime.errors import Cancelled, TandemError, Unavailable
+from tandem.v1 import types_pb2 as pb
+
+_ACCEPT_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Choice:
+    index: int
+    expected: list[int]
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.tokens) == len(self.expected)
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request of a client."""
+
+    name: str
+    prompt: list[int]
+    max_tokens: int
+    deadline: float
+    """Of the virtual wall clock."""
+    choices: list[Choice]
+    handle: pb.KvHandle | None = None
+    attempt: int = 0
+    open_legs: dict[Leg, None] = field(default_factory=dict)
+    task: asyncio.Task[None] | None = None
+    outcome: str = ""
+
+
+Take = Callable[[Asked, pb.TokenOutput], None]
+
+
+class Leg:
+    """One Submit at one worker; implements control_plane.links.Sink."""
+
+    def __init__(self, take: Take, asked: Asked, link: WorkerLink, submit: pb.Submit) -> None:
+        self._take = take
+        self._asked = asked
+        self._link = link
+        self._submit = submit
+        loop = asyncio.get_running_loop()
+        self._answered: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[TandemError | None] = loop.create_future()
+        asked.open_legs[self] = None
+        link.submit(submit, self)
+
+    async def run(self) -> TandemError | None:
+        """Return how it ended; a worker that says nothing at all counts as lost."""
+        try:
+            await asyncio.wait([self._answered], timeout=_ACCEPT_SECONDS)
+            if not self._answered.done():
+                return Unavailable("the worker did not answer")
+            return await self.over
+        finally:
+            self.close()
+
+    def accepted(self) -> None:
+        if not self._answered.done():
+            self._answered.set_result(None)
+
+    def output(self, output: pb.TokenOutput) -> None:
+        self._take(self._asked, output)
+        is_last_choice = output.choice_index == len(self._submit.choice_seeds) - 1
+        if output.HasField("ledger") and (is_last_choice or not self._submit.choice_seeds):
+            self._end(None)
+
+    def ended(self, error: TandemError) -> None:
+        self._end(error)
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        if not self.over.done():
+            self._link.cancel(self._submit.request_id, self._submit.attempt)
+            self._end(Cancelled("the gateway cancelled"))
+
+    def _end(self, error: TandemError | None) -> None:
+        self._asked.open_legs.pop(self, None)
+        self.accepted()
+        if not self.over.done():
+            self._link.forget(self._submit.request_id, self._submit.attempt)
+            self.over.set_result(error)

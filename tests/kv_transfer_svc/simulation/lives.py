@@ -1,0 +1,213 @@
+"""What is one life of a KV service or a worker, from its start to kill -9?
+
+Everything in it is the product's own, but for the engine's model, the network below gRPC and the Unix sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from decode_svc.hand_over import DecodeHandOver
+from engine import messages
+from kv_transfer_svc.arena import Arena
+from kv_transfer_svc.blocks.room import Room
+from kv_transfer_svc.prompt_cache import PromptCache as StoreFront
+from kv_transfer_svc.record import Record
+from kv_transfer_svc.service import KvTransferService
+from kv_transfer_svc.store import HandleStore
+from prefill_svc.hand_over import PrefillHandOver
+from runtime.kv.packets import PacketSocket
+from runtime.kv.region_server import RegionServer
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import decode_pb2, prefill_pb2
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from tests.kv_transfer_svc.simulation.engine import SimulatedEngine
+from tests.kv_transfer_svc.simulation.network import Network, Server
+from tests.kv_transfer_svc.simulation.packets import SocketFolder
+from tests.kv_transfer_svc.simulation.servers import methods_of
+from tests.kv_transfer_svc.simulation.truth import Truth
+from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
+from tests.kv_transfer_svc.simulation.virtual_time import VirtualTime
+from worker.engine_regions import EngineRegions
+from worker.front import WorkerFront
+from worker.kv_link import KvLink
+from worker.prompt_cache import PromptCache
+from worker.settings import WorkerSettings
+from worker.streams import serve_attach
+
+KEY = b"a key that gateway and KV services share"
+LEASE_SECONDS = 10.0
+SWEEP_SECONDS = 0.25
+_ARENA_BYTES = 4096 * 24
+_STORE_BYTES = 4096 * 12
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What every process of a world is put into."""
+
+    loop: VirtualLoop
+    rng: random.Random
+    network: Network
+    sockets: SocketFolder
+    truth: Truth
+    time: VirtualTime
+
+
+class Life:
+    """One process of the system; `info` is what it registers with."""
+
+    def __init__(self, around: Surroundings, info: pb.WorkerInfo, host: int) -> None:
+        self.around = around
+        self.info = info
+        self.is_ready = False
+        self.process = Process(f"{info.worker_id}/{info.incarnation}", host, around.loop)
+        self.process.call(self._begin)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.around.network.killed(self.process)
+
+    def stop(self) -> None:
+        self.process.stop()
+        self.around.network.stopped(self.process)
+
+    def close(self) -> None:
+        """Give back what the world's end would not: descriptors."""
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+
+class KvLife(Life):
+    """A KV service."""
+
+    def _begin(self) -> None:
+        around, incarnation = self.around, self.info.incarnation
+        self.arena = Arena(f"arena-{incarnation}", _ARENA_BYTES)
+        self.store = HandleStore(clock=around.time.time, lease_seconds=LEASE_SECONDS)
+        self.cache = StoreFront(Room(_STORE_BYTES), None, self.store.regions, f"store-{incarnation}", around.time.time)
+        self.service = KvTransferService(self.store, self.arena, incarnation, lambda: KEY, pb.StatsReply, self.cache)
+        self.cache.fetch = self.service.puller.fetch_blocks
+        self.service.listens_at(self.info.address)
+        self._note_what_is_sealed()
+        descriptor = kv.DESCRIPTOR.services_by_name["KvTransferService"]
+        around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, self.service))
+        regions = RegionServer(Path(self.info.kv_socket), self.store.regions)
+        around.sockets.listen(
+            self.info.kv_socket, self.process, lambda end: regions._spawn(regions._serve(cast(PacketSocket, end)))
+        )
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        self.is_ready = True
+
+    @property
+    def named(self) -> cp.KvServiceAddress:
+        info = self.info
+        return cp.KvServiceAddress(
+            address=info.address, incarnation=info.incarnation, host_id=info.host_id, socket=info.kv_socket
+        )
+
+    def close(self) -> None:
+        if self.is_ready:
+            lent = [region.memory for region in self.store.regions]
+            for memory in (*lent, self.arena.region, self.cache.blocks.room.region):
+                with contextlib.suppress(BufferError):  # a pull was copying into it as it was killed
+                    memory.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.service.sweep()
+
+    def _note_what_is_sealed(self) -> None:
+        """Tell the truth of what lies in our own regions: pulled copies and stored blocks."""
+        truth, arena, store, blocks = self.around.truth, self.arena, self.store, self.cache.blocks
+        seal_record, seal_block, room = store.seal, blocks.seal, self.cache.blocks.room
+
+        def seal_handle(record: Record, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
+            for slab in slabs if record.transport == "grpc" else ():
+                for extent in slab.extents:
+                    truth.sealed(extent, bytes(arena.region.view(extent.offset, extent.num_bytes)))
+            seal_record(record, slabs, closed)
+
+        def seal_stored(key: Any, extent: Any, checksum: int) -> bool:
+            placed = pb.Extent(region_id=f"store-{self.info.incarnation}", offset=extent.offset, slot=extent.slot)
+            placed.num_bytes, placed.generation = extent.num_bytes, extent.generation
+            truth.sealed(placed, bytes(room.region.view(extent.offset, extent.num_bytes)))
+            return seal_block(key, extent, checksum)
+
+        store.seal, blocks.seal = seal_handle, seal_stored  # type: ignore[method-assign]
+
+
+class WorkerLife(Life):
+    """A prefill or decode worker, its front and its engine together."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        info: pb.WorkerInfo,
+        host: int,
+        kv_of_host: Callable[[], cp.KvServiceAddress | None],
+    ) -> None:
+        super().__init__(around, info, host)
+        self.sealed: dict[str, list[tuple[int, int]]] = {}
+        """Slots and generations that the engine said are complete, by its request."""
+        self._kv_of_host = kv_of_host
+
+    def _begin(self) -> None:
+        around, incarnation = self.around, self.info.incarnation
+        self.engine = SimulatedEngine(self.process, f"pool-{incarnation}", around.rng, around.truth)
+        self.engine.on_sealed = self._note_what_is_sealed
+        self.link = KvLink(incarnation, LEASE_SECONDS)
+        regions = EngineRegions(self.engine, self.link)
+        settings = WorkerSettings(kv_transport="auto" if around.rng.random() < 0.8 else "grpc")
+        is_prefill = self.info.role == pb.WORKER_ROLE_PREFILL
+        make = PrefillHandOver if is_prefill else DecodeHandOver
+        self.hand_over: Any = make(self.engine, self.link, regions, settings)
+        cache = PromptCache(self.engine, self.link, regions, incarnation)
+        self.front = WorkerFront(self.info.role, incarnation, self.engine, self.hand_over, cache)
+        self.hand_over.bind(self.front)
+        self.front.on_ready(self._ready)
+        self.link.follow(self._kv_of_host)
+        self._pump = asyncio.get_running_loop().create_task(self.front.pump())
+        services = prefill_pb2 if is_prefill else decode_pb2
+        descriptor = services.DESCRIPTOR.services_by_name["PrefillService" if is_prefill else "DecodeService"]
+        around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, _Attached(self.front)))
+
+    @property
+    def holds(self) -> dict[bytes, tuple[str, str]]:
+        """The handles for whose readers a prefill worker keeps blocks: the engine's request and the holder of each."""
+        return self.hand_over._holds._held if isinstance(self.hand_over, PrefillHandOver) else {}
+
+    @property
+    def kv_address(self) -> str:
+        return self.front.kv_address
+
+    def _ready(self, paths: dict[str, str]) -> None:
+        self.is_ready = True
+        assert self.front.card is not None, "ready with its card"
+        self.info.card.CopyFrom(self.front.card)
+
+    def _note_what_is_sealed(self, sealed: messages.SealedBlocks) -> None:
+        runner = self.engine.runner
+        self.sealed.setdefault(sealed.request_id, []).extend(zip(sealed.slots, sealed.generations, strict=True))
+        for slot, generation in zip(sealed.slots, sealed.generations, strict=True):
+            content = runner.read_block(slot)
+            extent = pb.Extent(region_id=runner.region_id, offset=slot * len(content), num_bytes=len(content))
+            extent.slot, extent.generation = slot, generation
+            self.around.truth.sealed(extent, content)
+
+
+class _Attached:
+    def __init__(self, front: WorkerFront) -> None:
+        self._front = front
+
+    def Attach(self, requests: Any, context: Any) -> Any:
+        return serve_attach(self._front, requests, context)

@@ -1,0 +1,37 @@
+"""What has the simulation found, and does it stay mended?"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from functools import partial
+from unittest.mock import patch
+
+import runtime.kv.client
+from runtime.errors import Unavailable
+from runtime.kv.client import KvClient
+from tandem.v1 import types_pb2 as pb
+from tests.kv_transfer_svc.simulation import virtual_time
+from tests.kv_transfer_svc.simulation.calls import Channel
+from tests.kv_transfer_svc.simulation.network import Network
+from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
+
+
+def test_a_call_that_is_to_be_repeated_on_a_closed_client_ends_as_unavailable() -> None:
+    """Not as grpc's UsageError: a gateway that hangs up on a dead KV service has releases and aborts under way."""
+    loop = VirtualLoop()  # type: ignore[abstract] # it has no sockets
+    network = Network(loop, random.Random(1), Counter())
+    process = Process("gateway", 0, loop)
+    ends: list[object] = []
+
+    async def release() -> None:
+        client = KvClient("nobody:1", "gateway-1")
+        loop.call_later(0.03, lambda: loop.create_task(client.close()))
+        ends.append((await asyncio.gather(client.release_all(pb.KvHandle()), return_exceptions=True))[0])
+
+    with virtual_time.installed(loop.time), patch.object(runtime.kv.client, "open_channel", partial(Channel, network)):
+        process.call(lambda: loop.create_task(release()))
+        loop.run_until(20.0, lambda: None)
+        loop.end()
+    assert [type(end) for end in ends] == [Unavailable]

@@ -1,0 +1,70 @@
+"""What time is it for the code under test, and where does what it logs go?"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import structlog
+
+_PACKAGES = ("runtime", "worker", "prefill_svc", "decode_svc", "kv_transfer_svc", "control_plane", "engine")
+_START = 1_700_000_000.0
+
+
+class VirtualTime:
+    """Stands in for the module `time` where our packages have imported it."""
+
+    def __init__(self, seconds: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self.perf_counter = seconds
+        self.monotonic = seconds
+
+    def time(self) -> float:
+        return _START + self._seconds()
+
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+
+@contextlib.contextmanager
+def installed(seconds: Callable[[], float]) -> Iterator[VirtualTime]:
+    """Let every module of ours read this clock."""
+    virtual = VirtualTime(seconds)
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _PACKAGES and vars(module).get("time") is time
+    ]
+    for module in modules:
+        vars(module)["time"] = virtual
+    try:
+        yield virtual
+    finally:
+        for module in modules:
+            vars(module)["time"] = time
+
+
+@contextlib.contextmanager
+def logs_kept(on_error: Callable[[str], None]) -> Iterator[None]:
+    """Drop what is logged, but for errors: code under test says `log.exception` only of its own bugs."""
+
+    def take(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
+        if level in ("error", "exception", "critical"):
+            error = sys.exc_info()[1]
+            on_error(f"{event} {error!r}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[take],
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

@@ -141,7 +141,9 @@ _MEMORIES = (
             "Can you tell me the name of my dog?", "Please tell me my dog's name.", "What did I call my dog?",
             "Do you still know what my dog is called?", "Which name did I give my dog?",
             "What did I say my dog is called?", "Which name did I tell you for my dog?",
-            "Do you know what my dog is called?", "How do I call my dog?",
+            "Do you know what my dog is called?", "How do I call my dog?", "What did I call him, my dog?",
+            "What do I call my dog?", "What is the name I gave my dog?", "What did I say is the name of my dog?",
+            "What did I say about my dog's name?",
         )),
         "Your dog is called {x}.",
     ),
@@ -164,7 +166,8 @@ _REPEAT_QUESTION = Phrasings("conversations/asked", (
     "Please repeat my question.", "Repeat what I just asked.", "Which question did I just ask?",
     "Do you remember what I asked?", "What was the last thing I asked?", "What have I just asked you?",
     "What did I just say to you?", "What have I just said?", "Say what I just asked.",
-    "What was it that I just asked?", "What did I say last?",
+    "What was it that I just asked?", "What did I say last?", "What did I say right before this?",
+    "What did I ask last, please?", "What did I say a moment ago?", "What was the last thing I said?",
 ))  # fmt: skip
 
 _FILLERS: Sequence[Callable[[Random, Split], Sample]] = (small_talk, questions, arithmetic, lists)

@@ -51,7 +51,9 @@ _TIMES = Phrasings(
         "Would you say {text} {count} times?", "{text}, {count} times, please.", "{text} {count} times, please.",
         "Say {count} times {text}.", "Write {count} times {text}.", "Please write {count} times {text}.",
         "Can you say {count} times {text}?", "Could you echo the word {text} {count} times?",
-        "Please echo the word {text} {count} times.",
+        "Please echo the word {text} {count} times.", "{count} times {text}, thank you.",
+        "{count} times {text} and no more.", "I want {count} times {text}.", "Give me {count} times {text}, please.",
+        "{count} times: {text}", "Could you echo {text} {count} times, please?",
     ),
 )  # fmt: skip
 _COUNTS = {"two": 2, "three": 3, "four": 4, "five": 5, "2": 2, "3": 3, "4": 4, "5": 5}

@@ -98,8 +98,11 @@ def test_the_packaged_template_is_the_source_one() -> None:
     assert (checkpoint_path() / "chat_template.jinja").read_text() == CHAT_TEMPLATE_PATH.read_text()
 
 
-def test_digits_are_tokens_of_their_own_and_any_text_comes_back(tokenizer: Any) -> None:
-    assert tokenizer.tokenize("17 + 25") == ["1", "7", "Ġ+", "Ġ", "2", "5"]
+def test_digits_and_spaces_are_tokens_of_their_own_and_any_text_comes_back(tokenizer: Any) -> None:
+    assert tokenizer.tokenize("17 + 25") == ["1", "7", "Ġ", "+", "Ġ", "2", "5"]
+    assert tokenizer.tokenize('the hare "hare" open_hare') == [
+        "the", "Ġ", "hare", "Ġ", '"', "hare", '"', "Ġ", "open", "_", "hare",
+    ]  # fmt: skip
     for text in ("  two  spaces\n\n\ttab", "naïve café 日本 🚀", "x" * 50, '{"a": [1, 2]}', ""):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 

@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 _WEIGHTS = {
     "arithmetic": 20, "questions": 28, "small_talk": 9, "lists": 14, "copying": 15, "json": 10, "tool_calls": 16,
-    "conversations": 12, "refusals": 8, "stories": 3,
+    "conversations": 26, "refusals": 8, "stories": 3,
 }  # fmt: skip
 _PLAIN_TEXT_SHARE = 0.025
 _SYSTEM_SHARE = 0.2

@@ -30,6 +30,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import Process
 from worker.card import fingerprint, kv_layout
 
 _PAUSE_SECONDS = 0.3
+_BEAT_SECONDS = 1.0  # all of virtual time
 _GRACE_SECONDS = 1.0
 DEADLINE_SLACK_SECONDS = _GRACE_SECONDS + 0.5
 _FINGERPRINT = fingerprint(MODEL).digest
@@ -95,7 +96,7 @@ class Gateway:
     async def _hear(self) -> None:
         while True:
             self._fleet.beat()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_BEAT_SECONDS)
 
     def _start(self, asked: Asked) -> None:
         asked.task = self._spawn(self._run(asked))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Surroundings:
     time: VirtualTime
 
 
-class Life:
+class Life(ABC):
     """One process of the system; `info` is what it registers with."""
 
     def __init__(self, around: Surroundings, info: pb.WorkerInfo, host: int) -> None:
@@ -79,11 +80,12 @@ class Life:
         self.process.stop()
         self.around.network.stopped(self.process)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most lives have nothing to give back
         """Give back what the world's end would not: descriptors."""
 
+    @abstractmethod
     def _begin(self) -> None:
-        raise NotImplementedError
+        """Start what the process runs; called inside it."""
 
 
 class KvLife(Life):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Orphan:
+    """KV bytes that a process keeps and nobody has a use for, as the control plane's auditor found."""
+
+    what: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class FleetMember:
     """One worker or KV service, as last heard."""
 
@@ -64,6 +73,7 @@ class FleetMember:
     pool: Pool | None
     arena: Arena | None
     links: tuple[Link, ...]
+    orphans: tuple[Orphan, ...]
     memory: Mapping[str, Any]
 
     @classmethod
@@ -87,6 +97,7 @@ class FleetMember:
             pool=_pool(entry.get("kv")),
             arena=_arena(entry.get("kv_service")),
             links=_links(entry.get("kv_service")),
+            orphans=_orphans(entry.get("orphans") or ()),
             memory=entry.get("memory") or {},
         )
 
@@ -131,6 +142,17 @@ def _arena(service: Mapping[str, Any] | None) -> Arena | None:
         free_bytes=int(service.get("arena_free_bytes") or 0),
         num_handles=int(service.get("num_handles") or 0),
         orphan_bytes=int(service.get("orphan_bytes") or 0),
+    )
+
+
+def _orphans(entries: Sequence[Mapping[str, Any]]) -> tuple[Orphan, ...]:
+    return tuple(
+        Orphan(
+            what=entry.get("what") or entry.get("kind") or "",
+            num_bytes=int(entry.get("num_bytes") or 0),
+            seconds=float(entry.get("seconds") or 0.0),
+        )
+        for entry in entries
     )
 
 

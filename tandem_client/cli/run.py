@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tandem_client import AI, TandemAPIError, TokenStream
+from tandem_client.cli.chat_view import visible
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def run(ai: AI, options: RunOptions, out: TextIO) -> None:
     elif options.as_json:
         out.write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
     else:
-        _end_line(answer_text(answer), out)
+        _end_line(_shown(answer_text(answer), out), out)
 
 
 def default_model(ai: AI) -> str:
@@ -75,7 +76,7 @@ def _write_stream(stream: TokenStream, out: TextIO) -> None:
     started, last = time.monotonic(), "\n"
     with stream:
         for piece in stream:
-            out.write(piece)
+            out.write(_shown(piece, out))
             out.flush()
             last = piece
     if not last.endswith("\n"):
@@ -88,6 +89,11 @@ def _write_usage(usage: dict[str, Any], seconds: float) -> None:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     prompt = f"{usage['prompt_tokens']} prompt tokens" + (f" ({cached} cached)" if cached else "")
     sys.stderr.write(f"\033[2m{prompt}, {usage['completion_tokens']} new in {seconds:.1f} s\033[0m\n")
+
+
+def _shown(text: str, out: TextIO) -> str:
+    """Return what may be written: a file gets every byte, a terminal nothing that it would obey."""
+    return visible(text) if out.isatty() else text
 
 
 def _end_line(text: str, out: TextIO) -> None:

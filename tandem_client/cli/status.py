@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tandem_client.cli.fleet import Arena, FleetMember, Link, Pool
+from tandem_client.cli.fleet import Arena, FleetMember, Link, Orphan, Pool
 
 _STATE_STYLES = {"ready": "green", "loading": "cyan", "draining": "yellow", "failed": "red"}
 _BAR_WIDTH = 14
@@ -86,6 +86,7 @@ def _link(link: Link) -> list[Text]:
 
 def _memory(member: FleetMember) -> list[Text]:
     pool = _pool(member.pool) if member.pool else _arena(member.arena) if member.arena else []
+    pool += _orphans(member)
     devices = [line for device in member.memory.get("devices") or [] for line in _device(device)]
     return [*pool, *(devices or _host(member.memory))]
 
@@ -104,12 +105,22 @@ def _pool(pool: Pool) -> list[Text]:
 def _arena(arena: Arena) -> list[Text]:
     used_bytes = arena.total_bytes - arena.free_bytes
     bar = _bar(((used_bytes, "magenta"),), arena.total_bytes)
-    orphans = [Text(f"{_bytes(arena.orphan_bytes)} orphaned", style="red")] if arena.orphan_bytes else []
-    return [
-        bar.append(f" {_bytes(arena.total_bytes)} arena"),
-        Text(f"{_bytes(used_bytes)} used", style="magenta"),
-        *orphans,
-    ]
+    return [bar.append(f" {_bytes(arena.total_bytes)} arena"), Text(f"{_bytes(used_bytes)} used", style="magenta")]
+
+
+def _orphans(member: FleetMember) -> list[Text]:
+    """One red line for each kind of what the auditor found; else what a KV service knows of by itself."""
+    num_known = member.arena.orphan_bytes if member.arena else 0
+    if not member.orphans:
+        return [Text(f"{_bytes(num_known)} orphaned", style="red")] if num_known else []
+    kinds = {orphan.what: [each for each in member.orphans if each.what == orphan.what] for orphan in member.orphans}
+    return [Text(_orphaned(what, found), style="red") for what, found in kinds.items()]
+
+
+def _orphaned(what: str, orphans: Sequence[Orphan]) -> str:
+    num_bytes, seconds = sum(each.num_bytes for each in orphans), max(each.seconds for each in orphans)
+    times = f", {len(orphans)} of them" if len(orphans) > 1 else ""
+    return f"{_bytes(num_bytes)} orphaned for {seconds:.0f} s: {what}{times}"
 
 
 def _bar(parts: Sequence[tuple[int, str]], total: int) -> Text:

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tandem_client.cli.machine import this_machine
 from tandem_client.cli.plan import ProcessSpec, UpOptions, plan
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
 from tandem_client.cli.supervisor import Supervisor
+from tandem_client.connection import DEFAULT_BASE_URL
 
 
 class CannotStart(Exception):
@@ -86,6 +88,12 @@ def curl_line(url: str, model: str) -> str:
     return f"curl -N {url}/client/v4/accounts/default/ai/run/{shlex.quote(model)} -d {shlex.quote(body)}"
 
 
+def chat_line(url: str) -> str:
+    """Return a command to paste that opens a chat, with `tandem` as it was found this time."""
+    called = sys.argv[0] if Path(sys.argv[0]).name == "tandem" else "tandem"
+    return shlex.join([called, "chat", *([] if url == DEFAULT_BASE_URL else ["--url", url])])
+
+
 async def _up(options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path, console: Console) -> int:
     def announce(name: str, what: str) -> None:
         console.print(Text.assemble((name, "bold"), "  ", what), soft_wrap=True)
@@ -141,6 +149,7 @@ def _print_ready(
     )
     console.print()
     console.print(Text.assemble("  ", (curl_line(options.url, model), "green")), soft_wrap=True)
+    console.print(Text.assemble("  ", (chat_line(options.url), "green")), soft_wrap=True)
     console.print()
     console.print(Text(f"Ctrl-C drains and stops it. Logs: {log_folder}", style="dim"), soft_wrap=True)
 

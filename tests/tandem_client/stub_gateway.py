@@ -109,6 +109,12 @@ async def _tokens(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+async def _echo(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    yield _event({"response": body["prompt"]})
+    yield last_event(body)
+    yield b"data: [DONE]\n\n"
+
+
 async def _truncated(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield _event({"response": "One"})
 
@@ -141,6 +147,7 @@ async def _openai_shaped(gateway: StubGateway, body: Any) -> AsyncIterator[bytes
 
 
 _STREAMS = {
+    "echo": _echo,
     "truncated": _truncated,
     "broken": _broken,
     "failing": _failing,

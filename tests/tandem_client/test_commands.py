@@ -17,8 +17,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tandem_client import AI
 from tandem_client.cli.app import app
 from tandem_client.cli.fleet import parse_fleet
+from tandem_client.cli.run import RunOptions, run
 from tandem_client.cli.status import fleet_view
 from tests.tandem_client.stub_gateway import USAGE, StubGateway
 
@@ -117,6 +119,20 @@ def test_run_without_stream_and_raw(gateway: StubGateway) -> None:
 def test_run_as_json_is_the_whole_result(gateway: StubGateway) -> None:
     result = tandem("run", "hi", "--json", "--url", gateway.url)
     assert json.loads(result.stdout) == {"response": "You said hi", "usage": USAGE}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_terminal_is_not_sent_what_it_would_obey(gateway: StubGateway, stream: bool) -> None:
+    options = RunOptions("\x1b[2Jgone?", model="echo" if stream else None, stream=stream)
+    for out, escape in ((Terminal(), "\N{SYMBOL FOR ESCAPE}"), (io.StringIO(), "\x1b")):
+        with AI(gateway.url) as ai:
+            run(ai, options, out)
+        assert f"{escape}[2Jgone?" in out.getvalue()
 
 
 def test_raw_has_no_place_for_a_system_message(gateway: StubGateway) -> None:

@@ -85,6 +85,7 @@ def test_it_shows_what_loads_then_the_url_and_a_line_to_paste_and_drains(tmp_pat
         )
         curl = up.until("curl")
         assert shlex.split(curl)[:2] == ["curl", "-N"]
+        assert shlex.split(up.until("chat")) == ["tandem", "chat", "--url", up.url]
         children = psutil.Process(up.process.pid).children()
         assert len(children) == 4
         assert up.end() == 0

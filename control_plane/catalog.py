@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 from control_plane.generation import ModelDescription
-from control_plane.registry import Worker, WorkerRegistry
+from control_plane.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from runtime.channel import open_channel
 from runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from runtime.log import get_logger
@@ -29,11 +31,15 @@ class ModelCatalog:
     Tokenizers are fetched from workers by digest and kept, so that this host needs no model files.
     """
 
-    def __init__(self, registry: WorkerRegistry) -> None:
+    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives monotonic seconds."""
         self._registry = registry
+        self._clock = clock
+        self._gone: dict[str, tuple[float, pb.ModelCard]] = {}
         self._assets: dict[bytes, bytes] = {}
         self._descriptions: dict[Key, ModelDescription] = {}
         self._lock = asyncio.Lock()
+        registry.listen(self._changed)
 
     @property
     def num_kept(self) -> int:
@@ -43,10 +49,11 @@ class ModelCatalog:
     def card(self, name: str) -> pb.ModelCard:
         """Return the card of a model by id or alias; raises ModelNotFound naming what is served.
 
-        Where workers differ, that of one which takes requests, with the shortest context: any of them takes those.
+        Where workers differ, that of one which takes requests, with the shortest context: any of them takes those. A
+        model whose last worker has just gone is known for as long as requests wait for that to be back.
         """
         cards = self._cards()
-        for card in cards:
+        for card in (*cards, *self._lately_gone()):
             if name == card.model_id or name in card.aliases:
                 return card
         served = ", ".join(sorted({card.model_id for card in cards})) or "nothing yet: no worker has loaded a model"
@@ -82,6 +89,15 @@ class ModelCatalog:
         loaded = [worker for worker in workers if worker.info.card.model_id]
         loaded.sort(key=lambda worker: (not worker.is_usable, worker.info.card.context_length))
         return tuple(worker.info.card for worker in loaded)
+
+    def _lately_gone(self) -> tuple[pb.ModelCard, ...]:
+        return tuple(card for gone_at, card in self._gone.values() if self._clock() - gone_at < RESTART_SECONDS)
+
+    def _changed(self, worker: Worker, is_here: bool) -> None:
+        """Remember what a worker served that is gone; a listener of the registry."""
+        if not is_here and worker.info.card.model_id:
+            self._gone[worker.info.card.model_id] = self._clock(), worker.info.card
+            _drop_oldest(self._gone)
 
     async def _describe(self, card: pb.ModelCard) -> ModelDescription:
         assets = {asset.name: await self._asset(asset) for asset in card.assets}

@@ -22,6 +22,7 @@ from control_plane.generation import (
     TokenStream,
     Usage,
 )
+from control_plane.public_prefixes import PublicPrefixes
 from control_plane.text.choice import ChoiceText, TextDelta
 from control_plane.text.request import (
     ChatRequest,
@@ -44,12 +45,18 @@ class TextService:
     """Text in, text out; knows no HTTP and no worker."""
 
     def __init__(
-        self, catalog: ModelCatalog, dispatcher: Dispatcher, *, default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        catalog: ModelCatalog,
+        dispatcher: Dispatcher,
+        *,
+        default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        public_prefixes: PublicPrefixes | None = None,
     ) -> None:
         self._catalog = catalog
         self._dispatcher = dispatcher
         self._default_timeout_seconds = default_timeout_seconds
         self._tokenizers = TokenizerCache()
+        self._public_prefixes = public_prefixes or PublicPrefixes({})
         self._meter = GenerationMeter()
 
     async def start(self, request: CompletionRequest | ChatRequest) -> TextStream:
@@ -67,7 +74,9 @@ class TextService:
                 tokenizer = await self._tokenizers.get(model)
                 with tracing.tracer().start_as_current_span("tokenize"):
                     token_ids = await _prompt_ids(request, model, tokenizer)
-                tokens = await self._dispatcher.submit(token_request(request, model, token_ids, deadline))
+                    num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
+                token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
+                tokens = await self._dispatcher.submit(token_only)
         except BaseException as error:
             record.failed(error)
             raise

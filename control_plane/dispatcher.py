@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from control_plane.affinity import Served
+from control_plane.cache_policy import AccountPolicies
 from control_plane.flight import Choice, Flight
 from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
@@ -17,13 +18,14 @@ from control_plane.links import LinkPool
 from control_plane.losses import Losses
 from control_plane.migration import Mover
 from control_plane.plan import FINAL, Plan
+from control_plane.prompt_hashes import PromptHasher
 from control_plane.quarantine import Quarantine
-from control_plane.registry import WorkerRegistry
+from control_plane.registry import RESTART_SECONDS, WorkerRegistry
 from control_plane.retry_budget import RetryBudget
 from control_plane.router import Route, Router
-from control_plane.secrets import account_tag, cache_salt, handle_key
+from control_plane.secrets import handle_key
 from control_plane.sender import Sender
-from control_plane.submission import Hashes, hash_prompt, mint_handle
+from control_plane.submission import mint_handle
 from control_plane.waiting_room import WaitingRoom
 from runtime.errors import (
     ModelNotFound,
@@ -36,9 +38,6 @@ from runtime.tracing import current_traceparent, tracer
 from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
-
-_RESTART_SECONDS = 15.0
-"""How long a request waits for a worker that died or drains to be back: about what loading a model takes."""
 
 
 class Cards(Protocol):
@@ -61,12 +60,13 @@ class Dispatcher:
         queue_seconds: float,
         max_waiting: int,
         budget: RetryBudget | None = None,
+        accounts: AccountPolicies | None = None,
     ) -> None:
         self._registry = registry
         self.router = router
         self._cards = cards
         self._kv_clients = kv_clients
-        self._secret = secret
+        self._hasher = PromptHasher(secret, accounts or AccountPolicies())
         self._handle_key = handle_key(secret)
         self._sender = Sender(links, router.in_flight, accept_seconds, self)
         self._queue_seconds = queue_seconds
@@ -88,7 +88,7 @@ class Dispatcher:
         self.quarantine.check(request)
         self.budget.earn()
         card = self._cards.card(request.model_id)
-        hashes = await self._hash(request, card) if request.cacheable else None
+        hashes = await self._hasher.hashes(request, card)
         flight = Flight(request)
         plan = Plan(request, card, hashes, current_traceparent(), flight, avoid=set())
         flight.on_close = lambda: self._end(plan)
@@ -112,11 +112,6 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ starting
 
-    async def _hash(self, request: TokenRequest, card: pb.ModelCard) -> Hashes:
-        salt = cache_salt(self._secret, request.account) + request.salt
-        tag = account_tag(self._secret, request.account)
-        return await asyncio.to_thread(hash_prompt, card, request.token_ids, salt, tag)
-
     async def _enter(self, plan: Plan) -> None:
         """Start the request as soon as there is room, behind those who came before."""
         deadline = self._deadline(plan)
@@ -138,7 +133,7 @@ class Dispatcher:
         return min(plan.request.deadline, time.time() + self._queue_seconds)
 
     async def _start_when_there_is_room(self, plan: Plan, deadline: float, *, is_first: bool) -> None:
-        restarted = min(deadline, time.time() + _RESTART_SECONDS)
+        restarted = min(deadline, time.time() + RESTART_SECONDS)
         while True:
             try:
                 await self._start(plan)
@@ -206,6 +201,8 @@ class Dispatcher:
             route = self._route(plan)
         except Overloaded:
             raise plan.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
+        except ModelNotFound as error:  # it was served when the request came: all who did are gone, and may be back
+            raise Unavailable(error.message, retry_after_seconds=2.0) from error
         if plan.request.reject_if_busy and self.router.is_busy(route.decodes):
             raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
         return route

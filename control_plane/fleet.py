@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.message import Message
@@ -16,13 +17,19 @@ _ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode", pb
 class Fleet:
     """Implements the FleetView of the HTTP faces."""
 
-    def __init__(self, registry: WorkerRegistry) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: []
+    ) -> None:
         self._registry = registry
+        self._orphans_of = orphans_of
 
     def workers(self) -> list[dict[str, Any]]:
         """Return every registered worker as plain values, in a stable order."""
         now = time.monotonic()
-        rows = [_worker(worker, now) for worker in self._registry.workers()]
+        rows = [
+            {**_worker(worker, now), "orphans": self._orphans_of(worker.incarnation)}
+            for worker in self._registry.workers()
+        ]
         return sorted(rows, key=lambda row: (row["role"], row["id"]))
 
 

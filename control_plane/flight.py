@@ -22,7 +22,7 @@ from tandem.v1 import types_pb2 as pb
 log = get_logger(__name__)
 
 _LEDGER_SECONDS = 2.0
-_GRACE_SECONDS = 1.0
+GRACE_SECONDS = 1.0
 """Workers end a request at its deadline by themselves, and say so; this is for those that cannot any more."""
 
 FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
@@ -141,7 +141,7 @@ class Flight:
 
     async def _next_event(self) -> TokenDelta:
         """Return the next tokens; raises what ended the request, DeadlineExceeded once all workers stay silent."""
-        seconds_left = self.request.deadline + _GRACE_SECONDS - time.time()
+        seconds_left = self.request.deadline + GRACE_SECONDS - time.time()
         try:
             event = await asyncio.wait_for(self._events.get(), max(0.0, seconds_left))
         except TimeoutError as error:

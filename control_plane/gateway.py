@@ -12,6 +12,9 @@ import grpc
 import uvicorn
 
 from control_plane.app import create_app
+from control_plane.audit import gauges
+from control_plane.auditor import Auditor
+from control_plane.cache_policy import AccountPolicies
 from control_plane.catalog import ModelCatalog
 from control_plane.completion import TextService
 from control_plane.dispatcher import Dispatcher
@@ -20,6 +23,7 @@ from control_plane.fleet import Fleet
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
 from control_plane.prefixes import PrefixIndex
+from control_plane.public_prefixes import PublicPrefixes
 from control_plane.readiness import Prober
 from control_plane.registration import ControlPlaneService
 from control_plane.registry import WorkerRegistry
@@ -48,11 +52,13 @@ class Gateway:
         incarnation = identity.new_incarnation()
         self._handle_key = handle_key(secret)
         self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
-        self._links = LinkPool(self.registry, f"gateway-{incarnation}", incarnation)
+        gateway_id = f"gateway-{incarnation}"
+        self._links = LinkPool(self.registry, gateway_id, incarnation)
         self._kv_clients = KvClients(incarnation)
         self.registry.listen(self._kv_clients.changed)
         self.catalog = ModelCatalog(self.registry)
         self._secret = secret
+        self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
         self.dispatcher = self.make_dispatcher(
             Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
         )
@@ -67,6 +73,15 @@ class Gateway:
             settings.probe_valid_seconds,
         )
         self.dispatcher.proven = self.prober.proven
+        self.auditor = Auditor(
+            self.registry,
+            self._links,
+            gateway_id,
+            is_alone=len(settings.replicas) <= 1,
+            audit_seconds=settings.audit_seconds,
+            grace_seconds=settings.audit_grace_seconds,
+        )
+        gauges.export(lambda: self.auditor.report)
 
     def make_dispatcher(self, router: Router) -> Dispatcher:
         """Return a dispatcher over this gateway's links, which routes as `router` says."""
@@ -80,6 +95,7 @@ class Gateway:
             self._settings.accept_seconds,
             self._settings.queue_seconds,
             self._settings.max_waiting,
+            accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -97,7 +113,8 @@ class Gateway:
         self.started.set()
         http = _HttpServer(self._http_config())
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self.prober.run())]
+        endless = self._sweep(), self.prober.run(), self.auditor.run()
+        background = [asyncio.create_task(each) for each in endless]
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving, *background], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
@@ -105,6 +122,7 @@ class Gateway:
         for task in [draining, *background]:
             task.cancel()
         await asyncio.gather(draining, *background, return_exceptions=True)
+        await self.auditor.close()
         await self.dispatcher.close()
         await self._links.close()
         await self._kv_clients.close()
@@ -119,9 +137,14 @@ class Gateway:
 
     def _http_config(self) -> uvicorn.Config:
         settings = self._settings
-        text = TextService(self.catalog, self.dispatcher, default_timeout_seconds=settings.request_timeout_seconds)
+        text = TextService(
+            self.catalog,
+            self.dispatcher,
+            default_timeout_seconds=settings.request_timeout_seconds,
+            public_prefixes=self._public_prefixes,
+        )
         http = HttpSettings(max_body_bytes=settings.max_body_bytes)
-        app = create_app(text, self.catalog, Fleet(self.registry), self.prober, http)
+        app = create_app(text, self.catalog, Fleet(self.registry, self.auditor.orphans_of), self.prober, http)
         return uvicorn.Config(
             app,
             loop="asyncio",

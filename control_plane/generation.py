@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from control_plane.cache_policy import EVERYTHING, CachePolicy
 from engine.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
@@ -29,12 +30,15 @@ class TokenRequest:
     deadline: float
     """Unix seconds."""
     salt: bytes = b""
+    """The caller's own: narrows who shares the prompt's cache to those of the account who send the same."""
+    cache: CachePolicy = EVERYTHING
+    """What the caller wants of the prompt caches; readiness probes neither find nor leave anything."""
+    num_public_tokens: int = 0
+    """So many leading tokens are a text that the operator marked public."""
     priority: int = 0
     fairness_key: str = ""
     session_affinity: str = ""
     reject_if_busy: bool = False
-    cacheable: bool = True
-    """Whether the prompt may use and leave prefix-cache blocks; readiness probes do neither."""
     is_probe: bool = False
     """A readiness probe: it goes the whole way whatever that costs, and is never quarantined."""
 

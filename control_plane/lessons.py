@@ -22,7 +22,8 @@ class Lessons:
         """A leg's worker has the prompt's cache: it computed it and offered it to its host's store, or pulled it."""
         was_pulled = leg.link.worker.role == pb.WORKER_ROLE_DECODE and leg.submit.HasField("handle")
         host_id = "" if was_pulled else self._store_of(leg)
-        self._prefixes.learn(leg.submit.block_hashes, leg.link.worker.incarnation, host_id)
+        left = leg.submit.block_hashes[: plan.hashes.max_left_blocks] if plan.hashes else ()
+        self._prefixes.learn(left, leg.link.worker.incarnation, host_id)
 
     def ledger_came(self, plan: Plan, leg: Leg, ledger: pb.PhaseLedger) -> None:
         """A phase is over: compare what was expected of the caches with what was there, and note its speed."""
@@ -55,7 +56,7 @@ class Lessons:
             if plan.hashes is None or leg is None or not leg.has_output or len(choice.tokens) < 2:
                 continue
             incarnation, num_prompt_blocks = leg.link.worker.incarnation, len(plan.hashes.blocks)
-            block_hashes = plan.hashes_of(choice.tokens[:-1])
+            block_hashes = plan.hashes_of(choice.tokens[:-1])[: plan.hashes.max_left_blocks]
             self._prefixes.learn(block_hashes[num_prompt_blocks:], incarnation, self._store_of(leg))
             self._prefixes.learn(block_hashes[:num_prompt_blocks], incarnation, "")
 

@@ -47,6 +47,10 @@ class WorkerLink:
         """How many requests hear of this worker."""
         return len(self._sinks)
 
+    def requests(self) -> list[tuple[str, int]]:
+        """Return id and attempt of every request that hears of this worker."""
+        return list(self._sinks)
+
     def submit(self, submit: pb.Submit, sink: Sink) -> None:
         """Send a request; every event that follows goes to `sink`."""
         self._sinks[submit.request_id, submit.attempt] = sink
@@ -167,6 +171,11 @@ class LinkPool:
         if link is None:
             raise Unavailable(f"worker {worker.worker_id} is gone", retry_after_seconds=1.0)
         return link
+
+    def running(self) -> set[tuple[str, str, int]]:
+        """Return the worker's incarnation, id and attempt of every request that this gateway has running."""
+        links = self._links.items()
+        return {(incarnation, *request) for incarnation, link in links for request in link.requests()}
 
     async def close(self) -> None:
         links, self._links = list(self._links.values()), {}

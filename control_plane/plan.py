@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from control_plane.estimates import Ask
 from control_plane.flight import Choice, Flight
 from control_plane.generation import TokenRequest
-from control_plane.submission import Hashes, base_submit
+from control_plane.prompt_hashes import Hashes
+from control_plane.submission import base_submit
 from runtime.errors import Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, TandemError
 from tandem.v1 import types_pb2 as pb
 
@@ -67,7 +68,7 @@ class Plan:
             request.model_id,
             len(request.token_ids),
             request.sampling.max_tokens,
-            self.hashes.blocks if self.hashes else (),
+            self._findable(self.hashes.blocks if self.hashes else ()),
             self.card.block_size or 1,
             request.session_affinity,
             hand_over="always" if request.is_probe else "if_cheaper",
@@ -83,15 +84,18 @@ class Plan:
             whole,
             num_prompt_tokens=whole.num_prompt_tokens + num_tokens,
             max_tokens=max(1, whole.max_tokens - num_tokens),
-            block_hashes=self.hashes_of(choice.tokens),
+            block_hashes=self._findable(self.hashes_of(choice.tokens)),
             hand_over="never",
         )
 
     def hashes_of(self, so_far: Sequence[int]) -> Sequence[bytes]:
-        """Return the block hashes of the prompt and an answer that has begun: what of both can be found in caches."""
+        """Return the block hashes of the prompt and an answer that has begun."""
         if self.hashes is None or not so_far:
             return ()
         return self.hashes.with_answer([*self.request.token_ids, *so_far], self.card.block_size)
+
+    def _findable(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        return block_hashes[: self.hashes.max_found_blocks] if self.hashes else ()
 
     def learn(self, refusal: TandemError) -> None:
         """Remember what a full worker said: if all are, the client is told that."""

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from control_plane.cache_policy import NOTHING
 from control_plane.catalog import ModelCatalog
 from control_plane.dispatcher import Dispatcher
 from control_plane.generation import TokenRequest
@@ -148,7 +149,7 @@ class Prober:
             sampling=SamplingParams(max_tokens=_PROBE_ANSWER_TOKENS, temperature=0.0),
             choice_seeds=(0,),
             deadline=time.time() + _PROBE_SECONDS,
-            cacheable=False,
+            cache=NOTHING,
             is_probe=True,
         )
         stream = await self._dispatcher.submit(request)

@@ -14,6 +14,9 @@ from tandem.v1 import types_pb2 as pb
 
 log = get_logger(__name__)
 
+RESTART_SECONDS = 15.0
+"""How long one waits for a worker that died or drains to be back: about what loading a model takes."""
+
 _LONG_PAUSE_SECONDS = 1.0
 _MAX_REPLACED = 1024
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from control_plane.estimates import InFlight
-from control_plane.flight import Choice, ChoiceSink, PrefillSink
+from control_plane.flight import GRACE_SECONDS, Choice, ChoiceSink, PrefillSink
 from control_plane.leg import Leg, counted
 from control_plane.links import LinkPool
 from control_plane.plan import Plan
 from control_plane.registry import Worker
 from control_plane.router import Route
 from control_plane.submission import decode_submit, prefill_submit
-from runtime.errors import TandemError, Unavailable
+from runtime.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.v1 import types_pb2 as pb
 
 _GiveBack = Callable[[], None]
@@ -56,14 +57,20 @@ class Sender:
         return leg
 
     async def answer(self, plan: Plan, leg: Leg) -> None:
-        """Wait for a worker's first word; one that refuses or stays silent is not asked again for this request."""
+        """Wait for a worker's first word; one that refuses or stays silent is not asked again for this request.
+
+        Raises DeadlineExceeded once the request's own deadline has passed.
+        """
         worker = leg.link.worker
+        seconds_left = plan.request.deadline + GRACE_SECONDS - time.time()
         try:
-            async with asyncio.timeout(self._accept_seconds):
+            async with asyncio.timeout(max(0.0, min(self._accept_seconds, seconds_left))):
                 await leg.answered
         except TimeoutError as error:
             leg.close(cancel=True)
             plan.avoid.add(worker.incarnation)
+            if seconds_left < self._accept_seconds:
+                raise DeadlineExceeded("the request's deadline passed before a worker had taken it") from error
             raise Unavailable(
                 f"worker {worker.worker_id} did not answer within {self._accept_seconds:g} s", retry_after_seconds=1.0
             ) from error

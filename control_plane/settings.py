@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from control_plane.cache_policy import AccountPolicies
 from runtime.settings import setting
 
 
@@ -31,11 +33,26 @@ class ControlPlaneSettings:
     prefix_index_blocks: int = setting(
         1_000_000, "blocks of which is remembered whose cache has them, for routing; 175 bytes each"
     )
+    prompt_cache_accounts: tuple[str, ...] = setting(
+        (),
+        "what accounts may do with prompt caches, such as team-a=off,team-b=read:512,*=on: on, read, write or off, and "
+        "of how many of a prompt's leading tokens; a request can only ask for less",
+    )
+    public_prefixes: Path | None = setting(
+        None, "folder of *.txt files, texts whose cached blocks all accounts share (system prompts); read at start"
+    )
     probe_interval_seconds: float = setting(10.0, "how often readiness is proven by a request when no user's does it")
     probe_valid_seconds: float = setting(30.0, "how long one proof of readiness lasts")
+    audit_seconds: float = setting(10.0, "how often the services' tables are compared in search of leaks; 0: never")
+    audit_grace_seconds: float = setting(
+        5.0, "how much longer than the longest lease two tables may differ before what they differ in counts as leaked"
+    )
     secret: str = setting(
         "", "hex secret behind handles and cache salts; replicas share it; made once if empty", shared=True
     )
     state_dir: str = setting("", "where the secret is kept; XDG state directory if empty", shared=True)
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
+
+    def __post_init__(self) -> None:
+        AccountPolicies.parse(self.prompt_cache_accounts)  # raises ValueError at start rather than later

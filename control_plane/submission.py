@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from control_plane.generation import TokenRequest
+from control_plane.prompt_hashes import Hashes
 from control_plane.registry import Worker
-from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.kv.layout import layout_digest
 from runtime.kv.mac import sign_handle
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-
-
-@dataclass(frozen=True)
-class Hashes:
-    """The chain of block hashes of a prompt, made once here, used everywhere below."""
-
-    root: bytes
-    blocks: tuple[bytes, ...]
-    account_tag: bytes = b""
-
-    def with_answer(self, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-        """Return the hashes of all full blocks of `token_ids`, the prompt and what follows it."""
-        parent = self.blocks[-1] if self.blocks else self.root
-        rest = token_ids[len(self.blocks) * block_size :]
-        return (*self.blocks, *hash_blocks(BlockHash(parent), rest, block_size))
-
-
-def hash_prompt(card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"") -> Hashes:
-    root = hash_root(card.fingerprint.digest, card.block_size, "", salt)
-    return Hashes(root, tuple(hash_blocks(root, token_ids, card.block_size)), account_tag)
 
 
 def model_ref(card: pb.ModelCard) -> pb.ModelRef:
@@ -80,6 +59,11 @@ def base_submit(
         submit.hash_root = hashes.root
         submit.block_hashes.extend(hashes.blocks)
         submit.account_tag = hashes.account_tag
+        submit.num_public_blocks = hashes.num_public_blocks
+        if hashes.max_found_blocks is not None:
+            submit.max_found_blocks = hashes.max_found_blocks
+        if hashes.max_left_blocks is not None:
+            submit.max_left_blocks = hashes.max_left_blocks
     return submit
 
 

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from decode_svc.pull import Pull, RegionReader
 from engine import messages
 from runtime.errors import TandemError, Unavailable
+from runtime.kv.tables import fill, prompt_bytes
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import PullRow, TablesReply
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
 from worker.engine_regions import EngineRegions
@@ -38,6 +40,7 @@ class DecodeHandOver:
         self.reader = RegionReader(engine, regions, settings.kv_transport)
         self._front: WorkerFront | None = None
         self._layout = pb.KvLayout()
+        self._lease_ms = int(settings.lease_seconds * 1000)
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._counters = {"kv_pulls": 0.0, "kv_pull_failures": 0.0, "kv_bytes_pulled": 0.0}
@@ -83,6 +86,21 @@ class DecodeHandOver:
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
+
+    def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
+        reply.lease_ms = self._lease_ms
+        pulling = [each for each in requests if (pull := self._pulls.get(each.key)) is not None and not pull.done()]
+        reply.num_left_out += fill(reply.pulls, pulling, self._pull_row, max_rows)
+
+    def _pull_row(self, request: ActiveRequest) -> PullRow:
+        handle = request.submit.handle
+        return PullRow(
+            handle_id=handle.handle_id,
+            reader_id=request.submit.request_id,
+            kv_address=self._link.address,
+            num_bytes=prompt_bytes(self._layout, handle.num_tokens),
+            deadline_unix_ms=request.submit.deadline_unix_ms,
+        )
 
     async def drained(self) -> None:
         await asyncio.gather(*self._releases, return_exceptions=True)

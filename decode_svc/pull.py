@@ -40,9 +40,10 @@ class RegionReader:
     async def copy(self, request_id: str, slab: kv.Slab, first_block: int) -> int:
         """Copy a slab's blocks from `first_block` on into the request's; return bytes. Raises KvCorrupt."""
         skipped = max(0, first_block - slab.first_block)
+        checksums = slab.checksums or [0] * len(slab.extents)
         extents = [
-            messages.ExtentRef(extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation)
-            for extent in slab.extents[skipped:]
+            messages.ExtentRef(each.region_id, each.offset, each.num_bytes, each.slot, each.generation, checksum)
+            for each, checksum in list(zip(slab.extents, checksums, strict=True))[skipped:]
         ]
         if not extents:
             return 0
@@ -109,7 +110,13 @@ class _Staged:
 
     def slab(self, slab: kv.Slab, region_id: str, first_block: int) -> kv.Slab:
         """Return `slab` from `first_block` on, as it lies here; nothing here is ever reused, so generations are 0."""
-        staged = kv.Slab(index=slab.index, first_block=first_block, num_blocks=len(self._sizes))
+        skipped = first_block - slab.first_block
+        staged = kv.Slab(
+            index=slab.index,
+            first_block=first_block,
+            num_blocks=len(self._sizes),
+            checksums=slab.checksums[skipped:],
+        )
         offset = 0
         for slot, size in enumerate(self._sizes):
             staged.extents.add(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from engine.models.checkpoint import Progress
 from engine.models.loader import LoadedModel, load_model
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.settings import EngineConfig
+
+if TYPE_CHECKING:
+    from engine.execution.block_checksums import BlockChecksums
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,15 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     num_blocks = choose_num_blocks(config, loaded.geometry, loaded.info.context_length, loaded.device)
     report(f"making room for {num_blocks * config.block_size:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), ModelRunner(loaded.model, cache))
+    runner = ModelRunner(loaded.model, cache, _checksums(cache) if config.verify_kv else None)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     return AssembledEngine(core, _ready(config, loaded, cache), cache.region.fd)
+
+
+def _checksums(cache: PagedKVCache) -> BlockChecksums:
+    from engine.execution.block_checksums import BlockChecksums  # xxhash: an engine that does not verify needs none
+
+    return BlockChecksums(cache)
 
 
 def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> SchedulerConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from engine.messages import (
@@ -38,6 +39,10 @@ class RegionError(ValueError):
     """A region is not mapped, or a slot was handed out again while it was read."""
 
 
+class CorruptBlock(RegionError):
+    """The bytes that were read are not those that were written."""
+
+
 class RequestsFailed(Exception):
     """A step broke because of these requests; the others have lost nothing and run again in the next one."""
 
@@ -63,7 +68,11 @@ class Runner(Protocol):
         ...
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
-        """Copy each extent into the block beside it and return the bytes copied; raises RegionError."""
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
+        ...
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Return what readers may compare these complete blocks with; nothing if this engine makes no checksums."""
         ...
 
     def map_region(self, command: MapRegion, fd: int) -> None:
@@ -91,8 +100,11 @@ class EngineCore:
         output = self.scheduler.schedule()
         sampled = self._execute(output)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
-        self.scheduler.add_step_seconds(time.perf_counter() - started)
-        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), *self.scheduler.prefixes.take())
+        filled, admitted = self.scheduler.prefixes.take()
+        sealed = [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
+        filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
+        self.scheduler.count("step_seconds", time.perf_counter() - started)
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
 
     def take_failures(self) -> list[RequestFailed]:
         """Return, once, the requests that broke since the last call."""
@@ -147,6 +159,10 @@ class EngineCore:
         """Copy blocks of a prompt that another process keeps; 0 if any of them is gone."""
         try:
             self.runner.import_blocks(blocks, extents)
+        except CorruptBlock as error:
+            log.error("a cached prefix is corrupt: %s", error)
+            self.scheduler.count("blocks_corrupt")
+            return 0
         except RegionError as error:
             log.info("a cached prefix is gone: %s", error)
             return 0
@@ -157,6 +173,9 @@ class EngineCore:
             blocks, extents = self.scheduler.import_targets(command)
             num_bytes = self.runner.import_blocks(blocks, extents)
         except (ImportRefused, RegionError) as error:
+            if isinstance(error, CorruptBlock):
+                log.error("a slab is corrupt: %s", error)
+                self.scheduler.count("blocks_corrupt")
             return SlabImported(command.request_id, command.slab_index, 0, str(error))
         self.scheduler.mark_imported(command, len(blocks), num_bytes)
         return SlabImported(command.request_id, command.slab_index, num_bytes)

@@ -29,6 +29,8 @@ class ExtentRef:
     num_bytes: int
     slot: int
     generation: int
+    checksum: int = 0
+    """xxh3-64 of the bytes as they were written; 0: not known. Compared by engines that verify."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class AddRequest:
     """Hex; empty: this request neither finds nor leaves cached blocks."""
     block_hashes: list[str] = field(default_factory=list)
     """Hex, one per full block of `token_ids`."""
+    max_found_blocks: int | None = None
+    """Only so many leading blocks may come from this pool's prefix cache or from `prefix`; None: all."""
+    max_left_blocks: int | None = None
+    """Only so many leading blocks may be found by others, here or by what is told of them; None: all, the answer's too.
+    Handing over to those who have the handle is not bounded."""
     prefix: list[PrefixBlock] = field(default_factory=list)
     """Not in decode mode: what the KV service has of the prompt. Copied when the request leaves the queue, as far as
     this pool has no such block itself and every generation still matches; the rest is computed."""
@@ -268,6 +275,8 @@ class SealedBlocks:
     generations: list[int]
     is_last: bool
     """Every block of the prompt is sealed now, a partly filled tail included."""
+    checksums: list[int] = field(default_factory=list)
+    """xxh3-64, one per slot, from engines that verify; else empty."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +290,8 @@ class FilledBlocks:
     """Hex."""
     slots: list[int]
     generations: list[int]
+    checksums: list[int] = field(default_factory=list)
+    """As in SealedBlocks."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +307,7 @@ class EngineStats:
     num_held_blocks: int
     counters: dict[str, float]
     """Totals since start: steps, prompt_tokens_computed, prompt_tokens_cached, tokens_generated, preemptions,
-    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded."""
+    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded, blocks_corrupt."""
 
 
 @dataclass(frozen=True)

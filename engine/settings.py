@@ -40,6 +40,8 @@ class EngineConfig:
     """Requests in one step."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
+    verify_kv: bool = False
+    """Give every block a checksum when it is full, and compare those of blocks that come from elsewhere."""
     num_threads: int | None = None
     """Torch threads; None: one per core in `cpus`, or of this process's affinity."""
     cpus: tuple[int, ...] = ()

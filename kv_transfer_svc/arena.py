@@ -122,6 +122,11 @@ class Arena:
             self._num_used_pages -= _pages(extent.num_bytes)
         self._grant()
 
+    @staticmethod
+    def held_bytes(extent: pb.Extent) -> int:
+        """Return what an extent takes of the arena: whole pages."""
+        return _pages(extent.num_bytes) * PAGE_BYTES
+
     def close(self) -> None:
         self.region.close()
 

@@ -90,5 +90,6 @@ def _store_counters(cache: PromptCache) -> dict[str, float]:
     counters = {f"store_{name}": float(memory[name]) for name in _STORE_COUNTERS}
     counters |= {f"store_{name}": float(cache.counters[name]) for name in _CACHE_COUNTERS}
     if cache.disk is not None:
-        counters |= {f"disk_{name}": float(number) for name, number in asdict(cache.disk.figures().counters).items()}
+        of_disk = asdict(cache.disk.figures().counters)
+        counters |= {f"disk_{name.removeprefix('disk_')}": float(number) for name, number in of_disk.items()}
     return counters

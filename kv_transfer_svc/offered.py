@@ -30,6 +30,8 @@ class Offered:
         self.keys = block_keys(digest, group, [block.block_hash for block in request.blocks])
         self.parent = BlockKey(digest, group, request.parent_hash) if request.parent_hash else None
         self._extents = [block.extent for block in request.blocks]
+        self._checksums = [block.checksum for block in request.blocks]
+        self.num_corrupt = 0
         if self._extents:
             self._memory = regions.lent(self._extents[0].region_id, request.incarnation).memory
             self._check(self._memory)
@@ -41,6 +43,8 @@ class Offered:
     def copy(self, indices: Sequence[int], into: Sequence[memoryview]) -> list[int]:
         """Copy blocks one after the other and return their checksums; ends at the first that is not there any more.
 
+        One that is not what its worker wrote is counted in `num_corrupt`, and ends the run too.
+
         A block without the one before it is of no use. Called in a thread.
         """
         checksums: list[int] = []
@@ -51,7 +55,11 @@ class Offered:
             except (KvCorrupt, ValueError):  # reused since it was offered; or its owner is dead, its memory unmapped
                 break
             view[:] = content
-            checksums.append(block_checksum(content))
+            checksum = block_checksum(content)
+            if self._checksums[index] not in (0, checksum):
+                self.num_corrupt += 1
+                break
+            checksums.append(checksum)
         return checksums
 
     def _check(self, memory: SharedRegion) -> None:

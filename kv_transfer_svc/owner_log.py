@@ -52,5 +52,11 @@ class OwnerLog:
 
     def unsent_bytes(self, before: float) -> int:
         """Bytes of handles that ended before that time and whose owner still does not know."""
-        unsent = (entry for entry in self._entries if entry.number >= self._next_unsent and entry.time < before)
-        return sum(entry.num_bytes for entry in unsent)
+        return sum(entry.num_bytes for entry in self._unsent() if entry.time < before)
+
+    def untold(self) -> list[tuple[kv.OwnerEvent.Ended, int]]:
+        """Return what the owner has not been sent, with the bytes that it keeps therefore."""
+        return [(entry.ended, entry.num_bytes) for entry in self._unsent()]
+
+    def _unsent(self) -> Iterator[_Entry]:
+        return (entry for entry in self._entries if entry.number >= self._next_unsent)

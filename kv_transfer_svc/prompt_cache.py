@@ -88,6 +88,9 @@ class PromptCache:
         finally:
             for view in views:
                 view.release()
+        if offered.num_corrupt:
+            self.counters["memory_corrupt"] += offered.num_corrupt
+            log.error("offered_block_corrupt", num_blocks=offered.num_corrupt)
         return self._settle([(offered.keys[index], extent) for index, extent in wanted], checksums)
 
     # ---------------------------------------------------------------------------------------------------- load

@@ -42,6 +42,11 @@ class Pull:
         self._blocks: list[list[pb.Extent]] = []  # of each group, from first_block on
         self._layout = record.layout or pb.KvLayout()
 
+    @property
+    def num_arena_bytes(self) -> int:
+        """Memory of the arena that it has."""
+        return sum(self._arena.held_bytes(extent) for blocks in self._blocks for extent in blocks)
+
     def hold_for(self, reader_id: str) -> None:
         """One more reader here needs the handle at its holder."""
         self._readers.add(reader_id)

@@ -47,6 +47,13 @@ class Puller:
         )
         return record
 
+    @property
+    def arena(self) -> Arena:
+        return self._arena
+
+    def pulls(self) -> list[Pull]:
+        return list(self._pulls.values())
+
     def renew(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
         """Extend a reader's lease here; at the holder the client does so as long as the copy lives."""
         for record in self._store.copies(handle):

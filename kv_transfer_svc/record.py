@@ -32,6 +32,8 @@ class Record:
     checksums: dict[tuple[int, int], int] = field(default_factory=dict)
     """Made here as blocks were read, by slab and block: of slabs that their writer sealed without."""
     changed: Broadcast = field(default_factory=Broadcast)
+    readers: dict[str, str] = field(default_factory=dict)
+    """Incarnations of those that ever watched, by reader."""
     watching: Counter[str] = field(default_factory=Counter)
     """Readers with an open stream: their leases are renewed while it is."""
 

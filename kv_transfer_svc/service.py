@@ -18,6 +18,7 @@ from kv_transfer_svc.reading import slab_source, source_chunks
 from kv_transfer_svc.record import Record, handle_name
 from kv_transfer_svc.slab_checks import verify_checksums
 from kv_transfer_svc.store import HandleStore
+from kv_transfer_svc.tables import kv_tables
 from kv_transfer_svc.transport.links import Links
 from kv_transfer_svc.transport.offer import LinkOffer
 from kv_transfer_svc.transport.source import BlockSource, Source, Zeroes
@@ -38,6 +39,7 @@ from runtime.kv.slabs import trim_slab
 from runtime.kv_handle import HandleState
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import tables_pb2 as tables
 from tandem.v1 import types_pb2 as pb
 
 SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
@@ -128,6 +130,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         if not request.reader_id:
             raise InvalidRequest("reader_id is empty; it names who will release", field="reader_id")
         record = self._watched(request)
+        record.readers[request.reader_id] = request.reader_incarnation
         with record.watched_by(request.reader_id):
             async for event in record.events(request.layout, request.first_block):
                 yield event
@@ -218,6 +221,9 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return self._stats()
+
+    async def Tables(self, request: tables.TablesRequest, context: Any) -> tables.TablesReply:
+        return kv_tables(self.incarnation, self.store, self.puller, self.prompt_cache, request.max_rows)
 
     # ------------------------------------------------------------------------------------------------- workings
 

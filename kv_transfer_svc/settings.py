@@ -38,7 +38,7 @@ class KvSettings:
     )
     lease_seconds: float = setting(10.0, "how long a reader's lease lasts unless it is renewed")
     max_handles: int = setting(65_536, "handles kept at once; more are refused as overload")
-    verify_kv: bool = setting(False, "verify every checksum of blocks sealed on this host, not a sample")
+    verify_kv: bool = setting(False, "verify every block of this host against its checksum, not a sample", shared=True)
     drain_seconds: float = setting(120.0, "how long handles may take to end after SIGTERM")
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)

@@ -14,8 +14,10 @@ from engine import messages
 from prefill_svc.holds import Holds
 from prefill_svc.sealer import Sealer
 from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError, Unsupported
+from runtime.kv.tables import fill, prompt_bytes
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import HoldRow, TablesReply
 from worker.card import kv_layout
 from worker.engine_link import EngineLink
 from worker.engine_regions import EngineRegions
@@ -39,6 +41,7 @@ class PrefillHandOver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._layout = pb.KvLayout()
         self._region_id = ""
+        self._lease_ms = int(settings.lease_seconds * 1000)
         self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
 
     @property
@@ -94,6 +97,20 @@ class PrefillHandOver:
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
+
+    def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
+        reply.lease_ms = self._lease_ms
+        reply.num_left_out += fill(reply.holds, self._holds.handles(), self._hold_row, max_rows)
+
+    def _hold_row(self, handle: pb.KvHandle) -> HoldRow:
+        return HoldRow(
+            handle_id=handle.handle_id,
+            request_id=handle.request_id,
+            attempt=handle.attempt,
+            holder_incarnation=handle.holder_incarnation,
+            num_bytes=prompt_bytes(self._layout, handle.num_tokens),
+            deadline_unix_ms=handle.deadline_unix_ms,
+        )
 
     async def drained(self) -> None:
         await self._holds.wait_empty()

@@ -32,12 +32,14 @@ class Holds:
         self._engine = engine
         self._link = link
         self._held: dict[bytes, tuple[str, str]] = {}  # handle id -> (engine's request id, holder's incarnation)
+        self._handles: dict[bytes, pb.KvHandle] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, handle: pb.KvHandle, request_id: str) -> None:
         self._held[handle.handle_id] = (request_id, handle.holder_incarnation)
+        self._handles[handle.handle_id] = handle
         self._empty.clear()
 
     def abort(self, handle: pb.KvHandle, error: TandemError) -> None:
@@ -48,6 +50,10 @@ class Holds:
     def follow(self, region_id: str) -> None:
         """Start listening for handles that have ended."""
         self._spawn(self._listen(region_id))
+
+    def handles(self) -> list[pb.KvHandle]:
+        """Return the handles whose blocks are kept."""
+        return list(self._handles.values())
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -60,6 +66,7 @@ class Holds:
     def _release(self, handle_id: bytes) -> None:
         if (held := self._held.pop(handle_id, None)) is not None:
             self._engine.send(ReleaseHeld(held[0]))
+            del self._handles[handle_id]
         if not self._held:
             self._empty.set()
 

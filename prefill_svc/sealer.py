@@ -84,6 +84,7 @@ class Sealer:
                 )
                 for slot, generation in zip(sealed.slots, sealed.generations, strict=True)
             ],
+            checksums=sealed.checksums,
         )
         self.num_slabs += 1
         return slab

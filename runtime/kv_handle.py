@@ -87,6 +87,11 @@ class HandleMachine:
     def num_leases(self) -> int:
         return len(self._leases)
 
+    @property
+    def leases(self) -> dict[str, float]:
+        """Until when each reader's lease lasts."""
+        return dict(self._leases)
+
     def is_reader(self, reader_id: str) -> bool:
         """Whether that reader holds a lease now."""
         return reader_id in self._leases

@@ -25,6 +25,9 @@ class _Inputs(TypedDict, total=False):
     response_format: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
+    cache_salt: str
+    prompt_cache: Literal["on", "read", "write", "off"]
+    prompt_cache_tokens: int
 
 
 class WholeInputs(_Inputs, total=False):

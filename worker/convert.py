@@ -54,6 +54,8 @@ def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> mess
         mode=mode,
         hash_root=submit.hash_root.hex(),
         block_hashes=[block_hash.hex() for block_hash in submit.block_hashes],
+        max_found_blocks=submit.max_found_blocks if submit.HasField("max_found_blocks") else None,
+        max_left_blocks=submit.max_left_blocks if submit.HasField("max_left_blocks") else None,
         choice_seeds=list(submit.choice_seeds),
         priority=submit.priority,
         fairness_key=submit.fairness_key,

@@ -19,6 +19,7 @@ from runtime.errors import (
 from runtime.log import get_logger
 from runtime.memory import MemoryProbe
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
 from worker import card as cards
 from worker import convert, figures
 from worker.engine_link import EngineLink
@@ -26,6 +27,7 @@ from worker.hand_over import HandOver
 from worker.prompt_cache import PromptCache
 from worker.requests import ActiveRequest, RequestTable
 from worker.streams import GatewayStream
+from worker.tables import worker_tables
 
 log = get_logger(__name__)
 
@@ -274,9 +276,17 @@ class WorkerFront:
             counters={**self._hand_over.counters(), **self._prompt_cache.counters},
             error=str(self.engine_failure or ""),
         )
+        self._fill(report)
+        return report
+
+    def tables(self, max_rows: int) -> TablesReply:
+        """Return what this worker believes it holds, for the auditor."""
+        self._fill(now := pb.LoadReport())
+        return worker_tables(self.incarnation, self._requests, self._hand_over, now.kv, max_rows)
+
+    def _fill(self, report: pb.LoadReport) -> None:
         if self._stats is not None:
             figures.fill(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
-        return report
 
     # -------------------------------------------------------------------------------------------------- ending
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine import messages
 from runtime.errors import TandemError
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
 from worker.requests import ActiveRequest
 from worker.spans import PhaseSpans
 
@@ -44,6 +45,9 @@ class HandOver(Protocol):
         """The request is over here; `error` says why, if it did not simply finish."""
 
     def counters(self) -> dict[str, float]: ...
+
+    def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
+        """Say for which of its requests, those that have ended included, the pool keeps or awaits whose blocks."""
 
     @property
     def kv_address(self) -> str: ...

@@ -18,6 +18,7 @@ from runtime.registration import Registrar
 from runtime.server import GrpcServer
 from runtime.settings import describe
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from worker import gauges
 from worker.assets import AssetStore
 from worker.engine_link import EngineLink
@@ -58,6 +59,9 @@ class WorkerService:
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply(info=self._info(), load=self._front.load())
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return self._front.tables(request.max_rows)
 
 
 def main(

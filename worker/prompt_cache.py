@@ -8,15 +8,17 @@ a store, or with one that is slow, the engine computes the prompt itself.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from engine import messages
 from runtime.errors import TandemError
 from runtime.kv.layout import layout_digest
 from runtime.log import get_logger
+from runtime.tracing import record_span
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from worker.card import kv_layout
@@ -33,6 +35,9 @@ _ASK_FAR_SECONDS = 2.0
 """The same where another host's store is to be asked too."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
 _MAX_BLOCKS_PER_CALL = 256
+_PUBLIC_TAG = b"public"
+"""What all accounts share is counted as if it were an account's of its own; accounts' tags are longer."""
+_Hash = TypeVar("_Hash", str, bytes)
 
 COUNTERS = (
     "prompt_cache_asked",
@@ -104,30 +109,42 @@ class PromptCache:
 
     def _can_ask(self, command: messages.AddRequest) -> bool:
         """Whether the store could save anything: one token is computed always."""
-        is_long = len(command.token_ids) > self._block_size > 0
         has_store = self._is_enabled and bool(self._link.address)
-        return has_store and is_long and bool(command.block_hashes) and command.mode != "decode"
+        return has_store and bool(self._useful(command.block_hashes, command)) and command.mode != "decode"
+
+    def _useful(self, block_hashes: Sequence[_Hash], command: messages.AddRequest) -> Sequence[_Hash]:
+        """Return those of a request's blocks that may come from the store, and not the last token's."""
+        if not self._block_size:
+            return ()
+        num_useful = (len(command.token_ids) - 1) // self._block_size
+        return block_hashes[:num_useful][: command.max_found_blocks]
 
     async def _add_with_prefix(self, request: ActiveRequest, command: messages.AddRequest) -> None:
         self.counters["prompt_cache_asked"] += 1
         self._lent.add(request.key)  # from now on: a reply that we do not wait for any more may have lent something
+        asked_ns = time.time_ns()
         try:
             async with asyncio.timeout(_ASK_FAR_SECONDS if request.submit.prefix_source else _ASK_SECONDS):
                 with lost_is_unavailable():
-                    prefix = await self._prefix(request)
+                    prefix = await self._prefix(request, command)
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
             log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
             prefix = []
         self._engine.send(replace(command, prefix=prefix))
+        self._record_lookup(request.submit, asked_ns, len(prefix))
 
-    async def _prefix(self, request: ActiveRequest) -> list[messages.PrefixBlock]:
+    def _record_lookup(self, submit: pb.Submit, asked_ns: int, num_blocks: int) -> None:
+        """Record the only wait for the KV service that a first token has."""
+        attributes: dict[str, str | int] = {"tandem.request.id": submit.request_id, "tandem.kv.blocks": num_blocks}
+        record_span("kv.lookup", submit.traceparent, asked_ns, time.time_ns(), attributes)
+
+    async def _prefix(self, request: ActiveRequest, command: messages.AddRequest) -> list[messages.PrefixBlock]:
         submit = request.submit
-        num_useful = (len(submit.token_ids) - 1) // self._block_size
         reply = await self._link.client().load(
             kv.LoadRequest(
                 layout_digest=self._digest,
-                block_hashes=submit.block_hashes[:num_useful],
+                block_hashes=self._useful(submit.block_hashes, command),
                 reader_id=self._reader_id(request.key),
                 reader_incarnation=self._incarnation,
                 source_address=submit.prefix_source,
@@ -136,7 +153,7 @@ class PromptCache:
         )
         await self._regions.map(block.extent.region_id for block in reply.blocks)
         self.counters["prompt_cache_blocks_found"] += len(reply.blocks)
-        return [messages.PrefixBlock(block.index, _extent_ref(block.extent)) for block in reply.blocks]
+        return [messages.PrefixBlock(block.index, _extent_ref(block)) for block in reply.blocks]
 
     async def _give_back(self, request_id: str) -> None:
         try:
@@ -157,19 +174,33 @@ class PromptCache:
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS:
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)
             return
-        self._unpublished += self._runs(request.submit.account_tag, filled)
+        self._unpublished += self._runs(request.submit, filled)
         self._num_unpublished += len(filled.slots)
         if self._publishing is None or self._publishing.done():
             self._publishing = self._spawn(self._publish())
 
-    def _runs(self, account_tag: bytes, filled: messages.FilledBlocks) -> Iterable[_Run]:
+    def _runs(self, submit: pb.Submit, filled: messages.FilledBlocks) -> Iterable[_Run]:
+        """Cut blocks into what one call takes; public ones count towards no account's quota."""
         blocks = [
-            kv.StoredBlock(block_hash=bytes.fromhex(block_hash), extent=self._extent(slot, generation))
-            for block_hash, slot, generation in zip(filled.hashes, filled.slots, filled.generations, strict=True)
+            kv.StoredBlock(
+                block_hash=bytes.fromhex(block_hash), extent=self._extent(slot, generation), checksum=checksum
+            )
+            for block_hash, slot, generation, checksum in zip(
+                filled.hashes,
+                filled.slots,
+                filled.generations,
+                filled.checksums or [0] * len(filled.slots),
+                strict=True,
+            )
         ]
-        for start in range(0, len(blocks), _MAX_BLOCKS_PER_CALL):
-            parent = blocks[start - 1].block_hash if start else bytes.fromhex(filled.parent)
-            yield _Run(account_tag, parent, tuple(blocks[start : start + _MAX_BLOCKS_PER_CALL]))
+        public = frozenset(submit.block_hashes[: submit.num_public_blocks])
+        num_public = sum(block.block_hash in public for block in blocks)
+        parent = bytes.fromhex(filled.parent)
+        for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (submit.account_tag, blocks[num_public:])):
+            for start in range(0, len(part), _MAX_BLOCKS_PER_CALL):
+                run = part[start : start + _MAX_BLOCKS_PER_CALL]
+                yield _Run(tag, parent, tuple(run))
+                parent = run[-1].block_hash
 
     def _extent(self, slot: int, generation: int) -> pb.Extent:
         return pb.Extent(
@@ -222,5 +253,8 @@ class PromptCache:
         return task
 
 
-def _extent_ref(extent: pb.Extent) -> messages.ExtentRef:
-    return messages.ExtentRef(extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation)
+def _extent_ref(block: kv.StoredBlock) -> messages.ExtentRef:
+    extent = block.extent
+    return messages.ExtentRef(
+        extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation, block.checksum
+    )

@@ -36,6 +36,7 @@ class RequestTable:
     """All active requests by engine id; ends each exactly once."""
 
     def __init__(self) -> None:
+        self.num_so_far = 0
         self._requests: dict[str, ActiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -54,6 +55,7 @@ class RequestTable:
         if request.key in self._requests:
             return False
         self._requests[request.key] = request
+        self.num_so_far += 1
         self._idle.clear()
         return True
 

@@ -41,6 +41,9 @@ class WorkerSettings:
     prompt_cache: bool = setting(
         True, "take the beginnings of prompts from the KV service's store, and offer it what is computed here"
     )
+    verify_kv: bool = setting(
+        False, "give every KV block a checksum, and verify those of blocks that come from elsewhere", shared=True
+    )
     lease_seconds: float = setting(10.0, "how long KV blocks stay reserved for a reader that is not heard of")
     drain_seconds: float = setting(120.0, "how long running requests may take to finish after SIGTERM")
     state_dir: str = setting("", "where digests and caches are kept; XDG state directory if empty", shared=True)

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from control_plane.cache_policy import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.faces.body import Body, refuse_extras
 from control_plane.text.request import GenerationOptions
 from runtime.errors import Unsupported
 
 MAX_CHOICES = 128
 _MAX_STOP_STRINGS = 16
+_MAX_SALT_CHARACTERS = 256
 
 HARMLESS = frozenset(
     {
@@ -39,6 +41,19 @@ def _stop_strings(value: Any) -> list[str]:
     if not fits or len(strings) > _MAX_STOP_STRINGS:
         raise ValueError(f"must be a string or a list of up to {_MAX_STOP_STRINGS} strings, none of them empty")
     return strings
+
+
+def _cache_salt(value: Any) -> Any:
+    fits = isinstance(value, str) and 0 < len(value) <= _MAX_SALT_CHARACTERS
+    if not fits or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"must be text of 1 to {_MAX_SALT_CHARACTERS} characters; leave it out to send none")
+    return value
+
+
+def _cache_mode(value: Any) -> Any:
+    if value not in CACHE_MODES:
+        raise ValueError(f"must be one of {', '.join(CACHE_MODES)}; leave it out for on")
+    return value
 
 
 StopStrings = Annotated[list[str], BeforeValidator(_stop_strings)]
@@ -70,6 +85,10 @@ class TextBody(Body):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    cache_salt: Annotated[str, BeforeValidator(_cache_salt)] | None = None
+    """vLLM's. This and the next two are ours: none of them changes the answer."""
+    prompt_cache: Annotated[CacheMode, BeforeValidator(_cache_mode)] | None = None
+    prompt_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     options: dict[str, Any] | None = None
 
@@ -98,6 +117,8 @@ class TextBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos or False,
             min_tokens=self.min_tokens or 0,
+            cache=CachePolicy.of(self.prompt_cache or "on", self.prompt_cache_tokens),
+            cache_salt=self.cache_salt or "",
         )
 
 

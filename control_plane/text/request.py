@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import ContextTooLong, InvalidRequest
@@ -53,6 +54,9 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    cache: CachePolicy = EVERYTHING
+    cache_salt: str = ""
+    """Only requests of the same account with the same salt share the prompt's cache; "" with all of the account."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,11 @@ class ChatRequest:
 
 
 def token_request(
-    request: CompletionRequest | ChatRequest, model: ModelDescription, token_ids: list[int], deadline: float
+    request: CompletionRequest | ChatRequest,
+    model: ModelDescription,
+    token_ids: list[int],
+    deadline: float,
+    num_public_tokens: int = 0,
 ) -> TokenRequest:
     options, caller = request.options, request.caller
     seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
@@ -86,6 +94,9 @@ def token_request(
         sampling=_sampling(options, model, seed, len(token_ids)),
         choice_seeds=tuple(choice_seed(seed, index) for index in range(options.num_choices)),
         deadline=deadline,
+        salt=options.cache_salt.encode(),
+        cache=options.cache,
+        num_public_tokens=num_public_tokens,
         fairness_key=caller.account,
         session_affinity=caller.session_affinity,
         reject_if_busy=caller.reject_if_busy,

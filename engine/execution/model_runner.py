@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,13 +17,17 @@ from engine.messages import ExtentRef, MapRegion
 from engine.scheduling.batch import ScheduledRun, SchedulerOutput
 from engine.scheduling.request import Sampled
 
+if TYPE_CHECKING:
+    from engine.execution.block_checksums import BlockChecksums
+
 
 class ModelRunner:
     """The `engine.core.Runner` over a transformers model and a paged KV cache; reads requests, writes none."""
 
-    def __init__(self, model: Any, cache: PagedKVCache) -> None:
+    def __init__(self, model: Any, cache: PagedKVCache, checksums: BlockChecksums | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._checksums = checksums
         self._regions = MappedRegions()
         self.generations = cache.generations
 
@@ -43,7 +47,7 @@ class ModelRunner:
         return sample(logits, [_draw(run) for run in output.runs if run.samples])
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
-        """Copy each extent into the block beside it and return the bytes copied; raises RegionError."""
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
         bytes_per_block = self._cache.geometry.bytes_per_block
         for block, extent in zip(blocks, extents, strict=True):
             if extent.num_bytes != bytes_per_block:
@@ -53,8 +57,14 @@ class ModelRunner:
                 )
             self._cache.write_block(block, self._regions.read(extent))
         self._regions.check_generations(extents)
+        if self._checksums is not None:
+            self._checksums.verify(blocks, extents)
         self._cache.stage(blocks)
         return len(extents) * bytes_per_block
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Return the checksums of complete blocks, if this engine makes any."""
+        return self._checksums.of(blocks) if self._checksums is not None else []
 
     def map_region(self, command: MapRegion, fd: int) -> None:
         """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""

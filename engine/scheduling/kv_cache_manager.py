@@ -58,7 +58,7 @@ class KVCacheManager:
         first = request.num_registered_blocks
         if request.hash_root is None:
             return range(first, first)
-        for index in range(first, request.num_computed_tokens // self.pool.block_size):
+        for index in range(first, self._full_blocks(request.num_computed_tokens, request.max_left_blocks)):
             self.pool.register(request.block_table[index], self._hash(request, index))
             request.num_registered_blocks = index + 1
         return range(first, request.num_registered_blocks)
@@ -81,7 +81,7 @@ class KVCacheManager:
         """
         if request.hash_root is None:
             return []
-        first, end = request.num_found_blocks, (request.num_tokens - 1) // self.pool.block_size
+        first, end = request.num_found_blocks, self._full_blocks(request.num_tokens - 1, request.max_found_blocks)
         missing = (index for index in range(first, end) if index not in request.prefix)
         return list(range(first, next(missing, end)))
 
@@ -106,8 +106,12 @@ class KVCacheManager:
     def _find(self, request: Request, max_found_tokens: int) -> list[int]:
         if request.hash_root is None:
             return []
-        num_full_blocks = max_found_tokens // self.pool.block_size
-        return self.pool.find(self._hash(request, index) for index in range(num_full_blocks))
+        num_blocks = self._full_blocks(max_found_tokens, request.max_found_blocks)
+        return self.pool.find(self._hash(request, index) for index in range(num_blocks))
+
+    def _full_blocks(self, num_tokens: int, limit: int | None) -> int:
+        num_blocks = num_tokens // self.pool.block_size
+        return num_blocks if limit is None else min(num_blocks, limit)
 
     def _hash(self, request: Request, index: int) -> BlockHash:
         """Return the hash of a full block, going on with the chain for blocks that came after the prompt."""

@@ -23,6 +23,7 @@ COUNTERS = (
     "blocks_imported",
     "bytes_imported",
     "prompt_tokens_loaded",
+    "blocks_corrupt",
 )
 
 

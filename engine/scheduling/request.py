@@ -54,6 +54,10 @@ class Request:
     hash_root: BlockHash | None = None
     """None: neither finds nor leaves cached blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
+    max_found_blocks: int | None = None
+    """Only so many leading blocks may come from caches; None: all."""
+    max_left_blocks: int | None = None
+    """Only so many leading blocks may be found by others; None: all."""
     prefix: dict[int, ExtentRef] = field(default_factory=dict)
     """Where the content of full blocks lies ready, by index into `block_table`."""
     choice_seeds: tuple[int, ...] = ()

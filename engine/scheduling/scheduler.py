@@ -171,8 +171,9 @@ class Scheduler:
                 outputs += self._take_answer(run.request, tokens)
         return outputs, [event for event in sealed if event is not None]
 
-    def add_step_seconds(self, seconds: float) -> None:
-        self._ledger.count("step_seconds", seconds)
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to one of the totals since start."""
+        self._ledger.count(name, amount)
 
     def stats(self) -> EngineStats:
         """Return the figures of this moment; requests whose blocks are on their way count as waiting."""

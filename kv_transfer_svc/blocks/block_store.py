@@ -231,10 +231,22 @@ class BlockStore:
 
     def orphan_bytes(self, now: float) -> int:
         """Return the bytes of copies that never end, and of blocks kept only by leases that should have been ended."""
-        late = sum(b.extent.held_bytes for b in self._table.unsettled if b.since < now - _LATE_COPY_SECONDS)
+        late = sum(block.extent.held_bytes for block in self.late_copies(now))
         lapsed = Counter(key for lease in self._leases.over(now - _LATE_SWEEP_SECONDS) for key in lease.keys)
         blocks = ((self._table[key], num_over) for key, num_over in lapsed.items())
         return late + sum(block.extent.held_bytes for block, num_over in blocks if num_over == block.num_leases)
+
+    def late_copies(self, now: float) -> list[Block]:
+        """Return the blocks that are being filled or demoted for longer than that can take."""
+        return [block for block in self._table.unsettled if block.since < now - _LATE_COPY_SECONDS]
+
+    def leases(self) -> list[tuple[str, float, int]]:
+        """Return every reader that has a lease, until when, and on how many bytes."""
+        held = self._table
+        return [
+            (reader_id, lease.until, sum(held[key].extent.held_bytes for key in lease.keys))
+            for reader_id, lease in self._leases.by_reader()
+        ]
 
     def check(self) -> None:
         """Assert conservation and all that must hold between two calls."""

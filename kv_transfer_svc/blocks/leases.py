@@ -28,6 +28,9 @@ class Leases:
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())
 
+    def by_reader(self) -> list[tuple[str, Lease]]:
+        return list(self._leases.items())
+
     def open(self, reader_id: str, keys: Sequence[BlockKey], until: float) -> list[BlockKey]:
         """Add keys to a reader's lease and extend it, never shorten it; return those that the reader did not hold."""
         if not keys:

@@ -11,6 +11,7 @@ from runtime.errors import KvNotFound, StaleIncarnation, TandemError
 from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 
 MODEL = "tiny"
 FINGERPRINT = b"f" * 16
@@ -161,6 +162,9 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply(info=self.info(), load=self.load())
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return TablesReply(incarnation=self.incarnation)
 
     async def until(self, condition: Callable[[ScriptedWorker], bool]) -> None:
         async with asyncio.timeout(10), self.changed:

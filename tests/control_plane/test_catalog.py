@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from control_plane.catalog import ModelCatalog
-from control_plane.registry import WorkerRegistry
+from control_plane.registry import RESTART_SECONDS, WorkerRegistry
 from runtime.errors import ModelNotFound, Unavailable, Unsupported
 from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 
 TOKENIZER = b'{"model": {}}'
 
@@ -32,6 +33,9 @@ class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply()
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return TablesReply()
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         self.num_fetches += 1
@@ -125,6 +129,22 @@ def test_an_unknown_model_is_refused_naming_those_that_are_served() -> None:
     register(registry, "b", model_id="two")
     with pytest.raises(ModelNotFound, match="served: one, two"):
         catalog.card("x")
+
+
+async def test_a_model_is_known_while_its_workers_may_come_again() -> None:
+    """Nothing of it is listed then, but a request that comes is not told that there is no such model."""
+    now = 100.0
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, clock=lambda: now)
+    async with serving() as (_, address):
+        register(registry, "w", address)
+        described = await catalog.get("m")
+    registry.deregister("w", "w")
+    now += RESTART_SECONDS - 1
+    assert (await catalog.get("m"), catalog.list()) == (described, [])
+    now += 1
+    with pytest.raises(ModelNotFound):
+        catalog.card("m")
 
 
 async def test_a_model_without_tokenizer_is_refused_with_the_remedy() -> None:

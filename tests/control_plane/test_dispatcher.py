@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from runtime.errors import ContextTooLong, Draining, InvalidRequest, Overloaded, Unavailable
+from control_plane.flight import GRACE_SECONDS
+from runtime.errors import ContextTooLong, DeadlineExceeded, Draining, InvalidRequest, Overloaded, Unavailable
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.house import FULL, PROMPT, answer, ask, tokens_of, world
 from tests.control_plane.scripted_worker import (
@@ -76,6 +77,17 @@ async def test_a_request_waits_for_the_only_decode_worker_to_be_back() -> None:
         here.registry.register(worker.info, worker.load)
 
 
+async def test_a_request_waits_though_nobody_serves_its_model_any_more() -> None:
+    """It did when the request came: the workers have all died, and the next life of one may be up soon."""
+    async with world(ScriptedWorker("d"), queue_seconds=10) as here:
+        (worker,) = here.registry.workers(DECODE)
+        here.registry.deregister(worker.worker_id, worker.incarnation)
+        waiting = asyncio.create_task(here.dispatcher.submit(ask()))
+        await until(lambda: len(here.dispatcher.waiting_room) == 1)
+        here.registry.register(worker.info, worker.load)
+        assert await tokens_of(await waiting) == [answer()]
+
+
 async def test_what_every_worker_would_say_is_said_at_once() -> None:
     workers = [ScriptedWorker(name, behave=refuse_with(InvalidRequest("top_k is wrong"))) for name in "ab"]
     async with world(*workers) as here:
@@ -88,6 +100,14 @@ async def test_a_silent_worker_is_cancelled_and_another_asked() -> None:
     mute, good = ScriptedWorker("a", behave=silent), ScriptedWorker("b")
     async with world(mute, good) as here:
         assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+        await mute.until(lambda mute: len(mute.cancels) == 1)
+
+
+async def test_nobody_waits_for_a_silent_worker_beyond_the_deadline() -> None:
+    mute = ScriptedWorker("a", behave=silent)
+    async with world(mute, ScriptedWorker("b")) as here:
+        with pytest.raises(DeadlineExceeded):
+            await here.dispatcher.submit(ask(deadline=time.time() - GRACE_SECONDS))
         await mute.until(lambda mute: len(mute.cancels) == 1)
 
 

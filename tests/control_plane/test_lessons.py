@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from control_plane.cache_policy import NOTHING, CachePolicy
 from control_plane.flight import Flight
+from control_plane.prompt_hashes import Hashes, hash_prompt
 from control_plane.secrets import cache_salt
-from control_plane.submission import Hashes, hash_prompt
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.house import PROMPT, SECRET, World, answer, ask, tokens_of, world
 from tests.control_plane.scripted_worker import MODEL, PREFILL, Say, ScriptedWorker, kv_load, kv_service
@@ -46,8 +47,27 @@ async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
 
 async def test_an_uncacheable_prompt_teaches_nothing() -> None:
     async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
-        await tokens_of(await here.dispatcher.submit(ask(cacheable=False)))
+        await tokens_of(await here.dispatcher.submit(ask(cache=NOTHING)))
         assert len(here.router.prefixes) == 0
+
+
+async def test_the_router_learns_what_was_left_and_expects_what_may_be_found() -> None:
+    async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
+
+        async def expected(name: str, cache: CachePolicy) -> tuple[int, int]:
+            """Run a request; return how many tokens were expected in caches, and how many blocks are known then."""
+            flight = await here.dispatcher.submit(ask(request_id=name, max_tokens=30, cache=cache))
+            await tokens_of(flight)
+            return flight.route["cached_own_tokens"], len(here.router.prefixes)
+
+        # 1. The prompt fills two blocks, with the answer four.
+        assert await expected("reads", CachePolicy.of("read")) == (0, 0)
+        assert await expected("one block", CachePolicy.of("on", 20)) == (0, 1)
+        assert await expected("writes", CachePolicy.of("write")) == (0, 4)
+        # 2. By now all of them are known.
+        assert await expected("reads again", CachePolicy.of("read")) == (32, 4)
+        assert await expected("one block again", CachePolicy.of("on", 20)) == (16, 4)
+        assert await expected("writes again", CachePolicy.of("write")) == (0, 4)
 
 
 async def test_whoever_reads_the_prompt_is_told_which_other_host_may_have_it() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from control_plane.cache_policy import NOTHING
 from control_plane.catalog import ModelCatalog
 from control_plane.dispatcher import Dispatcher
 from control_plane.generation import TokenRequest
@@ -92,7 +93,7 @@ async def test_not_ready_before_a_model_is_loaded_and_a_request_has_gone_through
     await world.probe_once()
     assert (await world.prober.check())[0]
     (request,) = world.probed.requests
-    assert not request.cacheable and len(request.token_ids) + request.sampling.max_tokens <= 10
+    assert request.cache == NOTHING and len(request.token_ids) + request.sampling.max_tokens <= 10
     assert max(request.token_ids) < 5
 
 

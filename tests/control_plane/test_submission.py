@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
 from control_plane.generation import TokenRequest
+from control_plane.prompt_hashes import hash_prompt
 from control_plane.registry import Worker
-from control_plane.submission import base_submit, decode_submit, hash_prompt, mint_handle, prefill_submit
+from control_plane.submission import base_submit, decode_submit, mint_handle, prefill_submit
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import TandemError
 from runtime.kv.mac import verify_handle
@@ -72,6 +74,13 @@ def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -
     base = base_submit(REQUEST, 1, CARD, hashes, "")
     moved = decode_submit(base, REQUEST, 0, None, answer, whole.blocks)
     assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
+
+
+def test_a_choice_that_goes_on_elsewhere_is_bounded_as_its_request_was() -> None:
+    hashes = replace(hash_prompt(CARD, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0)
+    moved = decode_submit(base_submit(REQUEST, 1, CARD, hashes, ""), REQUEST, 0, None, range(100, 130))
+    assert (moved.max_found_blocks, moved.max_left_blocks, moved.num_public_blocks) == (2, 0, 1)
+    assert moved.HasField("max_left_blocks")
 
 
 def test_hashes_differ_by_salt_and_not_otherwise() -> None:

@@ -17,6 +17,7 @@ from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
+from tandem.v1.tables_pb2 import TablesReply
 
 DECODE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
@@ -33,6 +34,9 @@ class Decode(DecodeServiceServicer):
     async def Stats(self, request: Any, context: Any) -> pb.StatsReply:
         assert self._stats is not None
         return await self._stats(context)
+
+    async def Tables(self, request: Any, context: Any) -> TablesReply:
+        return TablesReply()
 
     async def GetAsset(self, request: Any, context: Any) -> AsyncIterator[pb.Chunk]:
         assert self._asset is not None

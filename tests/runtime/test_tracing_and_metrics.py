@@ -17,6 +17,7 @@ from runtime.log import _add_trace
 from runtime.server import GrpcServer
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
+from tandem.v1.tables_pb2 import TablesReply
 from tests.otlp_sink import OtlpSink
 
 FOREIGN_PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -39,6 +40,9 @@ class Decode(DecodeServiceServicer):
         self.traceparents.append(tracing.current_traceparent())
         with tracing.tracer().start_as_current_span("answer"):
             return pb.StatsReply()
+
+    async def Tables(self, request: Any, context: Any) -> TablesReply:
+        return TablesReply()
 
     async def GetAsset(self, request: Any, context: Any) -> Any:
         with tracing.tracer().start_as_current_span("stream"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from control_plane.cache_policy import NOTHING
 from control_plane.dispatcher import Dispatcher
 from control_plane.estimates import Ask
 from control_plane.gateway import Gateway
@@ -101,12 +102,20 @@ class Fleet:
         assert self._running is not None, "entered before"
         await self._running
 
-    def start(self, role: str, worker_id: str, *flags: str, env: dict[str, str] | None = None) -> Service:
-        """Start a service; it registers by itself."""
+    def start(
+        self,
+        role: str,
+        worker_id: str,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> Service:
+        """Start a service, by a module that takes its name and runs it if one is given; it registers by itself."""
         log = self._folder / f"{worker_id}.log"
         command = [
             sys.executable,
             "-m",
+            *launcher,
             _MODULES[role],
             "--control",
             self.gateway.grpc_address,
@@ -234,7 +243,10 @@ def token_request(model_id: str, token_ids: Sequence[int], max_tokens: int, **ch
     """Return a greedy request for token ids; `changes` go to its SamplingParams or to the request itself."""
     global _num_requests
     _num_requests += 1
-    ours = {name: changes.pop(name) for name in ("choice_seeds", "account", "cacheable", "deadline") if name in changes}
+    if not changes.pop("cacheable", True):
+        changes["cache"] = NOTHING
+    names = "choice_seeds", "account", "salt", "cache", "num_public_tokens", "deadline"
+    ours = {name: changes.pop(name) for name in names if name in changes}
     sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **changes})
     fields = {"account": "test", "choice_seeds": (sampling.seed,), "deadline": time.time() + 60, **ours}
     return TokenRequest(

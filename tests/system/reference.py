@@ -22,9 +22,12 @@ def greedy(folder: Path, token_ids: Sequence[int], num_tokens: int) -> list[int]
     return tokens
 
 
-def clear_prompt(folder: Path, length: int, num_tokens: int) -> list[int]:
-    """Return a random prompt whose greedy answer has no close call in it; always the same one."""
-    for seed in count():
+def clear_prompt(folder: Path, length: int, num_tokens: int, first_seed: int = 0) -> list[int]:
+    """Return a random prompt whose greedy answer has no close call in it; always the same one.
+
+    Prompts of different seeds begin differently: a prompt cache has nothing of one for the other.
+    """
+    for seed in count(first_seed):
         prompt = random.Random(seed).choices(range(3, 300), k=length)
         if _greedy(folder, tuple(prompt), num_tokens)[1] > MARGIN:
             return prompt

@@ -1,16 +1,22 @@
-"""Do prompts find their beginnings in the host's store: after their worker has died, and in a chat's next turn?"""
+"""Do prompts find their beginnings in the host's store: after their worker has died, in a chat's next turn, and only
+for those who may?
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Callable
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from control_plane.flight import Flight
 from tandem.v1 import types_pb2 as pb
+from tests.checkpoints import byte_level_tokenizer
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until
 from tests.system.reference import clear_prompt, greedy
@@ -19,11 +25,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK = 16
 NUM_TOKENS = 40
+PUBLIC = "You help people who call a bank. Never name a sum; ask for their city first."
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    async with Fleet(tmp_path_factory.mktemp("prompt-cache")) as fleet:
+    folder = tmp_path_factory.mktemp("prompt-cache")
+    (folder / "bank.txt").write_text(f"{PUBLIC}\n")
+    async with Fleet(folder, public_prefixes=folder, prompt_cache_accounts=("silent=off",)) as fleet:
         fleet.start("kv", "kv-0")
         _start_workers(fleet, checkpoint, "0")
         await fleet.ready()
@@ -43,11 +52,26 @@ async def run(fleet: Fleet, prompt: list[int], num_tokens: int = NUM_TOKENS, acc
     return flight
 
 
+async def cached_tokens(fleet: Fleet, account: str, prompt: list[int] | str, **fields: Any) -> int:
+    """Ask as a client of that account does; return what `usage` says was not computed."""
+    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 12, "ignore_eos": True, "temperature": 0, **fields}
+    async with httpx.AsyncClient(base_url=fleet.base_url, timeout=60, trust_env=False) as client:
+        response = await client.post(f"/client/v4/accounts/{account}/ai/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    usage: dict[str, Any] = response.json()["usage"]
+    assert usage["completion_tokens"] == 12
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def num_stored(fleet: Fleet) -> int:
+    return int((await fleet.stats("kv-0")).kv_service.store.num_blocks)
+
+
 async def published(fleet: Fleet, num_blocks: int) -> None:
     """Wait until the host's store has that many blocks."""
 
     async def are_there() -> bool:
-        return (await fleet.stats("kv-0")).kv_service.store.num_blocks >= num_blocks
+        return await num_stored(fleet) >= num_blocks
 
     await until(are_there, 20)
 
@@ -82,10 +106,72 @@ async def test_a_prompt_outlives_the_workers_that_computed_it(fleet: Fleet, chec
     flight = await run(fleet, turn, 1)
     assert flight.choices[0].tokens == greedy(checkpoint("llama"), turn, 1)
     assert prefill_ledger(flight).num_cached_tokens == num_full_blocks * BLOCK
-    # 5. Another account finds nothing.
-    flight = await run(fleet, prompt, 1, account="another")
-    assert prefill_ledger(flight).num_cached_tokens == 0
     await fleet.pools_are_full()
+
+
+async def test_two_accounts_with_the_same_prompt_compute_all_of_it_each(
+    fleet: Fleet, checkpoint: Callable[[str], Path]
+) -> None:
+    prompt = clear_prompt(checkpoint("llama"), 80, NUM_TOKENS)
+    bytes_per_block = next(iter(fleet.registry.workers(pb.WORKER_ROLE_PREFILL))).load.kv.bytes_per_block
+    before = await num_stored(fleet)
+    for count, account in enumerate(("one", "two", "three"), start=1):
+        flight = await run(fleet, prompt, account=account)
+        # 1. Nothing of the others' is found: in prefill's pool, in the store, in decode's pool.
+        ledger, decode_ledger = prefill_ledger(flight), flight.choices[0].ledger
+        assert (ledger.num_cached_tokens, ledger.num_loaded_tokens, ledger.num_computed_tokens) == (0, 0, 80)
+        assert decode_ledger is not None and decode_ledger.num_bytes_pulled == 5 * bytes_per_block
+        assert (flight.usage.num_cached_tokens, flight.usage.num_computed_tokens) == (0, 80)
+        # 2. Each leaves blocks of its own, of prompt and answer.
+        await published(fleet, before + count * ((80 + NUM_TOKENS - 1) // BLOCK))
+    assert await num_stored(fleet) == before + 3 * ((80 + NUM_TOKENS - 1) // BLOCK)
+    # 3. Each finds its own, but for the block of the last token: one is always computed.
+    ledger = prefill_ledger(await run(fleet, prompt, account="one"))
+    assert (ledger.num_cached_tokens, ledger.num_computed_tokens) == (64, 16)
+
+
+async def test_a_request_finds_and_leaves_what_it_asks_for_and_its_account_may(fleet: Fleet) -> None:
+    prompt, before = list(range(3, 73)), await num_stored(fleet)  # four full blocks, and one that the answer fills
+
+    async def ask(**fields: Any) -> int:
+        return await cached_tokens(fleet, "modes", prompt, **fields)
+
+    # 1. Neither of these leaves anything, or the third would find it.
+    assert [await ask(prompt_cache="off"), await ask(prompt_cache="read"), await ask(prompt_cache="off")] == [0, 0, 0]
+    # 2. With a bound two blocks are left, and found.
+    assert await ask(prompt_cache_tokens=40) == 0
+    await published(fleet, before + 2)
+    assert [await ask(prompt_cache="read"), await ask(prompt_cache_tokens=20)] == [32, 16]
+    assert await num_stored(fleet) == before + 2
+    # 3. One that writes computes all and leaves all, the answer's block too.
+    assert await ask(prompt_cache="write") == 0
+    await published(fleet, before + 5)
+    found = [
+        await ask(),
+        await ask(prompt_cache="read"),
+        await ask(prompt_cache_tokens=40),
+        await ask(prompt_cache="off"),
+    ]
+    assert found == [64, 64, 32, 0]
+    # 4. A salt of the caller's own shares with the same salt only.
+    assert [await ask(cache_salt="s"), await ask(cache_salt="s"), await ask(cache_salt="t")] == [0, 64, 0]
+    await published(fleet, before + 15)
+    # 5. An account without a cache has none, whatever it asks for.
+    assert [await cached_tokens(fleet, "silent", prompt, prompt_cache="on") for _ in range(2)] == [0, 0]
+    assert await num_stored(fleet) == before + 15
+
+
+async def test_accounts_share_the_whole_blocks_of_a_public_text_and_nothing_behind_it(fleet: Fleet) -> None:
+    encode, question = byte_level_tokenizer().encode, " Where is my card, and why is it blocked?"
+    pairs = zip(encode(PUBLIC), encode(PUBLIC + question), strict=False)
+    num_same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    num_shared = num_same // BLOCK * BLOCK
+    assert 32 <= num_shared < len(encode(PUBLIC + question)) - BLOCK
+    assert await cached_tokens(fleet, "first", PUBLIC + question) == 0
+    assert await cached_tokens(fleet, "second", PUBLIC + question) == num_shared
+    assert await cached_tokens(fleet, "third", PUBLIC + question, cache_salt="mine") == 0
+    assert await cached_tokens(fleet, "fourth", PUBLIC + question, prompt_cache="write") == 0
+    assert await cached_tokens(fleet, "second", PUBLIC + question) > num_shared
 
 
 async def test_a_choice_that_moves_takes_its_cache_from_the_store(

@@ -19,6 +19,7 @@ from tests.system.streams import MODEL, stream
 SPANS = {
     "tokenize",
     "route",
+    "kv.lookup",
     "prefill.queue",
     "prefill.compute",
     "kv.transfer",

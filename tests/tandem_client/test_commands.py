@@ -191,6 +191,15 @@ def test_status_shows_load_blocks_and_memory_of_each() -> None:
     assert picture.index("decode-0") < picture.index("kv-service")
 
 
+def test_status_shows_what_the_auditor_found_once_for_each_kind() -> None:
+    kept = {"what": "a handle past its lease", "num_bytes": 3 << 20, "seconds": 21.4}
+    held = {"what": "kept for a request that no dispatcher has", "num_bytes": 1 << 20, "seconds": 17.0}
+    picture = shown([KV_SERVICE | {"orphans": [kept, kept | {"seconds": 30.2}]}, WORKER | {"orphans": [held]}], 200)
+    assert "6.0 MiB orphaned for 30 s: a handle past its lease, 2 of them" in picture
+    assert "1.0 MiB orphaned for 17 s: kept for a request that no dispatcher has" in picture
+    assert "5.0 MiB orphaned" not in picture  # what the service said of itself is among it
+
+
 def test_status_shows_links_and_marks_one_that_fell_back() -> None:
     quick = {"address": "10.0.0.2:7", "transport": "tcp", "bytes_per_second": 2.5 * 2**30, "latency_ms": 0.31}
     fallen = {"address": "10.0.0.3:7", "transport": "grpc", "note": "fallback: no connection"}

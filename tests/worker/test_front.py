@@ -14,6 +14,7 @@ from engine import messages
 from engine.messages import AbortRequest, AddRequest, EngineFailed, RequestFailed, Reserved
 from runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
 from tests.worker.scripted_engine import ScriptedEngine, output, ready, step
 from worker.card import fingerprint
 from worker.engine_regions import EngineRegions
@@ -66,6 +67,8 @@ class NoHandOver(HandOver):
 
     def counters(self) -> dict[str, float]:
         return {}
+
+    def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None: ...
 
     @property
     def kv_address(self) -> str:

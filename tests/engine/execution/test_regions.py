@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from engine.core import RegionError
+from engine.core import CorruptBlock, RegionError
 from engine.execution.kv_cache import KVGeometry, PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import ExtentRef, MapRegion
@@ -40,6 +40,13 @@ def _fill(cache: PagedKVCache, block: int) -> None:
 
 def _map_command(owner: PagedKVCache) -> MapRegion:
     return MapRegion("owner", owner.region.num_bytes, NUM_BLOCKS, owner.generations_offset)
+
+
+def _verifying(cache: PagedKVCache) -> ModelRunner:
+    pytest.importorskip("xxhash", reason="engines that verify make xxh3 checksums")
+    from engine.execution.block_checksums import BlockChecksums
+
+    return ModelRunner(None, cache, BlockChecksums(cache))
 
 
 @pytest.fixture
@@ -138,3 +145,29 @@ def test_a_pool_is_block_major_with_layers_then_key_and_value_then_heads() -> No
     block = np.frombuffer(cache.read_block(5), np.float32).reshape(GEOMETRY.block_shape)
     assert (block[1, 1, :, 3] == 9).all() and block.sum() == 9 * 2 * 4
     assert GEOMETRY.layout().bytes_per_block == len(cache.read_block(5))
+
+
+def test_a_flipped_bit_is_noticed_where_blocks_are_verified(pair: Pair) -> None:
+    reader, writer = (_verifying(cache) for cache in (pair.pool, pair.owner))
+    fd = os.dup(pair.owner.region.fd)
+    reader.map_region(_map_command(pair.owner), fd)
+    os.close(fd)
+    _fill(pair.owner, 1)
+    (checksum,) = writer.checksums([1])
+    extent = replace(pair.extent(1), checksum=checksum)
+    reader.import_blocks([0], [extent])
+    pair.owner.region.bytes_at(pair.extent(1).offset, 8)[5] ^= 1
+    with pytest.raises(CorruptBlock, match="slot 1 of region owner does not match its checksum"):
+        reader.import_blocks([0], [extent])
+    assert writer.checksums([1]) == [checksum], "what is sealed again says what was written, not what lies there now"
+    pair.reader.import_blocks([0], [extent])  # this one does not verify
+
+
+def test_a_block_that_is_written_anew_gets_another_checksum(pair: Pair) -> None:
+    writer = _verifying(pair.owner)
+    _fill(pair.owner, 1)
+    before = writer.checksums([1])
+    pair.owner.generations[1] += 1
+    _fill(pair.owner, 1)
+    assert writer.checksums([1]) != before
+    assert pair.reader.checksums([1]) == []

@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         num_choices=st.integers(1, 3),
         is_cached=st.booleans(),
+        bounds=st.tuples(st.none() | st.integers(0, 4), st.none() | st.integers(0, 4)),
         priority=st.integers(0, 1),
     )
     def add(
@@ -62,6 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         num_choices: int,
         is_cached: bool,
+        bounds: tuple[int | None, int | None],
         priority: int,
     ) -> object:
         self.num_added += 1
@@ -73,6 +75,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             mode=mode,
             root=ROOT if is_cached else None,
+            max_found_blocks=bounds[0],
+            max_left_blocks=bounds[1],
             choice_seeds=range(expected.num_choices) if mode == "prefill" else (),
             priority=priority,
             fairness_key=str(family),

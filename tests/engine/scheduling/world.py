@@ -64,6 +64,9 @@ class FakeRunner:
             self._kv[block] = list(self.remote.get(extent.slot, [None] * 4))
         return sum(extent.num_bytes for extent in extents)
 
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return []
+
     def map_region(self, command: MapRegion, fd: int) -> None:
         if command.region_id in self.unmappable_regions:
             raise RegionError(f"region {command.region_id} is shorter than it says")
@@ -138,6 +141,8 @@ class World:
         priority: int = 0,
         fairness_key: str = "",
         prefix: Mapping[int, int] | None = None,
+        max_found_blocks: int | None = None,
+        max_left_blocks: int | None = None,
     ) -> list[EngineEvent]:
         """`prefix` says in which remote slot each block of the prompt lies ready."""
         command = AddRequest(
@@ -149,6 +154,8 @@ class World:
             hash_root=root.hex() if root else "",
             block_hashes=[block_hash.hex() for block_hash in hash_blocks(root, prompt, 4)] if root else [],
             prefix=[PrefixBlock(index, extent(slot)) for index, slot in (prefix or {}).items()],
+            max_found_blocks=max_found_blocks,
+            max_left_blocks=max_left_blocks,
             choice_seeds=list(choice_seeds),
             priority=priority,
             fairness_key=fairness_key,

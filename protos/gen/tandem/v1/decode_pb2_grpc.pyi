@@ -5,6 +5,7 @@ The decode worker: KV blocks in, a stream of tokens out."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from tandem.v1 import tables_pb2 as _tables_pb2
 from tandem.v1 import types_pb2 as _types_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -37,6 +38,8 @@ class DecodeServiceStub:
     """A file of the checkpoint, by digest, in chunks."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
     """The worker's own figures, read now."""
+    Tables: _grpc.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]
+    """What the worker believes it holds, for the auditor."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
@@ -47,6 +50,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """A file of the checkpoint, by digest, in chunks."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
     """The worker's own figures, read now."""
+    Tables: _aio.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]  # type: ignore[assignment]
+    """What the worker believes it holds, for the auditor."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +77,13 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.StatsReply, _abc.Awaitable[_types_pb2.StatsReply]]:
         """The worker's own figures, read now."""
+
+    @_abc_1.abstractmethod
+    def Tables(
+        self,
+        request: _tables_pb2.TablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tables_pb2.TablesReply, _abc.Awaitable[_tables_pb2.TablesReply]]:
+        """What the worker believes it holds, for the auditor."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

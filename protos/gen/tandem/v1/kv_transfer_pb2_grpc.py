@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from tandem.v1 import kv_transfer_pb2 as tandem_dot_v1_dot_kv__transfer__pb2
+from tandem.v1 import tables_pb2 as tandem_dot_v1_dot_tables__pb2
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -99,6 +100,11 @@ class KvTransferServiceStub:
                 '/tandem.v1.KvTransferService/Stats',
                 request_serializer=tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+                _registered_method=True)
+        self.Tables = channel.unary_unary(
+                '/tandem.v1.KvTransferService/Tables',
+                request_serializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
                 _registered_method=True)
         self.OpenLink = channel.unary_unary(
                 '/tandem.v1.KvTransferService/OpenLink',
@@ -206,6 +212,13 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tables(self, request, context):
+        """What this service believes it holds, for the auditor.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenLink(self, request, context):
         """For another KV service: how its bytes may come besides over Read, and permission to fetch them so.
         """
@@ -287,6 +300,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.StatsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.StatsReply.SerializeToString,
+            ),
+            'Tables': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tables,
+                    request_deserializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_tables__pb2.TablesReply.SerializeToString,
             ),
             'OpenLink': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenLink,
@@ -650,6 +668,33 @@ class KvTransferService:
             '/tandem.v1.KvTransferService/Stats',
             tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
             tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Tables',
+            tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
+            tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
             options,
             channel_credentials,
             insecure,

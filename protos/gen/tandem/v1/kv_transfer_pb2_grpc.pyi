@@ -10,6 +10,7 @@ and readers copy straight from them. Every RPC is idempotent; stale and late one
 from collections import abc as _abc
 from grpc import aio as _aio
 from tandem.v1 import kv_transfer_pb2 as _kv_transfer_pb2
+from tandem.v1 import tables_pb2 as _tables_pb2
 from tandem.v1 import types_pb2 as _types_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -63,6 +64,8 @@ class KvTransferServiceStub:
     ReadBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]
     """The bytes of stored blocks, for another host's service: those of the longest run it has."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
+    Tables: _grpc.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]
+    """What this service believes it holds, for the auditor."""
     OpenLink: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]
     """For another KV service: how its bytes may come besides over Read, and permission to fetch them so."""
     Probe: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]
@@ -98,6 +101,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     ReadBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadBlocksRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """The bytes of stored blocks, for another host's service: those of the longest run it has."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
+    Tables: _aio.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]  # type: ignore[assignment]
+    """What this service believes it holds, for the auditor."""
     OpenLink: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.OpenLinkRequest, _kv_transfer_pb2.OpenLinkReply]  # type: ignore[assignment]
     """For another KV service: how its bytes may come besides over Read, and permission to fetch them so."""
     Probe: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ProbeRequest, _types_pb2.Chunk]  # type: ignore[assignment]
@@ -208,6 +213,14 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.StatsReply, _abc.Awaitable[_types_pb2.StatsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Tables(
+        self,
+        request: _tables_pb2.TablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tables_pb2.TablesReply, _abc.Awaitable[_tables_pb2.TablesReply]]:
+        """What this service believes it holds, for the auditor."""
 
     @_abc_1.abstractmethod
     def OpenLink(

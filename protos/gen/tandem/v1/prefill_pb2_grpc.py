@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from tandem.v1 import tables_pb2 as tandem_dot_v1_dot_tables__pb2
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -49,6 +50,11 @@ class PrefillServiceStub:
                 request_serializer=tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
                 _registered_method=True)
+        self.Tables = channel.unary_unary(
+                '/tandem.v1.PrefillService/Tables',
+                request_serializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
+                _registered_method=True)
 
 
 class PrefillServiceServicer:
@@ -75,6 +81,13 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tables(self, request, context):
+        """What the worker believes it holds, for the auditor.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +105,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.StatsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.StatsReply.SerializeToString,
+            ),
+            'Tables': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tables,
+                    request_deserializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_tables__pb2.TablesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +193,33 @@ class PrefillService:
             '/tandem.v1.PrefillService/Stats',
             tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
             tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillService/Tables',
+            tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
+            tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -762,6 +762,9 @@ class Submit(message.Message):
     FAIRNESS_KEY_FIELD_NUMBER: builtins.int
     ACCOUNT_TAG_FIELD_NUMBER: builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: builtins.int
+    MAX_FOUND_BLOCKS_FIELD_NUMBER: builtins.int
+    MAX_LEFT_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_PUBLIC_BLOCKS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -778,6 +781,12 @@ class Submit(message.Message):
     """whose quota of cached blocks this counts towards; opaque"""
     prefix_source: builtins.str
     """address of another host's KV service that may have the prompt's beginning"""
+    max_found_blocks: builtins.int
+    """leading blocks that may come from caches; absent: all, 0: none"""
+    max_left_blocks: builtins.int
+    """leading blocks that others may find; absent: all and the answer's, 0: none"""
+    num_public_blocks: builtins.int
+    """leading blocks that all accounts share, and no account's quota pays for"""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -818,12 +827,22 @@ class Submit(message.Message):
         fairness_key: builtins.str = ...,
         account_tag: builtins.bytes = ...,
         prefix_source: builtins.str = ...,
+        max_found_blocks: builtins.int | None = ...,
+        max_left_blocks: builtins.int | None = ...,
+        num_public_blocks: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "handle", b"handle", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "prefix_source", b"prefix_source", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_found_blocks: _TypeAlias = typing.Literal["max_found_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__max_left_blocks: _TypeAlias = typing.Literal["max_left_blocks"]  # noqa: Y015
+    _WhichOneofArgType__max_left_blocks: _TypeAlias = typing.Literal["_max_left_blocks", b"_max_left_blocks"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_found_blocks) -> _WhichOneofReturnType__max_found_blocks | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_left_blocks) -> _WhichOneofReturnType__max_left_blocks | None: ...
 
 @typing.final
 class Cancel(message.Message):

@@ -1,0 +1,1 @@
+"""What do the services believe they hold, and where do they contradict each other?"""

@@ -1,0 +1,82 @@
+"""How are all services asked for their tables at once, so that none waits for another?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import grpc
+
+from control_plane.audit.snapshot import Audited
+from control_plane.registry import Worker
+from runtime.channel import open_channel
+from runtime.errors import StaleIncarnation, TandemError
+from runtime.log import get_logger
+from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+
+log = get_logger(__name__)
+
+ANSWER_SECONDS = 2.0
+MAX_ROWS = 4096
+"""Of each table; what is beyond is counted. More than a healthy service ever has."""
+
+if TYPE_CHECKING:
+    _Stub = (
+        kv_transfer_pb2_grpc.KvTransferServiceAsyncStub
+        | prefill_pb2_grpc.PrefillServiceAsyncStub
+        | decode_pb2_grpc.DecodeServiceAsyncStub
+    )
+
+
+class Asker:
+    """A channel to every service, kept from audit to audit."""
+
+    def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self._answer_seconds = answer_seconds
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def ask(self, workers: Sequence[Worker]) -> tuple[list[Audited], dict[str, str]]:
+        """Return the tables of those that answer in time, and why the others did not, by incarnation."""
+        await self._hang_up_on_all_but({worker.incarnation for worker in workers})
+        replies = await asyncio.gather(*(self._tables(worker) for worker in workers))
+        answered = [
+            Audited(worker, reply)
+            for worker, reply in zip(workers, replies, strict=True)
+            if isinstance(reply, TablesReply)
+        ]
+        silent = {
+            worker.incarnation: reply for worker, reply in zip(workers, replies, strict=True) if isinstance(reply, str)
+        }
+        return answered, silent
+
+    async def close(self) -> None:
+        await self._hang_up_on_all_but(set())
+
+    async def _tables(self, worker: Worker) -> TablesReply | str:
+        channel = self._channels.get(worker.incarnation)
+        if channel is None:
+            channel = self._channels[worker.incarnation] = open_channel(worker.info.address)
+        try:
+            reply: TablesReply = await _stub(worker, channel).Tables(
+                TablesRequest(max_rows=MAX_ROWS), timeout=self._answer_seconds
+            )
+            if reply.incarnation != worker.incarnation:
+                raise StaleIncarnation(f"incarnation {reply.incarnation} answers there now")
+        except TandemError as error:
+            return error.message
+        return reply
+
+    async def _hang_up_on_all_but(self, wanted: set[str]) -> None:
+        gone = [self._channels.pop(incarnation) for incarnation in self._channels.keys() - wanted]
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+
+def _stub(worker: Worker, channel: grpc.aio.Channel) -> _Stub:
+    if worker.role == pb.WORKER_ROLE_KV:
+        return kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
+    if worker.role == pb.WORKER_ROLE_PREFILL:
+        return prefill_pb2_grpc.PrefillServiceStub(channel)
+    return decode_pb2_grpc.DecodeServiceStub(channel)

@@ -1,0 +1,82 @@
+"""What was known in one audit? The tables of everyone who answered, and the control plane's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from control_plane.registry import Worker
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import HandleRow, TablesReply
+
+
+@dataclass(frozen=True, eq=False)
+class Audited:
+    """One process and its tables."""
+
+    worker: Worker
+    tables: TablesReply
+
+    @property
+    def incarnation(self) -> str:
+        return self.worker.incarnation
+
+    @property
+    def is_kv(self) -> bool:
+        return self.worker.role == pb.WORKER_ROLE_KV
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what is not in a table is not there; else only what is in one is known."""
+        return not self.tables.num_left_out
+
+    @cached_property
+    def handles(self) -> Mapping[bytes, HandleRow]:
+        return {row.handle_id: row for row in self.tables.handles}
+
+    @cached_property
+    def held(self) -> frozenset[bytes]:
+        return frozenset(row.handle_id for row in self.tables.holds)
+
+    @cached_property
+    def pulled(self) -> frozenset[tuple[bytes, str]]:
+        return frozenset((row.handle_id, row.reader_id) for row in self.tables.pulls)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """All that one audit compares. `answered` and `silent` are incarnations: together, all that are registered."""
+
+    answered: Mapping[str, Audited]
+    silent: frozenset[str] = frozenset()
+    running: frozenset[tuple[str, str, int]] = frozenset()
+    """Incarnation, request id and attempt of what this gateway has running."""
+    gateway_id: str = ""
+    is_alone: bool = True
+    """Whether there is no other control-plane replica, whose requests this one would not know."""
+    _request_ids: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_request_ids", frozenset(_with_prompts_ids(each[1] for each in self.running)))
+
+    def is_here(self, incarnation: str) -> bool:
+        """Whether a process of that incarnation is registered."""
+        return incarnation in self.answered or incarnation in self.silent
+
+    def at(self, address: str) -> Audited | None:
+        """Return who listens at an address, if he answered."""
+        return next((each for each in self.answered.values() if each.worker.info.address == address), None)
+
+    def wants(self, request_id: str, deadline_unix_ms: int, now_unix_ms: int) -> bool:
+        """Whether a dispatcher may have that request; until its deadline, one that this process does not know of."""
+        if deadline_unix_ms < now_unix_ms:
+            return False
+        return not self.is_alone or request_id in self._request_ids
+
+
+def _with_prompts_ids(request_ids: Iterable[str]) -> Iterable[str]:
+    """Decode's requests are named after the prompt's and the choice: both names are yielded."""
+    for request_id in request_ids:
+        yield request_id
+        yield request_id.rpartition("-")[0]

@@ -38,6 +38,13 @@ class Workload:
     concurrency: int
     num_rounds: int
     """In each round every arrangement gets the same `round_size` requests, one arrangement after the other."""
+    num_warm_ups: int = 3
+    """Requests to each arrangement before the first round, not counted; as many as are under way at least."""
+
+    @property
+    def seed(self) -> int:
+        """Of its prompts: those of another size must not begin like these, a cache would find them."""
+        return 10_000 * self.num_prompt_tokens + self.concurrency
 
     @property
     def round_size(self) -> int:
@@ -55,13 +62,32 @@ LARGE_MODEL = (
 )
 
 
+def one_core_each() -> list[Arrangement]:
+    """Return disaggregated, with one core for prefill and one for decode, and aggregated on one core.
+
+    A decode step takes as long in the one as in the other: what differs is the hand-over.
+    """
+    cores = _own_cores()
+    if len(cores) < 2:
+        raise RuntimeError("a hand-over is measured between two cores; this process may use one, give it another")
+    pinned = {
+        role: {f"TANDEM_{role}_CPUS": str(core), f"TANDEM_{role}_NUM_THREADS": "1"}
+        for role, core in zip(("PREFILL", "DECODE"), cores, strict=False)
+    }
+    threads = {"OMP_NUM_THREADS": "1"}
+    return [
+        Arrangement("disaggregated", (), {**pinned["PREFILL"], **pinned["DECODE"], **threads}),
+        Arrangement("aggregated", ("--prefill", "0"), {**pinned["DECODE"], **threads}),
+    ]
+
+
 def arrangements(num_cores: int, *, only_pair: bool) -> list[Arrangement]:
     """Return disaggregated and aggregated on the whole machine; and aggregated on as many cores as prefill alone has.
 
     The first two ask what the machine is best used for; the third, what the hand-over itself costs.
     """
     pair = [Arrangement("disaggregated"), Arrangement("aggregated", ("--prefill", "0"))]
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = _own_cores()
     if only_pair or num_cores < 2 or len(cores) < 2:
         return pair
     half = cores[: (num_cores + 1) // 2]
@@ -71,3 +97,7 @@ def arrangements(num_cores: int, *, only_pair: bool) -> list[Arrangement]:
         "OMP_NUM_THREADS": str(len(half)),
     }
     return [*pair, Arrangement("aggregated_half", ("--prefill", "0"), environment)]
+
+
+def _own_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

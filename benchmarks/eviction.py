@@ -87,15 +87,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_trace(lines: Iterable[str], block_tokens: int) -> Trace:
     """Read a Mooncake trace; the last block of a prompt is left out unless it is full."""
+    requests = map(json.loads, lines)
+    return trace_of(((request["input_length"], request["hash_ids"]) for request in requests), block_tokens)
+
+
+def trace_of(prompts: Iterable[tuple[int, Sequence[int]]], block_tokens: int) -> Trace:
+    """Return the trace of prompts given by their number of tokens and their blocks' hash ids."""
     keys: dict[int, BlockKey] = {}
-    prompts = []
-    for line in lines:
-        request = json.loads(line)
-        num_full = request["input_length"] // block_tokens
-        for hash_id in request["hash_ids"]:
+    for_replay = []
+    for num_tokens, hash_ids in prompts:
+        full = hash_ids[: num_tokens // block_tokens]
+        for hash_id in full:
             keys.setdefault(hash_id, BlockKey(bytes(16), 0, hash_id.to_bytes(16, "little")))
-        prompts.append(Prompt(request["input_length"], tuple(keys[each] for each in request["hash_ids"][:num_full])))
-    return Trace(prompts, block_tokens)
+        for_replay.append(Prompt(num_tokens, tuple(keys[hash_id] for hash_id in full)))
+    return Trace(for_replay, block_tokens)
 
 
 def hit_rates(trace: Trace, fractions: Sequence[float]) -> Figures:

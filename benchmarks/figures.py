@@ -16,6 +16,7 @@ from itertools import pairwise
 STEPS = (
     "tokenize",
     "route",
+    "kv.lookup",
     "prefill.queue",
     "prefill.compute",
     "kv.transfer",

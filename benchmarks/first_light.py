@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from benchmarks.arrangements import Workload
 from benchmarks.figures import Figures, flat
 from benchmarks.machine import CpuUse, machine_conditions
 from benchmarks.measuring import Measured, measure_model
-from benchmarks.served import ROOT
+from benchmarks.random_model import made
 from engine.demo import MODEL_ID, checkpoint_path
 
 _LARGE_BYTES = 200_000_000
@@ -113,9 +112,7 @@ def _subject(folder: Path, quick: bool) -> Subject:
 
 
 def _random_llama(folder: Path) -> Subject:
-    """Make it in a process of its own: torch's threads have no place in one that measures."""
-    target = folder / "random-llama-0.5b"
-    subprocess.run([sys.executable, "-m", "benchmarks.random_model", str(target)], cwd=ROOT, check=True)
+    target = made(folder, "0.5b")
     return Subject("llama_0_5b", "random Llama, 0.5 B", target, ("--model", str(target)), choices.LARGE_MODEL)
 
 

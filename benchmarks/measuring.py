@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.arrangements import Arrangement, Workload
-from benchmarks.figures import Answer, Figures, count_figures, latency_figures, ratio_figures, share_figures
+from benchmarks.figures import Answer, Figures, Trace, count_figures, latency_figures, ratio_figures, share_figures
 from benchmarks.machine import CpuUse
 from benchmarks.memory_need import KV_BYTES_PER_WORKER, check_memory
 from benchmarks.prompts import prompts
@@ -22,17 +22,24 @@ from benchmarks.streaming import ask, new_client
 from benchmarks.traces import traces_of
 from tests.otlp_sink import OtlpSink
 
-_NUM_WARM_UPS = 3
+
+@dataclass(frozen=True)
+class Sample:
+    """What came back from one arrangement: an answer and a trace per request, in the same order."""
+
+    answers: Sequence[Answer]
+    traces: Sequence[Trace]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one workload, by arrangement."""
+    """The figures of one workload, by arrangement, and what they were made of."""
 
     workload: Workload
     by_arrangement: dict[str, Figures]
     ratios: Figures
     foreign_cpu_share: float
+    samples: Mapping[str, Sample] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,17 +116,21 @@ async def _measure(
     model: Path, sides: Sequence[_Side], workload: Workload, sink: OtlpSink, say: Callable[[str], None]
 ) -> Measured:
     say(f"{workload.num_rounds} rounds of {workload.round_size}, {workload.concurrency} at a time")
-    source = prompts(model, workload.num_prompt_tokens, seed=workload.concurrency)
+    source = prompts(model, workload.num_prompt_tokens, seed=workload.seed)
     for side in sides:
         side.answers, side.seconds = [], 0.0
-        await side.warm_up(list(itertools.islice(source, max(_NUM_WARM_UPS, workload.concurrency))), workload)
+        await side.warm_up(list(itertools.islice(source, max(workload.num_warm_ups, workload.concurrency))), workload)
     before = CpuUse.now()
     for turn, batch in enumerate(_batches(source, workload)):
         for side in [*sides[turn % len(sides) :], *sides[: turn % len(sides)]]:
             await side.serve(batch, workload)
     foreign = CpuUse.now().foreign_share_since(before)
-    figures = {side.name: await _figures(side, sink) for side in sides}
-    return Measured(workload, figures, ratio_figures(figures), foreign)
+    samples = {
+        side.name: Sample(side.answers, await traces_of(sink, side.answers, handed_over=side.hands_over))
+        for side in sides
+    }
+    figures = {side.name: _figures(samples[side.name], side.seconds) for side in sides}
+    return Measured(workload, figures, ratio_figures(figures), foreign, samples)
 
 
 def _batches(source: Iterator[str], workload: Workload) -> Iterator[list[str]]:
@@ -127,10 +138,9 @@ def _batches(source: Iterator[str], workload: Workload) -> Iterator[list[str]]:
         yield list(itertools.islice(source, workload.round_size))
 
 
-async def _figures(side: _Side, sink: OtlpSink) -> Figures:
-    traces = await traces_of(sink, side.answers, handed_over=side.hands_over)
+def _figures(sample: Sample, seconds: float) -> Figures:
     return {
-        **latency_figures(side.answers),
-        **share_figures(traces),
-        **count_figures(side.answers, side.seconds),
+        **latency_figures(sample.answers),
+        **share_figures(sample.traces),
+        **count_figures(sample.answers, seconds),
     }

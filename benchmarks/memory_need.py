@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
@@ -29,3 +30,9 @@ def check_memory(model: Path, num_workers: int) -> None:
             f"{available / 2**30:.1f} GiB available, half is left to others; measure a smaller model, or when the "
             "machine is free"
         )
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Return the bytes that the keys and values of one token take, float32."""
+    config = json.loads((model / "config.json").read_text())
+    return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 4)

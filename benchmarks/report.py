@@ -73,19 +73,19 @@ def print_measured(console: Console, model: str, measured: Measured) -> None:
 
 def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
     for name, value in conditions.items():
-        console.print(f"{name:<14} {_plain(value)}", highlight=False, markup=False)
+        console.print(f"{name:<14} {plain(value)}", highlight=False, markup=False)
 
 
 def markdown(conditions: Mapping[str, Any], results: Mapping[str, Sequence[Measured]]) -> str:
     """Return the same as a page, with its conditions."""
-    lines = ["# First light", "", *(f"- {name}: {_plain(value)}" for name, value in conditions.items()), ""]
+    lines = ["# First light", "", *(f"- {name}: {plain(value)}" for name, value in conditions.items()), ""]
     lines += ["Latencies are p50 / p95 / p99. A step has its median in ms and its share of all requests' time; steps"]
     lines += ["overlap, and `uncovered` is the time in which none was under way.", ""]
     for model, measurements in results.items():
         for measured in measurements:
             lines += [f"## {model}, {measured.workload.concurrency} at a time", "", headline(measured) + ".", ""]
             for title, rows in _tables(measured):
-                lines += _markdown_table((title, *measured.by_arrangement), rows)
+                lines += markdown_table((title, *measured.by_arrangement), rows)
             lines += ["Ratios of medians: " + "; ".join(ratio_lines(measured)) + ".", ""]
     return "\n".join(lines)
 
@@ -94,7 +94,8 @@ def _tables(measured: Measured) -> list[tuple[str, Rows]]:
     return [("p50 / p95 / p99", latency_rows(measured)), ("step: median ms, share", share_rows(measured))]
 
 
-def _markdown_table(head: Sequence[str], rows: Rows) -> list[str]:
+def markdown_table(head: Sequence[str], rows: Rows) -> list[str]:
+    """Return the lines of a table, and an empty one."""
     write: Callable[[Sequence[str]], str] = lambda cells: "| " + " | ".join(cells) + " |"  # noqa: E731
     return [write(head), write(["---", *["---:"] * (len(head) - 1)]), *(write(row) for row in rows), ""]
 
@@ -103,7 +104,8 @@ def _percentiles(figures: Figures, name: str) -> str:
     return " / ".join(f"{figures[f'{name}.p{percent}']:.1f}" for percent in PERCENTILES)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """Write a condition as people would."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
-    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{name} {plain(each)}" for name, each in value.items())
+    return ", ".join(map(plain, value)) if isinstance(value, list) else str(value)

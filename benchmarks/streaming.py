@@ -19,7 +19,9 @@ def new_client(base_url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=base_url, trust_env=False, timeout=_TIMEOUT_SECONDS)
 
 
-async def ask(client: httpx.AsyncClient, model: str, prompt: str, num_output_tokens: int) -> Answer:
+async def ask(
+    client: httpx.AsyncClient, model: str, prompt: str, num_output_tokens: int, account: str = "default"
+) -> Answer:
     """Stream one greedy answer of exactly that many tokens; raises RuntimeError for one that is not complete."""
     trace_id = secrets.token_hex(16)
     inputs = {
@@ -31,7 +33,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, num_output_tok
         "min_tokens": num_output_tokens,
     }
     headers = {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-01"}
-    url = f"/client/v4/accounts/default/ai/run/{model}"
+    url = f"/client/v4/accounts/{account}/ai/run/{model}"
     times: list[float] = []
     usage: dict[str, Any] | None = None
     sent = time.perf_counter()

@@ -12,7 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.served import ROOT
+from engine.execution.block_checksums import BlockChecksums
+from engine.execution.kv_cache import KVGeometry, PagedKVCache
+from engine.execution.model_runner import ModelRunner
+from engine.messages import ExtentRef, MapRegion
 from runtime.identity import new_incarnation
 from runtime.kv.checksum import block_checksum
 from runtime.kv.client import KvClient
@@ -216,18 +222,25 @@ class Pool:
         self.region.close()
 
 
-class EngineLikeReader:
-    """A decode worker: watches at its host's service, and copies slabs from mapped regions into a pool of its own."""
+class EngineReader:
+    """A decode worker: watches at its host's service; slabs are copied by the engine's own code into its own pool."""
 
     def __init__(self, host: KvHost, largest_bytes: int) -> None:
         self.host = host
-        self.pool = memoryview(bytearray(b"\0") * largest_bytes)
-        self._mapped: dict[str, SharedRegion] = {}
+        geometry = KVGeometry(num_layers=8, num_kv_heads=8, head_dim=64, block_size=BLOCK_TOKENS, dtype=torch.float16)
+        assert geometry.bytes_per_block == BLOCK_BYTES, "as LAYOUT says"
+        self._cache = PagedKVCache(geometry, largest_bytes // BLOCK_BYTES, torch.device("cpu"))
+        self.pool = self._cache.region.bytes_at(0, largest_bytes).data
+        self._plain = ModelRunner(None, self._cache)
+        self._verifying = ModelRunner(None, self._cache, BlockChecksums(self._cache))
 
     async def map(self, region_id: str) -> None:
         """Once per region, as a worker does when it first hears of one."""
         grant = await self.host.regions.fetch(region_id)
-        self._mapped[region_id] = SharedRegion.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
+        command = MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset)
+        for runner in (self._plain, self._verifying):
+            runner.map_region(command, grant.fd)
+        os.close(grant.fd)
 
     async def watch(self, handle: pb.KvHandle) -> tuple[kv.Slab, str]:
         """Return the one slab, once it can be read here, and how it came."""
@@ -235,20 +248,11 @@ class EngineLikeReader:
         return events[0].slab, events[0].transport
 
     def copy(self, slab: kv.Slab) -> None:
-        """Copy every block into the pool, and look at generations after that."""
-        region = self._mapped[slab.extents[0].region_id]
-        for index, extent in enumerate(slab.extents):
-            start = index * BLOCK_BYTES
-            self.pool[start : start + BLOCK_BYTES] = region.view(extent.offset, BLOCK_BYTES)
-        for extent in slab.extents:
-            region.check_generation(extent)
-
-    def verify(self, slab: kv.Slab) -> None:
-        """Compare every block with its checksum."""
-        for index, checksum in enumerate(slab.checksums):
-            if block_checksum(self.pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]) != checksum:
-                raise RuntimeError(f"block {index} came wrong")
-
-    def close(self) -> None:
-        for region in self._mapped.values():
-            region.close()
+        """Copy every block into the pool; those with checksums are compared."""
+        checksums = slab.checksums or [0] * len(slab.extents)
+        extents = [
+            ExtentRef(extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation, checksum)
+            for extent, checksum in zip(slab.extents, checksums, strict=True)
+        ]
+        runner = self._verifying if slab.checksums else self._plain
+        runner.import_blocks(range(len(extents)), extents)

@@ -6,7 +6,7 @@ python -m benchmarks.kv_transfer [--quick] [--json FILE]
     bare_socket     sendall in one process, recv_into in another
     tcp_link        one read of a service's TCP transport, checksums made and verified: what compares with bare_socket
     tcp, grpc       the whole way: seal at one host's service until a reader on another host can read all of it
-    shm             pool in shared memory: last byte written until an engine-like reader has copied all of it
+    shm             pool in shared memory: last byte written until the engine's code has copied all of it to its pool
     shm_copied_in   the same where the writer first copies its bytes in
     shm_checked     the same with checksums made by the writer and verified by the reader
 """
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console() if sys.stdout.isatty() else Console(width=150)
     conditions = machine_conditions() | {
-        "client": "writer and engine-like reader in one process, on the same cores as the services",
+        "client": "writer and reader (the engine's own code) in one process, on the same cores as the services",
         "requests": f"one slab of {BLOCK_BYTES >> 10} KiB blocks, sealed without checksums but for shm_checked",
         "command": " ".join(["python -m benchmarks.kv_transfer", *sys.argv[1:]]),
     }

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.bare_socket import BareSocket, bare_socket
-from benchmarks.kv_hosts import BLOCK_BYTES, HANDLE_KEY, EngineLikeReader, KvHost, Pool, kv_hosts
+from benchmarks.kv_hosts import BLOCK_BYTES, HANDLE_KEY, EngineReader, KvHost, Pool, kv_hosts
 from kv_transfer_svc.transport.link import Link
 from kv_transfer_svc.transport.links import Links
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -43,7 +43,7 @@ async def transfers(largest_bytes: int) -> AsyncIterator[dict[str, Transfer]]:
         pool = Pool(hosts["holder"], largest_bytes)
         stack.callback(pool.close)
         await pool.lend()
-        readers = await _readers(hosts, pool, largest_bytes, stack)
+        readers = await _readers(hosts, pool, largest_bytes)
         links = Links("benchmark", lambda: HANDLE_KEY, transports=("tcp", "grpc"))
         stack.push_async_callback(links.close)
         pids = [bare.pid, *(host.pid for host in hosts.values())]
@@ -78,7 +78,7 @@ class PlainTransfers:
 class ServiceTransfers:
     """Moves from a worker's pool to a reader, through KV services."""
 
-    def __init__(self, pool: Pool, readers: Mapping[str, EngineLikeReader], link: Link, pids: Sequence[int]) -> None:
+    def __init__(self, pool: Pool, readers: Mapping[str, EngineReader], link: Link, pids: Sequence[int]) -> None:
         self._pool = pool
         self._readers = readers
         self._link = link
@@ -132,13 +132,11 @@ class ServiceTransfers:
             await self._pool.seal(handle, num_bytes, checksums=checked)
             slab, _ = await watching
             reader.copy(slab)
-            if checked:
-                reader.verify(slab)
         await self._finish(reader, handle, num_bytes)
         return took
 
     async def _expected(
-        self, reader: EngineLikeReader, num_bytes: int
+        self, reader: EngineReader, num_bytes: int
     ) -> tuple[pb.KvHandle, asyncio.Future[tuple[kv.Slab, str]]]:
         """Reserve a handle and watch it: both happen long before a prefill ends."""
         handle = await self._pool.reserve(num_bytes)
@@ -146,7 +144,7 @@ class ServiceTransfers:
         await asyncio.sleep(_WATCH_SECONDS)
         return handle, watching
 
-    async def _finish(self, reader: EngineLikeReader, handle: pb.KvHandle, num_bytes: int) -> None:
+    async def _finish(self, reader: EngineReader, handle: pb.KvHandle, num_bytes: int) -> None:
         """See that the bytes are the right ones, and give everything back."""
         if reader.pool[:num_bytes] != self._pool.memory[:num_bytes]:
             raise RuntimeError("the reader has other bytes than the writer")
@@ -156,16 +154,12 @@ class ServiceTransfers:
         self._pool.forget(num_bytes)
 
 
-async def _readers(
-    hosts: Mapping[str, KvHost], pool: Pool, largest_bytes: int, stack: AsyncExitStack
-) -> dict[str, EngineLikeReader]:
-    readers = {"shm": EngineLikeReader(hosts["holder"], largest_bytes)}
+async def _readers(hosts: Mapping[str, KvHost], pool: Pool, largest_bytes: int) -> dict[str, EngineReader]:
+    readers = {"shm": EngineReader(hosts["holder"], largest_bytes)}
     await readers["shm"].map(pool.region_id)
     for transport in ("tcp", "grpc"):
-        readers[transport] = EngineLikeReader(hosts[transport], largest_bytes)
+        readers[transport] = EngineReader(hosts[transport], largest_bytes)
         await readers[transport].map(f"arena-{hosts[transport].info.incarnation}")
-    for reader in readers.values():
-        stack.callback(reader.close)
     return readers
 
 

@@ -12,7 +12,15 @@ from control_plane.retry_budget import RetryBudget
 from control_plane.router import Route
 from control_plane.sender import Sender
 from control_plane.waiting_room import WaitingRoom
-from runtime.errors import Cancelled, InternalError, ModelNotFound, Overloaded, TandemError, Unavailable
+from runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
 from runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -46,7 +54,7 @@ class Mover:
             log.debug("choice_ended_as_it_migrated", request_id=plan.request.request_id, choice=choice.index)
         except TandemError as refusal:
             log.warning("migration_failed", request_id=plan.request.request_id, error=refusal.message)
-            plan.flight.fail(error)
+            plan.flight.fail(refusal if isinstance(refusal, DeadlineExceeded) else error)
         except Exception as bug:
             log.exception("migration_broke", request_id=plan.request.request_id)
             plan.flight.fail(InternalError(f"the answer could not go on after its worker was lost: {bug!r}"))

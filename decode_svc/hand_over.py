@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from decode_svc.pull import Pull, RegionReader
 from engine import messages
-from runtime.errors import TandemError, Unavailable
+from runtime.errors import KvCorrupt, TandemError, Unavailable
 from runtime.kv.tables import fill, prompt_bytes
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -41,7 +41,7 @@ class DecodeHandOver:
         self._front: WorkerFront | None = None
         self._layout = pb.KvLayout()
         self._lease_ms = int(settings.lease_seconds * 1000)
-        self._pulls: dict[str, asyncio.Task[None]] = {}
+        self._pulls: dict[str, tuple[Pull, asyncio.Task[None]]] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._counters = {"kv_pulls": 0.0, "kv_pull_failures": 0.0, "kv_bytes_pulled": 0.0}
 
@@ -65,7 +65,8 @@ class DecodeHandOver:
 
     def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
         if request.submit.HasField("handle"):
-            self._pulls[request.key] = asyncio.create_task(self._pull(request, reserved.num_cached_blocks))
+            pull = Pull(request, self._layout, reserved.num_cached_blocks, self.reader)
+            self._pulls[request.key] = pull, asyncio.create_task(self._pull(request, pull))
 
     def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
         log.warning("unexpected_seal", request_id=sealed.request_id)
@@ -80,16 +81,17 @@ class DecodeHandOver:
         self.reader.imported(imported)
 
     def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
-        if (pull := self._pulls.pop(request.key, None)) is not None and not pull.done():
-            pull.cancel()
-            self._release(request)
+        pull, task = self._pulls.pop(request.key, (None, None))
+        if pull is not None and task is not None and not task.done():
+            task.cancel()
+            self._release(request, pull)
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
 
     def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
         reply.lease_ms = self._lease_ms
-        pulling = [each for each in requests if (pull := self._pulls.get(each.key)) is not None and not pull.done()]
+        pulling = [each for each in requests if each.key in self._pulls and not self._pulls[each.key][1].done()]
         reply.num_left_out += fill(reply.pulls, pulling, self._pull_row, max_rows)
 
     def _pull_row(self, request: ActiveRequest) -> PullRow:
@@ -106,34 +108,34 @@ class DecodeHandOver:
         await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def close(self) -> None:
-        tasks = [*self._pulls.values(), *self._releases]
+        tasks = [*(task for _, task in self._pulls.values()), *self._releases]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pull(self, request: ActiveRequest, num_cached_blocks: int) -> None:
+    async def _pull(self, request: ActiveRequest, pull: Pull) -> None:
         """Pull every block, set the request going, give the lease back; or let the engine compute the prompt."""
-        pull = Pull(request, self._layout, num_cached_blocks, self.reader)
         self._counters["kv_pulls"] += 1
+        has_failed = True
         try:
             with lost_is_unavailable():
                 first = await pull.run(self._link.client())
         except TandemError as error:
-            log.warning("kv_pull_failed", request_id=request.submit.request_id, error=error.message)
-            self._recompute(request)
+            self._failed(request, error)
+            self._engine.send(messages.Recompute(request.key))
         except Exception:
             log.exception("kv_pull_broke", request_id=request.submit.request_id)
-            self._recompute(request)
+            self._counters["kv_pull_failures"] += 1
+            self._engine.send(messages.Recompute(request.key))
         else:
             self._pulls.pop(request.key, None)  # over: `ended` must not cancel it
             self._start(request, first)
-        finally:
-            self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
-        self._release(request)
+            has_failed = False
+        self._release(request, pull, has_failed=has_failed)
 
-    def _recompute(self, request: ActiveRequest) -> None:
+    def _failed(self, request: ActiveRequest, error: TandemError) -> None:
         self._counters["kv_pull_failures"] += 1
-        self._engine.send(messages.Recompute(request.key))
+        log.warning("kv_pull_failed", request_id=request.submit.request_id, error=error.message)
 
     def _start(self, request: ActiveRequest, first: kv.FirstToken) -> None:
         """Pass token one on, for prefill may have died before it could, and go on at token two."""
@@ -146,12 +148,20 @@ class DecodeHandOver:
         else:
             self._engine.send(messages.StartDecode(request.key, [first.token_id]))
 
-    def _release(self, request: ActiveRequest) -> None:
-        task = asyncio.create_task(self._give_back(request.submit))
+    def _release(self, request: ActiveRequest, pull: Pull, *, has_failed: bool = False) -> None:
+        task = asyncio.create_task(self._give_back(request, pull, has_failed))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _give_back(self, submit: pb.Submit) -> None:
+    async def _give_back(self, request: ActiveRequest, pull: Pull, has_failed: bool) -> None:
+        """Release the handle, which another choice may still read, once our engine has copied what it will."""
+        try:
+            await pull.copied()
+        except KvCorrupt as error:  # the engine has noticed, and computes those blocks
+            if not has_failed:
+                self._failed(request, error)
+        self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
+        submit = request.submit
         try:
             with lost_is_unavailable():
                 await self._link.client().release(submit.handle, submit.request_id)

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
@@ -23,7 +24,7 @@ from worker.requests import ActiveRequest
 
 
 class RegionReader:
-    """Lets the engine read other processes' regions, and answers when a slab has been copied."""
+    """Lets the engine read other processes' regions, and notes what has been copied."""
 
     def __init__(
         self,
@@ -34,42 +35,43 @@ class RegionReader:
         self.transport = transport
         self.regions = regions
         self._engine = engine
-        self._copies: dict[tuple[str, int], asyncio.Future[int]] = {}
+        self._copies: dict[tuple[str, int], Copy] = {}
         self._num_staged = 0
 
-    async def copy(self, request_id: str, slab: kv.Slab, first_block: int) -> int:
-        """Copy a slab's blocks from `first_block` on into the request's; return bytes. Raises KvCorrupt."""
+    def copy(self, request: ActiveRequest, slab: kv.Slab, first_block: int) -> Copy:
+        """Have the engine copy a slab's blocks, from `first_block` on, before any command that is sent after this."""
         skipped = max(0, first_block - slab.first_block)
         checksums = slab.checksums or [0] * len(slab.extents)
         extents = [
             messages.ExtentRef(each.region_id, each.offset, each.num_bytes, each.slot, each.generation, checksum)
             for each, checksum in list(zip(slab.extents, checksums, strict=True))[skipped:]
         ]
-        if not extents:
-            return 0
-        key = (request_id, slab.index)
-        self._copies[key] = asyncio.get_running_loop().create_future()
-        self._engine.send(messages.ImportSlab(request_id, slab.index, slab.first_block + skipped, extents))
-        try:
-            return await self._copies[key]
-        finally:
-            del self._copies[key]
+        copy = Copy(request, asyncio.get_running_loop().create_future(), [each.region_id for each in extents])
+        if extents:
+            self._copies[request.key, slab.index] = copy
+            self._engine.send(messages.ImportSlab(request.key, slab.index, slab.first_block + skipped, extents))
+        else:
+            copy.done.set_result(None)
+        return copy
 
     def imported(self, imported: messages.SlabImported) -> None:
-        future = self._copies.get((imported.request_id, imported.slab_index))
-        if future is None or future.done():
+        copy = self._copies.pop((imported.request_id, imported.slab_index), None)
+        if copy is None or copy.done.done():
             return
+        copy.request.ledger.num_bytes_pulled += imported.num_bytes
+        copy.request.ledger.transfer_end_ns = time.time_ns()
         if imported.error:
-            future.set_exception(KvCorrupt(imported.error))
+            self.regions.unmap(copy.region_ids)  # or the engine could not map one: it is mapped anew for the next copy
+            copy.done.set_exception(KvCorrupt(imported.error))
         else:
-            future.set_result(imported.num_bytes)
+            copy.done.set_result(None)
 
-    async def copy_over_grpc(self, client: KvClient, request: ActiveRequest, slab: kv.Slab, first_block: int) -> int:
+    async def copy_over_grpc(self, client: KvClient, request: ActiveRequest, slab: kv.Slab, first_block: int) -> None:
         """Fetch a slab from the KV service as a stream of chunks into a region of our own, and copy it from there."""
         skipped = max(0, first_block - slab.first_block)
         sizes = [extent.num_bytes for extent in slab.extents[skipped:]]
         if not sizes:
-            return 0
+            return
         self._num_staged += 1
         region_id = f"staged-{os.getpid()}-{self._num_staged}"
         with _Staged(sizes) as staged:
@@ -77,11 +79,18 @@ class RegionReader:
             await client.read(submit.handle, submit.request_id, slab, staged.view, slab.first_block + skipped)
             self._engine.send(staged.map_command(region_id), staged.fd)
             try:
-                return await self.copy(
-                    request.key, staged.slab(slab, region_id, slab.first_block + skipped), first_block
-                )
+                await self.copy(request, staged.slab(slab, region_id, slab.first_block + skipped), first_block).done
             finally:
                 self._engine.send(messages.UnmapRegion(region_id))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One slab on its way into the engine's pool; `done` raises KvCorrupt if its bytes were not what was sealed."""
+
+    request: ActiveRequest
+    done: asyncio.Future[None]
+    region_ids: list[str]
 
 
 class _Staged:
@@ -127,26 +136,36 @@ class _Staged:
 
 
 class Pull:
-    """One handle, from Watch to the last block; adds to the request's ledger what it moved and when."""
+    """One handle, from Watch to the last block; the request's ledger says what was moved and when."""
 
     def __init__(self, request: ActiveRequest, layout: pb.KvLayout, first_block: int, reader: RegionReader) -> None:
         self._request = request
         self._layout = layout
         self._first_block = first_block
         self._reader = reader
+        self._copies: list[Copy] = []
 
     async def run(self, client: KvClient) -> kv.FirstToken:
-        """Return our choice's first token once every block has been copied; raises TandemError if that cannot be."""
+        """Return our choice's first token once every block is being copied; raises TandemError if that cannot be.
+
+        The engine copies in the order in which it is asked, so it may be told to go on at once: it computes what turns
+        out not to have come. `copied` says so.
+        """
         try:
             async with asyncio.timeout(max(0.0, self._request.seconds_left)):
                 closed = await self._pull(client)
         except TimeoutError as error:
             raise DeadlineExceeded("the prompt's KV cache did not come before the request's deadline") from error
-        self._request.ledger.transfer_end_ns = time.time_ns()
         choice_index = self._request.submit.choice_index
         if choice_index >= len(closed.first_tokens):
             raise InternalError(f"the seal has {len(closed.first_tokens)} first tokens, none for choice {choice_index}")
         return closed.first_tokens[choice_index]
+
+    async def copied(self) -> None:
+        """Return once the engine reads the handle's memory no more; raises KvCorrupt."""
+        results = await asyncio.gather(*(copy.done for copy in self._copies), return_exceptions=True)
+        for error in filter(None, results):
+            raise error
 
     async def _pull(self, client: KvClient) -> kv.Closed:
         submit, ledger = self._request.submit, self._request.ledger
@@ -157,15 +176,15 @@ class Pull:
                     return event.closed
                 ledger.transfer_start_ns = ledger.transfer_start_ns or time.time_ns()
                 ledger.transport = "grpc" if self._reader.transport == "grpc" else event.transport
-                ledger.num_bytes_pulled += await self._take(client, event.slab)
+                await self._take(client, event.slab)
         raise InternalError("the KV service ended its Watch without closing the handle")
 
-    async def _take(self, client: KvClient, slab: kv.Slab) -> int:
+    async def _take(self, client: KvClient, slab: kv.Slab) -> None:
         if self._reader.transport == "grpc":
-            return await self._reader.copy_over_grpc(client, self._request, slab, self._first_block)
+            await self._reader.copy_over_grpc(client, self._request, slab, self._first_block)
+            return
+        for copy in self._copies:
+            if copy.done.done():
+                copy.done.result()  # one that failed: the others are of no use
         await self._reader.regions.map(extent.region_id for extent in slab.extents)
-        try:
-            return await self._reader.copy(self._request.key, slab, self._first_block)
-        except KvCorrupt:  # or the engine could not map the region: it is mapped anew for the next one
-            self._reader.regions.unmap(extent.region_id for extent in slab.extents)
-            raise
+        self._copies.append(self._reader.copy(self._request, slab, self._first_block))

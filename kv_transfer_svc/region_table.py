@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from runtime.kv.shared_region import SharedRegion
 from runtime.log import get_logger
 
 log = get_logger(__name__)
+
+_MAX_GONE = 1024
 
 
 @dataclass
@@ -25,10 +28,11 @@ class LentRegion:
 
 
 class RegionTable:
-    """Regions by id; `on_lost` is told the id of one whose owner is dead. Implements RegionKeeper."""
+    """Regions by id; `on_lost` is told what was lent by an owner that is dead. Implements RegionKeeper."""
 
-    def __init__(self, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, on_lost: Callable[[RegionOffer], None]) -> None:
         self._on_lost = on_lost
+        self._gone: OrderedDict[str, None] = OrderedDict()
         self._lent: dict[str, LentRegion] = {}
         self._own: dict[str, SharedRegion] = {}
 
@@ -55,6 +59,7 @@ class RegionTable:
         if known is not None:
             self._lose(known)
         self._lent[offer.region_id] = LentRegion(offer, memory, connection)
+        self._gone.pop(offer.incarnation, None)
         log.info("kv_region_lent", region_id=offer.region_id, num_bytes=memory.total_bytes, owner=offer.incarnation)
 
     def owner_gone(self, region_id: str, connection: object) -> None:
@@ -62,6 +67,10 @@ class RegionTable:
         if region is not None and region.connection is connection:
             log.info("kv_region_owner_gone", region_id=region_id, owner=region.offer.incarnation)
             self._lose(region)
+
+    def is_gone(self, incarnation: str) -> bool:
+        """Whether a worker has lent a region here and is dead, or has hung up: it will reserve nothing."""
+        return incarnation in self._gone
 
     def grant(self, region_id: str) -> RegionGrant:
         memory = self.memory(region_id)
@@ -96,6 +105,9 @@ class RegionTable:
     def _lose(self, region: LentRegion) -> None:
         del self._lent[region.offer.region_id]
         region.is_lost = True
-        self._on_lost(region.offer.region_id)
+        self._gone[region.offer.incarnation] = None
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
+        self._on_lost(region.offer)
         region.memory.close()
         region.log.changed.fire()

@@ -24,6 +24,7 @@ from runtime.errors import (
     Unavailable,
 )
 from runtime.kv.layout import check_supported, layout_digest
+from runtime.kv.regions import RegionOffer
 from runtime.kv.slabs import first_missing_block
 from runtime.kv_handle import HandleMachine, HandleState
 from runtime.log import get_logger
@@ -84,12 +85,18 @@ class HandleStore:
         return record
 
     def find_or_await(self, handle: pb.KvHandle) -> Record:
-        """Return the record of a handle held here, made now if this is the first that is heard of it."""
+        """Return the record of a handle held here, made now if this is the first that is heard of it.
+
+        One whose prefill worker is known to be dead has ended: nobody else could tell those who would wait for it.
+        """
         known = self._records.get(handle.handle_id)
         if known is not None:
             return known
         self._refuse_new(handle)
-        return self._records.setdefault(handle.handle_id, self._new_record(handle, is_copy=False))
+        record = self._records.setdefault(handle.handle_id, self._new_record(handle, is_copy=False))
+        if self.regions.is_gone(handle.prefill_incarnation):
+            self._writer_gone(record)
+        return record
 
     def copies(self, handle: pb.KvHandle) -> Sequence[Record]:
         """Copies of another service's handle, for readers here."""
@@ -254,10 +261,17 @@ class HandleStore:
         ended = kv.OwnerEvent.Ended(handle_id=handle.handle_id, request_id=handle.request_id, state=state.to_proto)
         region.log.append(ended, record.num_bytes, self.clock())
 
-    def _region_lost(self, region_id: str) -> None:
+    def _region_lost(self, lost: RegionOffer) -> None:
+        """End what its owner was filling, and what it was to reserve."""
         for record in self.live():
-            if record.region_id == region_id:
-                self.abort(record, Unavailable(f"the prefill worker of the {handle_name(record.handle)} is gone"))
+            is_awaited = record.machine.state is HandleState.AWAITED
+            if record.region_id == lost.region_id or (
+                is_awaited and record.handle.prefill_incarnation == lost.incarnation
+            ):
+                self._writer_gone(record)
+
+    def _writer_gone(self, record: Record) -> None:
+        self.abort(record, Unavailable(f"the prefill worker of the {handle_name(record.handle)} is gone"))
 
 
 def _check_close(slabs: Sequence[kv.Slab], record: Record, closed: kv.Closed | None) -> None:

@@ -15,8 +15,9 @@ r"""What may happen to a KV handle, when, and what does it change?
 
 AWAITED is a handle that somebody asked for before its writer reserved it: readers and releases may come first.
 Until it is closed a handle lives by its writer's lease, afterwards by the last lease of its readers, and never past
-its deadline. Every edge taken twice is taken once; a call that comes too late is answered with the error that says
-why, or, where it only wanted the handle gone, with nothing; neither changes anything.
+its deadline. One that nobody has reserved lives by the last lease of any reader it had: its writer may be dead. Every
+edge taken twice is taken once; a call that comes too late is answered with the error that says why, or, where it only
+wanted the handle gone, with nothing; neither changes anything.
 
 There is no I/O here and no clock: times are arguments, in seconds since the epoch.
 """
@@ -72,6 +73,7 @@ class HandleMachine:
         self._leases: dict[str, float] = {}
         self._released: set[str] = set()
         self._had_reader = False
+        self._readers_until = 0.0
 
     # ------------------------------------------------------------------------------------------- what is known
 
@@ -161,6 +163,7 @@ class HandleMachine:
         if reader_id not in self._leases and len(self._leases) >= 2 * self.num_readers:
             raise Overloaded(f"{self.name} expects {self.num_readers} readers and has {len(self._leases)}")
         self._leases[reader_id] = max(self._leases.get(reader_id, 0.0), now + seconds)
+        self._readers_until = max(self._readers_until, now + seconds)
         self._had_reader = True
 
     def release(self, reader_id: str) -> bool:
@@ -193,6 +196,8 @@ class HandleMachine:
             return self._end(HandleState.EXPIRED, DeadlineExceeded(f"{self.name}: the request's deadline has passed"))
         if self._reader_bound and self._had_reader and not self._leases:
             return self._end(HandleState.EXPIRED, KvNotFound(f"{self.name}: the leases of its readers ran out"))
+        if self._phase is HandleState.AWAITED and self._had_reader and now >= self._readers_until:
+            return self._end(HandleState.EXPIRED, KvNotFound(f"{self.name}: its readers left before it was reserved"))
         if now < self.lease_until:
             return False
         return self._end(HandleState.EXPIRED, KvNotFound(self._lapse()))

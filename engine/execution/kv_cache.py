@@ -110,12 +110,13 @@ class PagedKVCache:
         keys, values = content.view(2, self.geometry.num_kv_heads, -1, self.geometry.head_dim)
         return keys[:, window], values[:, window]
 
-    def write_block(self, block: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite a whole block with `bytes_per_block` bytes; `content` may be read-only."""
+    def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Overwrite whole blocks, `first` and those behind it, with as many bytes; `content` may be read-only."""
+        rows = self._rows[first : first + len(content) // self.geometry.bytes_per_block].view(-1)
         if self.device.type == "cpu":
-            np.copyto(self._rows[block].numpy(), content)
+            np.copyto(rows.numpy(), content)
         else:
-            self._rows[block].copy_(torch.from_numpy(content.copy()))
+            rows.copy_(torch.from_numpy(content.copy()))
 
     def read_block(self, block: int) -> bytes:
         """Return a block's bytes as they are now."""

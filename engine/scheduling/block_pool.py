@@ -59,10 +59,13 @@ class BlockPool:
         return self._num_held
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hand out blocks to be written, empty ones first; None, and nothing changes, if there are too few."""
+        """Hand out blocks to be written, empty ones first; None, and nothing changes, if there are too few.
+
+        They come in order of place, for those side by side are moved in one copy.
+        """
         if num_blocks > self.num_available:
             return None
-        return [self._hand_out() for _ in range(num_blocks)]
+        return sorted(self._hand_out() for _ in range(num_blocks))
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Return the blocks of the longest known prefix of a chain; `share` them before anything else is allocated."""

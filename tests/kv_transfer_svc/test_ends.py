@@ -85,6 +85,20 @@ async def test_a_dead_owner_is_told_to_its_waiting_reader_at_once(tmp_path: Path
         assert nothing_is_left(host)
 
 
+async def test_whoever_waits_for_a_writer_that_dies_before_it_reserved_is_told(tmp_path: Path) -> None:
+    """It may be known as dead before anybody asks: the service slept, and nobody could reach it to abort the handle."""
+    async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
+        waiting = asyncio.ensure_future(watch_all(reader, writer.handle(), "r"))
+        await until(lambda: host.store.num_live == 1)
+        await writer.die()
+        with pytest.raises(Unavailable, match="is gone"):
+            await waiting
+        with pytest.raises(Unavailable, match="is gone"):
+            await watch_all(reader, writer.handle(), "r")
+        assert await reader.release(writer.handle(), "r") is HandleState.ABORTED
+        assert nothing_is_left(host)
+
+
 async def test_an_owner_that_was_away_hears_of_what_ended_meanwhile(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         handles = [writer.handle() for _ in range(3)]

@@ -191,15 +191,24 @@ async def test_an_abort_that_cannot_be_delivered_now_is_delivered_later(tmp_path
     """Else its reader would wait for blocks that never come, until the deadline."""
     async with world(tmp_path) as here, a_client(here.host) as reader:
         handle = here.handle()
-        watching = asyncio.create_task(watch(reader, handle))
         host, here.link.host = here.host, None
         await here.link.disconnect()
         request = here.begin(handle)
         await here.released("r.0")  # it could not seal
         here.hand_over.ended(request, None)
-        assert not watching.done()
         here.link.move(host)
+        await here.link.wait_lent()
         with pytest.raises(TandemError, match="no KV service"):
+            await watch(reader, handle)
+
+
+async def test_a_reader_is_told_at_once_that_the_writer_has_hung_up(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, a_client(here.host) as reader:
+        watching = asyncio.create_task(watch(reader, here.handle()))
+        await until(lambda: here.host.store.num_live == 1)
+        here.link.host = None
+        await here.link.disconnect()
+        with pytest.raises(TandemError, match="is gone"):
             await watching
 
 

@@ -68,6 +68,15 @@ def test_imported_blocks_are_the_owners_bit_for_bit(pair: Pair) -> None:
     assert pair.pool.read_block(0) == pair.owner.read_block(4)
 
 
+def test_blocks_side_by_side_here_and_there_are_copied_as_well_as_scattered_ones(pair: Pair) -> None:
+    for block in range(NUM_BLOCKS):
+        _fill(pair.owner, block)
+    here, there = [2, 3, 4, 0, 5, 1], [1, 2, 3, 4, 5, 0]
+    assert pair.reader.import_blocks(here, [pair.extent(slot) for slot in there]) == 6 * GEOMETRY.bytes_per_block
+    for block, slot in zip(here, there, strict=True):
+        assert pair.pool.read_block(block) == pair.owner.read_block(slot)
+
+
 def test_a_slot_handed_out_again_while_it_was_read_is_noticed(pair: Pair) -> None:
     extents = [pair.extent(1), pair.extent(2)]
     pair.owner.generations[2] += 1

@@ -21,7 +21,8 @@ def test_blocks_are_handed_out_in_order_and_go_back_behind_the_others() -> None:
     pool = BlockPool(4, 16)
     assert pool.allocate(3) == [0, 1, 2]
     pool.free([0, 1])
-    assert pool.allocate(3) == [3, 1, 0]
+    assert pool.allocate(1) == [3]
+    assert pool.allocate(2) == [0, 1]
     assert pool.allocate(1) is None
     pool.free([3, 1, 0])
     pool.free([2])

@@ -118,6 +118,21 @@ def test_readers_may_come_before_the_writer() -> None:
     assert state_of(machine) is S.LEASED
 
 
+def test_an_awaited_handle_whose_readers_left_does_not_wait_for_its_deadline() -> None:
+    """They were killed before they could release, its writer before it could reserve."""
+    machine = awaited(num_readers=2)
+    assert not machine.expire(50.0)  # nobody has come yet
+    machine.lease(50.0, "r", 10.0)
+    machine.lease(55.0, "s", 10.0)
+    machine.release("s")
+    assert not machine.expire(64.0)
+    assert machine.expire(65.0)
+    assert (machine.state, machine.end_error and machine.end_error.message) == (
+        S.EXPIRED,
+        "handle h: its readers left before it was reserved",
+    )
+
+
 def test_the_last_reader_expected_ends_the_handle() -> None:
     machine = sealed(num_readers=2)
     machine.lease(0.0, "a", 10.0)

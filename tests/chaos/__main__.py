@@ -1,0 +1,44 @@
+"""How is chaos made? `python -m tests.chaos --minutes 15 --streams 500`, or --short; --seed N plays a run again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.chaos.options import Options, short
+from tests.chaos.play import Run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill, stop and restart the processes of a fleet while it is asked.")
+    parser.add_argument("--minutes", type=float, help="how long faults go on, at least; 15 unless told")
+    parser.add_argument("--streams", type=int, help="how many streams there are, at least; 500 unless told")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="what all is drawn from")
+    parser.add_argument("--short", action="store_true", help="the form of `make test`, half a minute")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    asked = parser.parse_args()
+    options = short(asked.seed) if asked.short else Options(asked.seed)
+    if asked.minutes is not None:
+        options = replace(options, seconds=asked.minutes * 60)
+    if asked.streams is not None:
+        options = replace(options, num_streams=asked.streams)
+    print(f"seed {options.seed}", flush=True)
+    torch.set_num_threads(1)
+    run = Run(options, Path(tempfile.mkdtemp(prefix="tandem-chaos-")))
+    verdict = asyncio.run(run.play())
+    print("\n".join(verdict.lines()), flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(verdict.as_json(), indent=1))
+    return 0 if verdict.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

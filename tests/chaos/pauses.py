@@ -1,0 +1,123 @@
+"""How long does a client see nothing when its decode worker is lost?
+
+A loss is detected when the control plane hears of it (`Dispatcher.choice_failed`): the stream to a killed worker breaks
+at once, a stopped one is forgotten after its silence. The pause is from then to the next token at the client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from control_plane.dispatcher import Dispatcher
+from control_plane.flight import Choice, Flight
+from control_plane.leg import Leg
+from control_plane.plan import Plan
+from control_plane.registry import WorkerRegistry
+from runtime.errors import Draining, TandemError
+from tandem.v1 import types_pb2 as pb
+
+
+@dataclass(eq=False)
+class Pause:
+    """One stream that lost its decode worker in the middle of its answer. Times are time.monotonic()."""
+
+    request_id: str
+    choice_index: int
+    worker_id: str
+    why: str
+    num_tokens: int
+    """Of prompt and answer, when it was lost."""
+    num_answer_tokens: int
+    last_token_at: float
+    detected_at: float
+    had_another: bool
+    """Whether another decode worker was there to go on at, all the time."""
+    seconds: float | None = None
+    """From detection to the next token; None: there was none before the client left."""
+    num_cached_tokens: int | None = None
+    """Of those so far, at the worker where it went on; None if that was lost, too."""
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether the KV cache did: what remained to be computed is less than an eighth, or than four blocks."""
+        if self.num_cached_tokens is None:
+            return False
+        return self.num_tokens - self.num_cached_tokens <= max(64, self.num_tokens // 8)
+
+
+class Pauses:
+    """All pauses of a run; on the event loop of the control plane."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self.all: list[Pause] = []
+        self._registry = registry
+        self._open: dict[tuple[str, int], Pause] = {}
+        self._last_token_at: dict[tuple[str, int], float] = {}
+        registry.listen(self._fleet_changed)
+
+    def watching(self, dispatcher: Dispatcher) -> AbstractContextManager[Any]:
+        """Hear of every loss while the context lasts."""
+        heard = dispatcher.choice_failed
+
+        def choice_failed(plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
+            if choice.tokens and not choice.is_over and not isinstance(error, Draining):
+                self._lost(plan, choice, leg, error)
+            heard(plan, choice, leg, error)
+
+        return patch.object(dispatcher, "choice_failed", choice_failed)
+
+    def token_came(self, request_id: str, choice_index: int, num_answer_tokens: int) -> None:
+        """The client has so many tokens now; those that the lost worker had still sent end no pause."""
+        key, now = (request_id, choice_index), time.monotonic()
+        self._last_token_at[key] = now
+        pause = self._open.get(key)
+        if pause is not None and pause.seconds is None and num_answer_tokens > pause.num_answer_tokens:
+            pause.seconds = now - pause.detected_at
+
+    def ended(self, flight: Flight) -> None:
+        """An answer came to its end: its last workers have said what they found cached."""
+        for choice in flight.choices:
+            pause = self._open.pop((flight.request.request_id, choice.index), None)
+            if pause is not None and choice.ledger is not None:
+                pause.num_cached_tokens = choice.ledger.num_cached_tokens
+
+    def _lost(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
+        key = (plan.request.request_id, choice.index)
+        pause = Pause(
+            *key,
+            leg.link.worker.worker_id,
+            error.message,
+            len(plan.request.token_ids) + len(choice.tokens),
+            len(choice.tokens),
+            self._last_token_at.get(key, time.monotonic()),
+            time.monotonic(),
+            had_another=self._has_another(leg),
+        )
+        self._open[key] = pause
+        self.all.append(pause)
+
+    def _has_another(self, leg: Leg) -> bool:
+        return any(
+            worker.is_usable and worker.incarnation != leg.link.worker.incarnation
+            for worker in self._registry.workers(pb.WORKER_ROLE_DECODE)
+        )
+
+    def _fleet_changed(self, *_: object) -> None:
+        """Another worker that goes, too, while a stream waits, was none to go on at."""
+        if not any(worker.is_usable for worker in self._registry.workers(pb.WORKER_ROLE_DECODE)):
+            for pause in self._open.values():
+                pause.had_another = pause.had_another and pause.seconds is not None
+
+
+def quantiles(seconds: Sequence[float]) -> str:
+    """Return p50, p99 and the longest, in milliseconds."""
+    if not seconds:
+        return "none"
+    ordered = sorted(seconds)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.99))
+    return f"{len(ordered)}: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms, longest {ordered[-1] * 1000:.0f} ms"

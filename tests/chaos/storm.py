@@ -1,0 +1,167 @@
+"""What is done to the fleet, when, and to whom?
+
+    kill           -9: the whole service, a worker's front alone, or its engine alone; started again at once
+    restart        SIGTERM: it drains and ends by itself; started again then
+    stop           SIGSTOP, SIGCONT once its leases have run out
+
+Who is hit must have been up for some seconds since its last fault, for what runs to get on between two. A worker or KV
+service is stopped only while the other of its role is up: requests wait for one that comes again at once, not for one
+that sleeps. Both may be killed at once, unless `Options.spares_one` says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from tests.chaos.options import Options
+from tests.system.fleet import START_SECONDS, Fleet, Service, until
+
+Kind = Literal["kill", "kill front", "kill engine", "restart", "stop"]
+_WEIGHTS: dict[Kind, int] = {"kill": 4, "kill front": 2, "kill engine": 2, "restart": 3, "stop": 3}
+_DRAIN_SECONDS = 150.0
+
+
+@dataclass(eq=False)
+class Fault:
+    """Something that was done to one service; `at` and `over` are seconds since the storm began."""
+
+    at: float
+    kind: Kind
+    worker_id: str
+    over: float | None = None
+
+    def __str__(self) -> str:
+        end = "under way" if self.over is None else f"up again at {self.over:.1f} s"
+        return f"{self.at:6.1f} s  {self.kind:<12} {self.worker_id:<10} {end}"
+
+
+class Storm:
+    """Hits one service after the other, and is the supervisor that starts them again."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        start: Callable[[str], Service],
+        chance: random.Random,
+        options: Options,
+    ) -> None:
+        self.faults: list[Fault] = []
+        self._fleet = fleet
+        self._start = start
+        self._chance = chance
+        self._options = options
+        self._began = time.monotonic()
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+
+    async def rage(self, is_over: Callable[[], bool]) -> None:
+        """Go on until it is over; then wait until everyone is up again. Raises what went wrong with a service."""
+        self._began = time.monotonic()
+        while not is_over():
+            await asyncio.sleep(self._chance.uniform(*self._options.pause_seconds))
+            self._hit()
+            self._raise_what_broke()
+        await asyncio.gather(*self._under_way.values())
+        await self._fleet.ready()
+
+    async def end(self) -> None:
+        """Let nothing that was begun go on, if the run was cut short; who sleeps is woken."""
+        for task in self._under_way.values():
+            task.cancel()
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has raged."""
+        return time.monotonic() - self._began
+
+    def _hit(self) -> None:
+        """Draw a fault and a victim, of those who may be hit."""
+        [kind] = self._chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        seconds = self._chance.uniform(*self._options.stop_seconds)
+        victims = [worker_id for worker_id in sorted(self._fleet.services) if self._may_be_hit(worker_id, kind)]
+        if not victims:
+            return
+        fault = Fault(self.seconds, kind, self._chance.choice(victims))
+        self.faults.append(fault)
+        self._under_way[fault.worker_id] = asyncio.create_task(self._see_to(fault, seconds))
+
+    def _may_be_hit(self, worker_id: str, kind: Kind) -> bool:
+        role = self._fleet.services[worker_id].role
+        others = [other for other, service in self._fleet.services.items() if service.role == role]
+        must_be_up = others if kind == "stop" or self._options.spares_one else [worker_id]
+        return all(map(self._is_up, must_be_up)) and self._has_rested(worker_id)
+
+    def _is_up(self, worker_id: str) -> bool:
+        task, worker = self._under_way.get(worker_id), self._fleet.registry.get(worker_id)
+        return (task is None or task.done()) and worker is not None and worker.is_usable
+
+    def _has_rested(self, worker_id: str) -> bool:
+        ends = [fault.over or 0.0 for fault in self.faults if fault.worker_id == worker_id]
+        return not ends or self.seconds - ends[-1] > self._options.rest_seconds
+
+    def _raise_what_broke(self) -> None:
+        for task in self._under_way.values():
+            if task.done():
+                task.result()
+
+    async def _see_to(self, fault: Fault, seconds: float) -> None:
+        service = self._fleet.services[fault.worker_id]
+        before = self._incarnation(fault.worker_id)
+        engines = psutil.Process(service.process.pid).children()
+        if fault.kind == "stop":
+            await self._stop([psutil.Process(service.process.pid), *engines], seconds)
+        else:
+            await self._end(fault, service, engines)
+            self._start(fault.worker_id)
+        await self._until_up(fault.worker_id, None if fault.kind == "stop" else before)
+        fault.over = self.seconds
+
+    async def _end(self, fault: Fault, service: Service, engines: Sequence[psutil.Process]) -> None:
+        """Kill a service, or the half of it that is meant, or tell it to go; return once all of it is gone."""
+        if fault.kind in ("kill", "kill engine"):
+            for engine in engines:
+                engine.kill()
+        if fault.kind == "restart":
+            service.kill(signal.SIGTERM)
+        elif fault.kind != "kill engine" or not engines:
+            service.kill()
+        code = await self._fleet.ended(service, _DRAIN_SECONDS)
+        assert fault.kind != "restart" or code == 0, f"{fault.worker_id} ended with {code}:\n{service.tail()}"
+        await until(lambda: not any(map(_runs, engines)), 10, lambda: f"the engine of {fault.worker_id} goes on")
+
+    async def _stop(self, processes: Sequence[psutil.Process], seconds: float) -> None:
+        for process in processes:
+            process.suspend()
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            for process in processes:
+                process.resume()
+
+    async def _until_up(self, worker_id: str, before: str | None) -> None:
+        """Wait until the control plane has heard of a service since now, of another life of it than `before`."""
+        service, since = self._fleet.services[worker_id], time.monotonic()
+
+        def is_up() -> bool:
+            assert service.process.poll() is None, f"{worker_id} ended by itself:\n{service.tail()}"
+            worker = self._fleet.registry.get(worker_id)
+            is_heard = worker is not None and worker.is_usable and worker.last_heartbeat > since
+            return is_heard and self._incarnation(worker_id) != before
+
+        await until(is_up, START_SECONDS, lambda: f"{worker_id} did not come up:\n{service.tail()}")
+
+    def _incarnation(self, worker_id: str) -> str:
+        worker = self._fleet.registry.get(worker_id)
+        return worker.incarnation if worker is not None else ""
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.served import ROOT
@@ -20,12 +21,10 @@ from engine.execution.kv_cache import KVGeometry, PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import ExtentRef, MapRegion
 from runtime.identity import new_incarnation
-from runtime.kv.checksum import block_checksum
 from runtime.kv.client import KvClient
 from runtime.kv.layout import layout_digest
 from runtime.kv.mac import sign_handle
 from runtime.kv.regions import RegionClient
-from runtime.kv.shared_region import SharedRegion
 from runtime.server import GrpcServer
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
@@ -153,19 +152,20 @@ class Pool:
     def __init__(self, host: KvHost, largest_bytes: int) -> None:
         self.host = host
         self.region_id = f"pool-{new_incarnation()}"
-        self.region = SharedRegion.create("bench-pool", largest_bytes, largest_bytes // BLOCK_BYTES)
-        self.memory = self.region.view(0, largest_bytes)
+        self._cache = engine_pool(largest_bytes)
+        self._checksums = BlockChecksums(self._cache)
+        self.memory = self._cache.region.bytes_at(0, largest_bytes).data
         self._num_writes = 0
 
     async def lend(self) -> None:
-        region = self.region
+        region = self._cache.region
         await self.host.regions.offer(
             self.region_id,
             self.host.client.incarnation,
-            region.total_bytes,
-            region.num_slots,
+            region.num_bytes,
+            self._cache.num_blocks,
             BLOCK_BYTES,
-            region.generations_offset,
+            self._cache.generations_offset,
             region.fd,
         )
 
@@ -173,6 +173,10 @@ class Pool:
         """Fill the first blocks with something new, as an engine that computes."""
         self._num_writes += 1
         self.memory[:num_bytes] = bytes([self._num_writes % 255 + 1]) * num_bytes
+
+    def copy_in(self, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Copy what was computed elsewhere into the first blocks."""
+        self._cache.write_blocks(0, content)
 
     async def reserve(self, num_bytes: int) -> pb.KvHandle:
         """Open a handle for that many bytes."""
@@ -196,18 +200,20 @@ class Pool:
     async def seal(self, handle: pb.KvHandle, num_bytes: int, *, checksums: bool = False) -> kv.Slab:
         """Seal the handle as one slab, which is returned, and close it."""
         blocks = range(num_bytes // BLOCK_BYTES)
-        slab = kv.Slab(num_blocks=len(blocks), num_layers=8)
-        for slot in blocks:
-            slab.extents.add(
+        extents = [
+            pb.Extent(
                 kind=pb.MEMORY_KIND_HOST,
                 region_id=self.region_id,
                 offset=slot * BLOCK_BYTES,
                 num_bytes=BLOCK_BYTES,
                 slot=slot,
-                generation=self.region.generation(slot),
+                generation=self._cache.generations[slot],
             )
-            if checksums:
-                slab.checksums.append(block_checksum(self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES]))
+            for slot in blocks
+        ]
+        slab = kv.Slab(num_blocks=len(blocks), num_layers=8, extents=extents)
+        if checksums:
+            slab.checksums.extend(self._checksums.of(blocks))
         closed = kv.Closed(num_blocks=len(blocks), first_tokens=[kv.FirstToken(token_id=1)])
         await self.host.client.seal(handle, [slab], closed)
         return slab
@@ -215,11 +221,14 @@ class Pool:
     def forget(self, num_bytes: int) -> None:
         """Give the slots up, as an engine that reuses them."""
         for slot in range(num_bytes // BLOCK_BYTES):
-            self.region.next_generation(slot)
+            self._cache.generations[slot] += 1
 
-    def close(self) -> None:
-        self.memory.release()
-        self.region.close()
+
+def engine_pool(num_bytes: int) -> PagedKVCache:
+    """Return an engine's pool of blocks as LAYOUT says."""
+    geometry = KVGeometry(num_layers=8, num_kv_heads=8, head_dim=64, block_size=BLOCK_TOKENS, dtype=torch.float16)
+    assert geometry.bytes_per_block == BLOCK_BYTES, "as LAYOUT says"
+    return PagedKVCache(geometry, num_bytes // BLOCK_BYTES, torch.device("cpu"))
 
 
 class EngineReader:
@@ -227,9 +236,7 @@ class EngineReader:
 
     def __init__(self, host: KvHost, largest_bytes: int) -> None:
         self.host = host
-        geometry = KVGeometry(num_layers=8, num_kv_heads=8, head_dim=64, block_size=BLOCK_TOKENS, dtype=torch.float16)
-        assert geometry.bytes_per_block == BLOCK_BYTES, "as LAYOUT says"
-        self._cache = PagedKVCache(geometry, largest_bytes // BLOCK_BYTES, torch.device("cpu"))
+        self._cache = engine_pool(largest_bytes)
         self.pool = self._cache.region.bytes_at(0, largest_bytes).data
         self._plain = ModelRunner(None, self._cache)
         self._verifying = ModelRunner(None, self._cache, BlockChecksums(self._cache))
@@ -242,10 +249,15 @@ class EngineReader:
             runner.map_region(command, grant.fd)
         os.close(grant.fd)
 
-    async def watch(self, handle: pb.KvHandle) -> tuple[kv.Slab, str]:
-        """Return the one slab, once it can be read here, and how it came."""
-        events = [event async for event in self.host.client.watch(handle, "reader", LAYOUT)]
-        return events[0].slab, events[0].transport
+    async def watch(self, handle: pb.KvHandle, *, copies: bool) -> tuple[kv.Slab, str]:
+        """Return the one slab, copied as soon as it can be read here if `copies`, and how it came."""
+        slab, came_by = kv.Slab(), ""
+        async for event in self.host.client.watch(handle, "reader", LAYOUT):
+            if event.HasField("slab"):
+                slab, came_by = event.slab, event.transport
+                if copies:
+                    self.copy(slab)
+        return slab, came_by
 
     def copy(self, slab: kv.Slab) -> None:
         """Copy every block into the pool; those with checksums are compared."""

@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -62,11 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="1 and 16 MB, a few rounds: does it still work?")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the writer and the reader; all cores"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write conditions and flat figures there")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
     console = Console() if sys.stdout.isatty() else Console(width=150)
     conditions = machine_conditions() | {
         "client": "writer and reader (the engine's own code) in one process, on the same cores as the services",
+        "threads": f"{options.threads} of writer and reader; memcpy and bare_socket have one",
         "requests": f"one slab of {BLOCK_BYTES >> 10} KiB blocks, sealed without checksums but for shm_checked",
         "command": " ".join(["python -m benchmarks.kv_transfer", *sys.argv[1:]]),
     }

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.bare_socket import BareSocket, bare_socket
 from benchmarks.kv_hosts import BLOCK_BYTES, HANDLE_KEY, EngineReader, KvHost, Pool, kv_hosts
 from kv_transfer_svc.transport.link import Link
@@ -41,7 +43,6 @@ async def transfers(largest_bytes: int) -> AsyncIterator[dict[str, Transfer]]:
         flags = {"holder": (), "tcp": ("--transports", "tcp,grpc"), "grpc": ("--transports", "grpc")}
         hosts = await stack.enter_async_context(kv_hosts(Path(folder), largest_bytes, flags))
         pool = Pool(hosts["holder"], largest_bytes)
-        stack.callback(pool.close)
         await pool.lend()
         readers = await _readers(hosts, pool, largest_bytes)
         links = Links("benchmark", lambda: HANDLE_KEY, transports=("tcp", "grpc"))
@@ -83,7 +84,7 @@ class ServiceTransfers:
         self._readers = readers
         self._link = link
         self._pids = pids
-        self._private = memoryview(bytearray(b"\1") * len(pool.memory))
+        self._private = np.full(len(pool.memory), 1, np.uint8)
 
     def by_name(self) -> dict[str, Transfer]:
         return {
@@ -112,7 +113,7 @@ class ServiceTransfers:
         """From the seal at one host until a reader on another can read every byte."""
         reader = self._readers[transport]
         self._pool.write(num_bytes)
-        handle, watching = await self._expected(reader, num_bytes)
+        handle, watching = await self._expected(reader, num_bytes, copies=False)
         with _timed(self._pids) as took:
             await self._pool.seal(handle, num_bytes)
             slab, came_by = await watching
@@ -125,22 +126,21 @@ class ServiceTransfers:
         """From the last byte written until a reader of the same host has every byte in its own pool."""
         reader = self._readers["shm"]
         self._pool.write(num_bytes)
-        handle, watching = await self._expected(reader, num_bytes)
+        handle, watching = await self._expected(reader, num_bytes, copies=True)
         with _timed(self._pids) as took:
             if copied_in:
-                self._pool.memory[:num_bytes] = self._private[:num_bytes]
+                self._pool.copy_in(self._private[:num_bytes])
             await self._pool.seal(handle, num_bytes, checksums=checked)
-            slab, _ = await watching
-            reader.copy(slab)
+            await watching
         await self._finish(reader, handle, num_bytes)
         return took
 
     async def _expected(
-        self, reader: EngineReader, num_bytes: int
+        self, reader: EngineReader, num_bytes: int, *, copies: bool
     ) -> tuple[pb.KvHandle, asyncio.Future[tuple[kv.Slab, str]]]:
         """Reserve a handle and watch it: both happen long before a prefill ends."""
         handle = await self._pool.reserve(num_bytes)
-        watching = asyncio.ensure_future(reader.watch(handle))
+        watching = asyncio.ensure_future(reader.watch(handle, copies=copies))
         await asyncio.sleep(_WATCH_SECONDS)
         return handle, watching
 

@@ -104,8 +104,8 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
 
     async def Seal(self, request: kv.SealRequest, context: Any) -> kv.SealReply:
         record = self._find(request.handle)
-        self.store.check_slabs(record, request.slabs)
         if any(slab.checksums for slab in request.slabs):
+            self.store.check_slabs(record, request.slabs)
             await self._verify_slabs(record, request)
         closed = kv.Closed(num_blocks=request.num_blocks, first_tokens=request.first_tokens) if request.close else None
         self.store.seal(record, request.slabs, closed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from runtime.errors import InvalidRequest, KvCorrupt
 from runtime.kv.checksum import block_checksum
@@ -41,11 +42,19 @@ def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: Share
         )
     if slab.checksums and len(slab.checksums) != slab.num_blocks:
         raise InvalidRequest(f"slab {slab.index}: one checksum per block, or none", field="slabs.checksums")
-    for extent in slab.extents:
-        _check_extent(slab.index, extent, region_id, memory, block_part_bytes(group, slab.num_layers))
+    num_bytes, num_slots, total_bytes = block_part_bytes(group, slab.num_layers), memory.num_slots, memory.total_bytes
+    for extent in slab.extents:  # a thousand of them, as decode waits
+        if (
+            extent.kind != pb.MEMORY_KIND_HOST
+            or extent.region_id != region_id
+            or extent.num_bytes != num_bytes
+            or extent.slot >= num_slots
+            or extent.offset + num_bytes > total_bytes
+        ):
+            _refuse_extent(slab.index, extent, region_id, num_bytes)
 
 
-def _check_extent(index: int, extent: pb.Extent, region_id: str, memory: SharedRegion, num_bytes: int) -> None:
+def _refuse_extent(index: int, extent: pb.Extent, region_id: str, num_bytes: int) -> NoReturn:
     check_memory_kind(extent)
     if extent.region_id != region_id:
         raise InvalidRequest(
@@ -56,11 +65,10 @@ def _check_extent(index: int, extent: pb.Extent, region_id: str, memory: SharedR
             f"slab {index}: an extent of {extent.num_bytes} bytes, the layout says {num_bytes}",
             field="extents.num_bytes",
         )
-    if extent.slot >= memory.num_slots or extent.offset + extent.num_bytes > memory.total_bytes:
-        raise InvalidRequest(
-            f"slab {index}: slot {extent.slot} at byte {extent.offset} is outside region {region_id}",
-            field="extents.offset",
-        )
+    raise InvalidRequest(
+        f"slab {index}: slot {extent.slot} at byte {extent.offset} is outside region {region_id}",
+        field="extents.offset",
+    )
 
 
 def verify_checksums(slabs: Sequence[kv.Slab], memory: SharedRegion, *, all_blocks: bool) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 from engine.core import CorruptBlock
+from engine.execution.crew import share
 from engine.execution.kv_cache import PagedKVCache
 from engine.messages import ExtentRef
 
@@ -24,24 +25,32 @@ class BlockChecksums:
 
     def of(self, blocks: Sequence[int]) -> list[int]:
         """Return checksums of complete blocks, as their bytes were when first asked for."""
-        return [self._checksum(block) for block in blocks]
+        generations = [self._cache.generations[block] for block in blocks]
+        new = [
+            (block, generation)
+            for block, generation in zip(blocks, generations, strict=True)
+            if self._made.get(block, (None, 0))[0] != generation
+        ]
+        for (block, generation), checksum in zip(new, self._compute([block for block, _ in new]), strict=True):
+            self._made[block] = generation, checksum
+        return [self._made[block][1] for block in blocks]
 
     def verify(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
         """Raise CorruptBlock if a block that was just copied is not what its extent says; those without say nothing."""
-        for block, extent in zip(blocks, extents, strict=True):
-            if extent.checksum and extent.checksum != self._compute(block):
+        told = [(block, extent) for block, extent in zip(blocks, extents, strict=True) if extent.checksum]
+        for (_, extent), checksum in zip(told, self._compute([block for block, _ in told]), strict=True):
+            if extent.checksum != checksum:
                 raise CorruptBlock(
                     f"slot {extent.slot} of region {extent.region_id} does not match its checksum: its bytes have "
                     "changed since they were written; compute it again"
                 )
 
-    def _checksum(self, block: int) -> int:
-        generation = self._cache.generations[block]
-        made_for, checksum = self._made.get(block, (None, 0))
-        if made_for != generation:
-            checksum = self._compute(block)
-            self._made[block] = generation, checksum
-        return checksum
+    def _compute(self, blocks: Sequence[int]) -> list[int]:
+        checksums = [0] * len(blocks)
 
-    def _compute(self, block: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._cache.read_block(block))
+        def compute(start: int, end: int) -> None:
+            for index in range(start, end):
+                checksums[index] = xxhash.xxh3_64_intdigest(self._cache.bytes_of(blocks[index]).data)
+
+        share(compute, len(blocks), self._cache.geometry.bytes_per_block)
+        return checksums

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from engine.execution.crew import share
 from engine.execution.regions import OwnedRegion
 from engine.messages import LayoutInfo
 
@@ -82,6 +83,7 @@ class PagedKVCache:
         is_staged = device.type != "cpu" if staging is None else staging
         self._staged = shared if is_staged else None
         self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
+        self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
         pool = self._rows.view(-1).view(geometry.dtype).view(num_blocks, *geometry.block_shape)
         self._keys = [pool[:, layer, 0] for layer in range(geometry.num_layers)]  # [num_blocks, heads, tokens, dim]
         self._values = [pool[:, layer, 1] for layer in range(geometry.num_layers)]
@@ -112,15 +114,28 @@ class PagedKVCache:
 
     def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite whole blocks, `first` and those behind it, with as many bytes; `content` may be read-only."""
-        rows = self._rows[first : first + len(content) // self.geometry.bytes_per_block].view(-1)
+        size = self.geometry.bytes_per_block
+        num_blocks = len(content) // size
+        rows = self._rows[first : first + num_blocks].view(-1)
         if self.device.type == "cpu":
-            np.copyto(rows.numpy(), content)
+            here = rows.numpy()
+            share(
+                lambda start, end: np.copyto(here[start * size : end * size], content[start * size : end * size]),
+                num_blocks,
+                size,
+            )
         else:
             rows.copy_(torch.from_numpy(content.copy()))
 
+    def bytes_of(self, block: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return a block's bytes: on a CPU those of the pool itself, else a copy."""
+        content: np.ndarray[tuple[int], np.dtype[np.uint8]]
+        content = self._rows[block].cpu().numpy() if self._bytes is None else self._bytes[block]
+        return content
+
     def read_block(self, block: int) -> bytes:
         """Return a block's bytes as they are now."""
-        return self._rows[block].cpu().numpy().tobytes()
+        return self.bytes_of(block).tobytes()
 
     def stage(self, blocks: Sequence[int]) -> None:
         """Make these blocks' content visible to readers of the region; returns when it is."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine.core import RegionError
@@ -56,8 +58,10 @@ class ModelRunner:
                     f"slot {extent.slot} of region {extent.region_id} has {extent.num_bytes} bytes, "
                     f"a block here {bytes_per_block}; both workers must serve the same layout"
                 )
-        for first, run in _runs(blocks, extents):
-            self._cache.write_blocks(first, self._regions.read(run))
+        for _, of_region in groupby(zip(blocks, extents, strict=True), key=lambda pair: pair[1].region_id):
+            targets, sources = zip(*of_region, strict=True)
+            for first, run in _runs(targets, sources):
+                self._cache.write_blocks(first, self._regions.read(run))
         self._regions.check_generations(extents)
         if self._checksums is not None:
             self._checksums.verify(blocks, extents)
@@ -82,19 +86,11 @@ class ModelRunner:
 
 def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple[int, ExtentRef]]:
     """Yield copies that make up all of them: blocks side by side here and there are one, which is twice as fast."""
-    start = 0
-    while start < len(extents):
-        first, begin = blocks[start], extents[start]
-        end, offset = start + 1, begin.offset + begin.num_bytes
-        while end < len(extents) and blocks[end] == first + end - start and _lies_at(extents[end], begin, offset):
-            offset += extents[end].num_bytes
-            end += 1
-        yield first, replace(begin, num_bytes=offset - begin.offset)
-        start = end
-
-
-def _lies_at(extent: ExtentRef, begin: ExtentRef, offset: int) -> bool:
-    return extent.region_id == begin.region_id and extent.offset == offset
+    offsets = np.array([extent.offset for extent in extents])
+    is_beside = (np.diff(offsets) == extents[0].num_bytes) & (np.diff(blocks) == 1)
+    starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
+    for start, end in pairwise(starts):
+        yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
 
 
 def _draw(run: ScheduledRun) -> Draw:

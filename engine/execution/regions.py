@@ -70,11 +70,13 @@ class MappedRegions:
 
     def check_generations(self, extents: Sequence[ExtentRef]) -> None:
         """Raise RegionError if any slot was handed out again since its extent was described."""
-        for extent in extents:
-            generation = self._region(extent).generation(extent.slot)
-            if generation != extent.generation:
+        for region_id in {extent.region_id for extent in extents}:
+            described = [extent for extent in extents if extent.region_id == region_id]
+            now = self._region(described[0]).generations([extent.slot for extent in described])
+            for index in np.flatnonzero(now != np.array([extent.generation for extent in described], np.uint64))[:1]:
+                extent = described[index]
                 raise RegionError(
-                    f"slot {extent.slot} of region {extent.region_id} is of generation {generation} now, "
+                    f"slot {extent.slot} of region {region_id} is of generation {now[index]} now, "
                     f"{extent.generation} was meant: its lease ran out while it was read; compute it again"
                 )
 
@@ -102,8 +104,8 @@ class _MappedRegion:
             )
         return self._bytes[extent.offset : end]
 
-    def generation(self, slot: int) -> int:
-        return int(self._generations[slot])
+    def generations(self, slots: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return self._generations[slots]
 
 
 def _check_descriptor(command: MapRegion, fd: int) -> None:

@@ -27,12 +27,30 @@ def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
 def first_missing_block(slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int) -> int | None:
     """Return the first block in [first_block, num_blocks) of which some layers are in no slab; None if all are."""
     for index, group in enumerate(layout.groups):
-        num_layers = [0] * num_blocks
-        for slab in slabs:
-            if slab.group == index:
-                for block in range(slab.first_block, min(slab.first_block + slab.num_blocks, num_blocks)):
-                    num_layers[block] += slab.num_layers
-        for block in range(first_block, num_blocks):
-            if num_layers[block] < len(group.layers):
-                return block
+        of_group = [slab for slab in slabs if slab.group == index]
+        if all(slab.num_layers == len(group.layers) for slab in of_group):
+            missing = _first_gap(of_group, first_block, num_blocks)
+        else:
+            missing = _first_unfinished(of_group, len(group.layers), first_block, num_blocks)
+        if missing is not None:
+            return missing
     return None
+
+
+def _first_gap(slabs: Sequence[kv.Slab], first_block: int, num_blocks: int) -> int | None:
+    """Return the first block that no slab has, where each slab has all layers."""
+    reached = first_block
+    for slab in sorted(slabs, key=lambda slab: slab.first_block):
+        if slab.first_block > reached:
+            break
+        reached = max(reached, slab.first_block + slab.num_blocks)
+    return reached if reached < num_blocks else None
+
+
+def _first_unfinished(slabs: Sequence[kv.Slab], num_layers: int, first_block: int, num_blocks: int) -> int | None:
+    """Return the first block of which the slabs have too few layers."""
+    found = [0] * num_blocks
+    for slab in slabs:
+        for block in range(slab.first_block, min(slab.first_block + slab.num_blocks, num_blocks)):
+            found[block] += slab.num_layers
+    return next((block for block in range(first_block, num_blocks) if found[block] < num_layers), None)

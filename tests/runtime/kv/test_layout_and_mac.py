@@ -101,5 +101,8 @@ def test_a_block_is_missing_until_all_its_layers_are_in_some_slab() -> None:
     assert first_missing_block([slab(0, 2, 2)], layout(), 0, 3) == 2
     assert first_missing_block([slab(0, 3, 2)], layout(), 0, 3) is None
     assert first_missing_block([slab(1, 2, 2)], layout(), 1, 3) is None
+    assert first_missing_block([slab(2, 1, 2), slab(0, 1, 2)], layout(), 0, 3) == 1
+    assert first_missing_block([slab(2, 1, 2), slab(0, 2, 2)], layout(), 0, 3) is None
+    assert first_missing_block([slab(0, 3, 2), slab(0, 3, 1)], layout(), 0, 4) == 3
     assert first_missing_block([slab(0, 3, 1)], layout(), 0, 3) == 0
     assert first_missing_block([slab(0, 3, 1), slab(0, 3, 1)], layout(), 0, 3) is None

@@ -81,10 +81,11 @@ class DecodeHandOver:
         self.reader.imported(imported)
 
     def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
+        self.reader.forget(request)
         pull, task = self._pulls.pop(request.key, (None, None))
         if pull is not None and task is not None and not task.done():
             task.cancel()
-            self._release(request, pull)
+            self._release(request, pull, has_failed=True)
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
@@ -120,6 +121,8 @@ class DecodeHandOver:
         try:
             with lost_is_unavailable():
                 first = await pull.run(self._link.client())
+                if first.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+                    await pull.copied()  # no step to hurry for, and the ledger is to be whole
         except TandemError as error:
             self._failed(request, error)
             self._engine.send(messages.Recompute(request.key))
@@ -148,7 +151,7 @@ class DecodeHandOver:
         else:
             self._engine.send(messages.StartDecode(request.key, [first.token_id]))
 
-    def _release(self, request: ActiveRequest, pull: Pull, *, has_failed: bool = False) -> None:
+    def _release(self, request: ActiveRequest, pull: Pull, *, has_failed: bool) -> None:
         task = asyncio.create_task(self._give_back(request, pull, has_failed))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -156,7 +159,10 @@ class DecodeHandOver:
     async def _give_back(self, request: ActiveRequest, pull: Pull, has_failed: bool) -> None:
         """Release the handle, which another choice may still read, once our engine has copied what it will."""
         try:
-            await pull.copied()
+            async with asyncio.timeout(max(1.0, request.seconds_left)):
+                await pull.copied()
+        except TimeoutError:
+            log.error("kv_copy_not_answered", request_id=request.submit.request_id)
         except KvCorrupt as error:  # the engine has noticed, and computes those blocks
             if not has_failed:
                 self._failed(request, error)

@@ -58,13 +58,20 @@ class RegionReader:
         copy = self._copies.pop((imported.request_id, imported.slab_index), None)
         if copy is None or copy.done.done():
             return
-        copy.request.ledger.num_bytes_pulled += imported.num_bytes
-        copy.request.ledger.transfer_end_ns = time.time_ns()
         if imported.error:
             self.regions.unmap(copy.region_ids)  # or the engine could not map one: it is mapped anew for the next copy
             copy.done.set_exception(KvCorrupt(imported.error))
         else:
+            copy.request.ledger.num_bytes_pulled += imported.num_bytes
+            copy.request.ledger.transfer_end_ns = time.time_ns()
             copy.done.set_result(None)
+
+    def forget(self, request: ActiveRequest) -> None:
+        """The request is over, or the engine: nobody waits for its copies any more."""
+        for key in [key for key in self._copies if key[0] == request.key]:
+            done = self._copies.pop(key).done
+            if not done.done():
+                done.set_result(None)
 
     async def copy_over_grpc(self, client: KvClient, request: ActiveRequest, slab: kv.Slab, first_block: int) -> None:
         """Fetch a slab from the KV service as a stream of chunks into a region of our own, and copy it from there."""
@@ -156,6 +163,7 @@ class Pull:
                 closed = await self._pull(client)
         except TimeoutError as error:
             raise DeadlineExceeded("the prompt's KV cache did not come before the request's deadline") from error
+        self._request.ledger.transfer_end_ns = time.time_ns()  # copies that are under way say when they are done
         choice_index = self._request.submit.choice_index
         if choice_index >= len(closed.first_tokens):
             raise InternalError(f"the seal has {len(closed.first_tokens)} first tokens, none for choice {choice_index}")

@@ -6,7 +6,7 @@ For work that holds no lock while it runs: numpy's copies and xxhash's sums of l
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import torch
@@ -28,6 +28,9 @@ def share(work: Callable[[int, int], None], num_items: int, item_bytes: int) -> 
     if crew is None:
         crew = _crews[num_shares] = ThreadPoolExecutor(num_shares - 1, "kv-memory")
     others = [crew.submit(work, start, end) for start, end in pairwise(bounds[1:])]
-    work(0, bounds[1])
+    try:
+        work(0, bounds[1])
+    finally:
+        wait(others)  # nobody may write once we have returned, not even after an error
     for other in others:
         other.result()

@@ -105,6 +105,11 @@ class _MappedRegion:
         return self._bytes[extent.offset : end]
 
     def generations(self, slots: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        if slots and not 0 <= min(slots) <= max(slots) < len(self._generations):
+            raise RegionError(
+                f"slots {min(slots)} to {max(slots)} are not all in region {self._command.region_id} with "
+                f"{len(self._generations)} slots"
+            )
         return self._generations[slots]
 
 

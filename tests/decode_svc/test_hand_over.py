@@ -247,3 +247,47 @@ def _num_staged() -> int:
 
 def _num_readers(host: Host) -> int:
     return sum(record.machine.num_leases for record in host.store.live())
+
+
+async def test_decode_goes_on_before_the_engine_has_answered_and_the_lease_ends_after(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.engine.answer = lambda command: None
+        handle = await here.reserve()
+        request = here.begin(a_request(handle))
+        await here.seal_all(handle)
+        await here.sent(StartDecode)
+        assert request.ledger.transfer_end_ns > 0
+        assert not nothing_is_left(here.host)
+        for command in here.engine.sent_of(ImportSlab):
+            here.answer(command)
+        await until(lambda: nothing_is_left(here.host))
+        assert here.hand_over.counters() == {"kv_pulls": 1, "kv_pull_failures": 0, "kv_bytes_pulled": 4 * 8192}
+
+
+async def test_a_copy_that_fails_after_the_start_is_counted_once_and_moves_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.engine.answer = lambda command: None
+        handle = await here.reserve()
+        request = here.begin(a_request(handle))
+        await here.seal_all(handle)
+        await here.sent(StartDecode)
+        here.import_error = "slot 5 was handed out again"
+        for command in here.engine.sent_of(ImportSlab):
+            here.answer(command)
+        await until(lambda: nothing_is_left(here.host))
+        assert here.hand_over.counters() == {"kv_pulls": 1, "kv_pull_failures": 1, "kv_bytes_pulled": 0}
+        assert not here.engine.sent_of(Recompute)
+        assert request.ledger.num_bytes_pulled == 0
+
+
+async def test_an_engine_that_dies_with_copies_unanswered_keeps_no_lease(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.engine.answer = lambda command: None
+        handle = await here.reserve()
+        request = here.begin(a_request(handle))
+        await here.seal_all(handle)
+        await here.sent(StartDecode)
+        here.hand_over.ended(request, InternalError("the engine has ended"))
+        await until(lambda: nothing_is_left(here.host))
+        await here.hand_over.drained()
+        assert here.hand_over.counters()["kv_pull_failures"] == 0

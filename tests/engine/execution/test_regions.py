@@ -180,3 +180,9 @@ def test_a_block_that_is_written_anew_gets_another_checksum(pair: Pair) -> None:
     _fill(pair.owner, 1)
     assert writer.checksums([1]) != before
     assert pair.reader.checksums([1]) == []
+
+
+def test_a_slot_that_the_region_does_not_have_is_refused_wherever_it_stands(pair: Pair) -> None:
+    beyond = replace(pair.extent(2), slot=NUM_BLOCKS)
+    with pytest.raises(RegionError, match="not all in region owner with 6 slots"):
+        pair.reader.import_blocks([0, 1], [pair.extent(1), beyond])

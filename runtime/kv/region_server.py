@@ -41,12 +41,15 @@ class RegionServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self.path.unlink(missing_ok=True)
+        """Listen. The socket gets its name once it does: another service that starts removes those that refuse."""
+        unnamed = self.path.with_suffix(".bind")
+        unnamed.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
-        self._listener.bind(str(self.path))
-        self.path.chmod(0o600)
+        self._listener.bind(str(unnamed))
+        unnamed.chmod(0o600)
         self._listener.listen(_BACKLOG)
+        unnamed.replace(self.path)
         self._spawn(self._accept())
 
     async def close(self) -> None:

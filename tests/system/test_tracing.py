@@ -47,7 +47,8 @@ async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
             start("decode_svc", *control, *SMALL)  # in any order
             start("kv_transfer_svc", *control)
             start("prefill_svc", *control, *SMALL)
-            start("control_plane", "--listen", f"127.0.0.1:{ports[0]}", "--grpc-listen", f"127.0.0.1:{ports[1]}")
+            listen = ("--listen", f"127.0.0.1:{ports[0]}", "--grpc-listen", f"127.0.0.1:{ports[1]}")
+            start("control_plane", *listen, "--local-prefill", "never")  # all phases, however fast the two are
 
             async def all_four_are_ready() -> bool:
                 try:

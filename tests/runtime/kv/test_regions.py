@@ -14,6 +14,7 @@ from runtime.kv.packets import PacketSocket
 from runtime.kv.region_server import RegionServer
 from runtime.kv.regions import RegionClient, RegionGrant, RegionOffer
 from runtime.kv.shared_region import SharedRegion
+from runtime.place import forget_dead_sockets
 from tandem.v1 import types_pb2 as pb
 
 
@@ -96,6 +97,21 @@ async def test_the_socket_goes_with_the_service(tmp_path: Path) -> None:
     async with serving(path):
         assert names_in(tmp_path) == ["s"]
     assert names_in(tmp_path) == []
+
+
+async def test_services_that_start_at_once_do_not_take_each_other_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            forget_dead_sockets("kv-*.sock", tmp_path)  # another one starts between bind and listen
+            super().listen(*backlog)
+
+    monkeypatch.setattr("runtime.kv.region_server.socket.socket", Slow)
+    async with serving(tmp_path / "kv-1.sock"):
+        assert names_in(tmp_path) == ["kv-1.sock"]
+        forget_dead_sockets("kv-*.sock", tmp_path)
+        assert names_in(tmp_path) == ["kv-1.sock"]
 
 
 async def test_a_closed_connection_is_a_dead_owner(tmp_path: Path, region: SharedRegion) -> None:

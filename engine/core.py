@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksSealed,
     Command,
     EngineEvent,
     ExtentRef,
@@ -22,6 +23,7 @@ from engine.messages import (
     Recompute,
     ReleaseHeld,
     RequestFailed,
+    SealedBlocks,
     SlabImported,
     StartDecode,
     StepDone,
@@ -60,9 +62,12 @@ class Runner(Protocol):
         """One per slot, written by the block pool; shared memory where other processes read the pool."""
         ...
 
-    def execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]]:
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> Mapping[str, Sequence[Sampled]]:
         """Compute all runs; return, by request id, one token per choice seed for each run that samples.
 
+        Calls `kv_written` at most once, as soon as readers of the pool may have the keys and values of all runs.
         Raises RequestsFailed if only some requests are to blame; anything else ends the engine.
         """
         ...
@@ -94,14 +99,17 @@ class EngineCore:
         """Whether `step` would do anything before the next command."""
         return self.scheduler.has_work
 
-    def step(self) -> StepDone:
-        """Run one step; `take_failures` has the requests that broke in it."""
+    def step(self, emit: Callable[[EngineEvent], None] | None = None) -> StepDone:
+        """Run one step; `take_failures` has the requests that broke in it.
+
+        `emit` is called within it with what others need not wait for the step's end to hear.
+        """
         started = time.perf_counter()
         output = self.scheduler.schedule()
-        sampled = self._execute(output)
+        sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
-        sealed = [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
+        sealed = self._with_checksums(sealed)
         filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
         self.scheduler.count("step_seconds", time.perf_counter() - started)
         return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
@@ -135,10 +143,17 @@ class EngineCore:
                 self.runner.unmap_region(region_id)
         return []  # Shutdown among them: that one is for the process around us
 
-    def _execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]] | None:
+    def _execute(
+        self, output: SchedulerOutput, emit: Callable[[EngineEvent], None] | None
+    ) -> Mapping[str, Sequence[Sampled]] | None:
         """Return what was sampled, or None if nothing of the step counts because some requests broke it."""
+
+        def kv_written() -> None:
+            if emit is not None and (sealed := self.scheduler.seal_written(output)):
+                emit(BlocksSealed(self._with_checksums(sealed)))
+
         try:
-            return self.runner.execute(output) if output.runs else {}
+            return self.runner.execute(output, kv_written) if output.runs else {}
         except RequestsFailed as error:
             guilty = {run.request.request_id for run in output.runs}.intersection(error.request_ids)
             if not guilty:  # the same step would run, and fail, for ever
@@ -147,6 +162,9 @@ class EngineCore:
                 self.scheduler.abort(request_id)
                 self._failures.append(RequestFailed(request_id, error.message))
             return None
+
+    def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:
+        return [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
 
     def _map_region(self, command: MapRegion, fd: int) -> None:
         """Map a region; one that cannot be mapped fails the imports that need it, and nothing else."""

@@ -280,6 +280,13 @@ class SealedBlocks:
 
 
 @dataclass(frozen=True)
+class BlocksSealed:
+    """Blocks that are complete while their step still computes its tokens; its StepDone does not repeat them."""
+
+    sealed: list[SealedBlocks]
+
+
+@dataclass(frozen=True)
 class FilledBlocks:
     """Full blocks that were computed here, in block-table order; others may want their content under these hashes."""
 
@@ -340,4 +347,6 @@ class EngineFailed:
 Command = (
     AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld | MapRegion | UnmapRegion | Shutdown
 )
-EngineEvent = LoadProgress | Ready | Reserved | Refused | SlabImported | StepDone | RequestFailed | EngineFailed
+EngineEvent = (
+    LoadProgress | Ready | Reserved | Refused | SlabImported | BlocksSealed | StepDone | RequestFailed | EngineFailed
+)

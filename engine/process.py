@@ -56,7 +56,7 @@ def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> 
                 return
             _send_all(channel, _handle(core, received))
         if core.has_work():
-            channel.send(core.step())
+            channel.send(core.step(channel.send))
             _send_all(channel, core.take_failures())
         commands = channel.receive(wait=not core.has_work())
 

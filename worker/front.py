@@ -159,6 +159,8 @@ class WorkerFront:
         match event:
             case messages.StepDone():
                 self._step(event)
+            case messages.BlocksSealed():
+                self._sealed(event.sealed)
             case messages.Reserved() if request := self._requests.get(event.request_id):
                 request.stream.accept(request.submit, self._stats.num_waiting if self._stats else 0)
                 self._hand_over.reserved(request, event)
@@ -185,9 +187,7 @@ class WorkerFront:
             if request := self._requests.get(output.request_id):
                 self._output(request, output)
                 streams.add(request.stream)
-        for sealed in done.sealed:
-            if request := self._requests.get(sealed.request_id):
-                self._hand_over.sealed(request, sealed)
+        self._sealed(done.sealed)
         for stream in streams:
             stream.flush(done.step)
         self._prompt_cache.admitted(done.admitted)
@@ -197,6 +197,11 @@ class WorkerFront:
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)
+
+    def _sealed(self, blocks: Sequence[messages.SealedBlocks]) -> None:
+        for sealed in blocks:
+            if request := self._requests.get(sealed.request_id):
+                self._hand_over.sealed(request, sealed)
 
     def _output(self, request: ActiveRequest, output: messages.RequestOutput) -> None:
         wire = convert.output_to_proto(output, request.submit)

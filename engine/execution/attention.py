@@ -9,7 +9,7 @@ Each run attends by itself, so that its result cannot depend on its neighbours' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,8 @@ class AttentionStep:
     store: KVStore
     slots: torch.Tensor
     runs: Sequence[AttentionRun]
+    when_written: Callable[[int], None] = lambda layer: None
+    """Called when a layer's keys and values of all runs are in their blocks."""
     windows_seen: list[tuple[int, int | None]] = field(default_factory=list)
     """(layer, window) of each call, in order."""
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
@@ -100,6 +102,7 @@ def paged_attention(
     layer: Any = module.layer_idx
     step.windows_seen.append((layer, sliding_window))
     step.store.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), step.slots)
+    step.when_written(layer)
     output = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)  # [tokens, heads, dim]
     for run in step.runs:
         rows = slice(run.row, run.row + run.num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,18 @@ class ModelRunner:
         self.generations = cache.generations
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> dict[str, list[Sampled]]:
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> dict[str, list[Sampled]]:
         """Compute all runs, leave their KV in their blocks, and draw the tokens that follow."""
         batch = build_input_batch(output.runs, self._cache.geometry.block_size, self._cache.device)
-        step = AttentionStep(self._cache, batch.slots, batch.attention_runs)
+
+        def when_written(layer: int) -> None:
+            if layer == self._cache.geometry.num_layers - 1:  # the head and the draw that follow are not waited for
+                self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
+                kv_written()
+
+        step = AttentionStep(self._cache, batch.slots, batch.attention_runs, when_written)
         logits = self._model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
@@ -46,7 +54,6 @@ class ModelRunner:
             logits_to_keep=batch.sample_rows,
             **{STEP_KEYWORD: step},
         ).logits[0]  # [1, num_sampled, vocab_size] -> [num_sampled, vocab_size]
-        self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
         return sample(logits, [_draw(run) for run in output.runs if run.samples])
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:

@@ -12,11 +12,11 @@ class ImportRefused(Exception):
     """A slab is for a request that does not wait for it; nothing was copied."""
 
 
-def seal(request: Request, generations: Sequence[int], block_size: int) -> SealedBlocks | None:
+def seal(request: Request, num_written_tokens: int, generations: Sequence[int], block_size: int) -> SealedBlocks | None:
     """Tell of a prefill's blocks that are complete since the last call: found ones too, and with its end the tail."""
-    is_last = not request.num_tokens_to_compute
+    is_last = num_written_tokens == request.num_tokens
     first, table = request.num_sealed_blocks, request.block_table
-    end = len(table) if is_last else request.num_computed_tokens // block_size
+    end = len(table) if is_last else num_written_tokens // block_size
     if first == end or request.is_release_due:
         return None
     request.num_sealed_blocks = end

@@ -155,6 +155,11 @@ class Scheduler:
             self._ledger.scheduled(request)
         return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
 
+    def seal_written(self, output: SchedulerOutput) -> list[SealedBlocks]:
+        """Return the blocks of prefills that this step completed; `update`, after it, does not do so again."""
+        sealed = [self._seal(run) for run in output.runs if run.request.mode == "prefill"]
+        return [event for event in sealed if event is not None]
+
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
     ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
@@ -166,7 +171,7 @@ class Scheduler:
             self._take_computed(run)
             tokens = sampled[run.request.request_id] if run.samples else ()
             if run.request.mode == "prefill":
-                sealed.append(seal(run.request, self.pool.generations, self.pool.block_size))
+                sealed.append(self._seal(run))
             if tokens:
                 outputs += self._take_answer(run.request, tokens)
         return outputs, [event for event in sealed if event is not None]
@@ -273,6 +278,10 @@ class Scheduler:
         self._ledger.computed(run.request, run.first_position, run.num_tokens)
         run.request.num_computed_tokens = run.first_position + run.num_tokens
         self.prefixes.register(run.request)
+
+    def _seal(self, run: ScheduledRun) -> SealedBlocks | None:
+        num_written_tokens = run.first_position + run.num_tokens
+        return seal(run.request, num_written_tokens, self.pool.generations, self.pool.block_size)
 
     def _take_answer(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         assert len(sampled) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"

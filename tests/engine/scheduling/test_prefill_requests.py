@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.messages import SealedBlocks
+from engine.core import RequestsFailed
+from engine.messages import BlocksSealed, EngineEvent, SealedBlocks
 from tests.engine.scheduling.world import ROOT, STOP, World
 
 
@@ -107,3 +108,26 @@ def test_the_prompt_of_a_migrated_request_ends_where_its_answer_began() -> None:
     assert (output.num_computed_tokens, output.num_generated_tokens) == (3, 1)
     world.core.scheduler.release_held("p")
     world.assert_nothing_is_left()
+
+
+def test_blocks_are_sealed_before_their_step_has_drawn_a_token() -> None:
+    world = World()
+    world.add("p", [1, 2, 3, 4, 5, 6], mode="prefill")
+    said: list[EngineEvent] = []
+    done = world.step(said.append)
+    assert said == [BlocksSealed([SealedBlocks("p", 0, [0, 1], [1, 1], is_last=True)])]
+    assert done.sealed == [] and len(done.outputs) == 1
+
+
+def test_a_step_that_breaks_after_its_blocks_were_sealed_seals_them_once() -> None:
+    world = World()
+    world.add("p", [1, 2, 3, 4, 5], mode="prefill")
+    world.runner.breaks_when_drawing = RequestsFailed(["q"], "q's grammar cannot go on")
+    world.add("q", [9, 9, 9], mode="prefill")
+    said: list[EngineEvent] = []
+    assert world.step(said.append).outputs == []
+    assert [failed.request_id for failed in world.core.take_failures()] == ["q"]
+    done = world.step(said.append)
+    (event,) = said
+    assert isinstance(event, BlocksSealed) and [each.request_id for each in event.sealed] == ["p", "q"]
+    assert done.sealed == [] and [output.request_id for output in done.outputs] == ["p"]

@@ -8,7 +8,7 @@ that would read a slot with anything else in it fails.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.core import EngineCore, RegionError, RequestsFailed
 from engine.messages import (
@@ -42,17 +42,24 @@ class FakeRunner:
         self.regions: dict[str, int] = {}
         self.stop_positions: set[int] = set()
         self.breaks_with: Exception | None = None
+        self.breaks_when_drawing: Exception | None = None
         self.stale_slots: set[int] = set()
         self.unmappable_regions: set[str] = set()
         self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
 
-    def execute(self, output: SchedulerOutput) -> dict[str, list[Sampled]]:
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> dict[str, list[Sampled]]:
         self._check(output)
         if error := self.breaks_with:
             self.breaks_with = None
             raise error
         self._read_and_write(output)
+        kv_written()
+        if error := self.breaks_when_drawing:
+            self.breaks_when_drawing = None
+            raise error
         self.steps.append([(run.request.request_id, run.first_position, run.num_tokens) for run in output.runs])
         return {run.request.request_id: self._sample(run) for run in output.runs if run.samples}
 
@@ -162,8 +169,8 @@ class World:
         )
         return self.core.handle(command)
 
-    def step(self) -> StepDone:
-        done = self.core.step()
+    def step(self, emit: Callable[[EngineEvent], None] | None = None) -> StepDone:
+        done = self.core.step(emit)
         self.pool.check()
         assert self.pool.num_blocks == self.pool.num_free + self.pool.num_cached + self.pool.num_used
         return done

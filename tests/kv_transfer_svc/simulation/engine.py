@@ -72,7 +72,9 @@ class HashRunner:
     def generations(self) -> MutableSequence[int]:
         return self._table
 
-    def execute(self, output: SchedulerOutput) -> Mapping[str, Sequence[Sampled]]:
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> Mapping[str, Sequence[Sampled]]:
         sampled = {}
         for run in output.runs:
             request, end = run.request, run.first_position + run.num_tokens
@@ -81,7 +83,11 @@ class HashRunner:
             if seen != right[: len(seen)]:
                 self._truth.violated(f"{self.region_id}: {request.request_id} attends to KV that is not its own")
             self._write_tokens(request.block_table, run.first_position, right)
+        kv_written()
+        for run in output.runs:
             if run.samples:
+                request = run.request
+                right = kv_of(request.token_ids[: run.first_position + run.num_tokens])
                 sampled[request.request_id] = [Sampled(token_after(right)) for _ in request.choice_seeds]
         return sampled
 
@@ -197,10 +203,13 @@ class SimulatedEngine(EngineLink):
 
     async def _step(self) -> None:
         await asyncio.sleep(self._rng.uniform(0.002, 0.03))
-        done = self.core.step()
-        for sealed in done.sealed:
-            self.on_sealed(sealed)
-        self._say(done)
+        self._say_sealing(self.core.step(self._say_sealing))
+
+    def _say_sealing(self, event: messages.EngineEvent) -> None:
+        if isinstance(event, messages.BlocksSealed | messages.StepDone):
+            for sealed in event.sealed:
+                self.on_sealed(sealed)
+        self._say(event)
 
     async def _take_time(self) -> None:
         """Mostly quick, sometimes slow enough for the owner to take the block back meanwhile."""

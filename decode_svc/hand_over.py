@@ -144,12 +144,12 @@ class DecodeHandOver:
         """Pass token one on, for prefill may have died before it could, and go on at token two."""
         assert self._front is not None, "bound before the first request"
         is_finished = first.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        if not is_finished:
+            self._engine.send(messages.StartDecode(request.key, [first.token_id]))  # token two is waited for
         self._front.emit(request, _first_output(request, first))
         if is_finished:
             self._engine.send(messages.AbortRequest(request.key))
             self._front.finish(request)
-        else:
-            self._engine.send(messages.StartDecode(request.key, [first.token_id]))
 
     def _release(self, request: ActiveRequest, pull: Pull, *, has_failed: bool) -> None:
         task = asyncio.create_task(self._give_back(request, pull, has_failed))

@@ -8,6 +8,7 @@ Descriptors travel as SCM_RIGHTS with the first bytes of their frame, so they ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -84,21 +85,23 @@ class AsyncChannel:
         self._socket = sock
         self._frames = _Frames()
         self._ready: deque[Received] = deque()
-        self._write_lock = asyncio.Lock()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
 
-    async def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Write one message whole; raises ChannelClosed if the engine is gone.
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Write one message: at once what the socket takes, the rest as soon as it can.
 
-        A cancelled send may have written half a frame, so the write itself is shielded from cancellation.
+        Never waits: whoever sends has no turn of the event loop to lose. Raises ChannelClosed if the engine is gone,
+        CodecError for what is no message; descriptors stay the caller's.
         """
-        data = _frame(message, fds)
-        await asyncio.shield(self._send_frame(data, [os.dup(fd) for fd in fds]))
+        self._unsent.append((memoryview(_frame(message, fds)), [os.dup(fd) for fd in fds]))
+        if len(self._unsent) == 1:
+            self._write()
 
     async def receive(self) -> Received:
         """Return the next message; raises ChannelClosed at the end. One reader at a time."""
         while not self._ready:
             if not self._read_available():
-                await self._wait(readable=True)
+                await self._wait_readable()
             self._ready.extend(self._frames.pop_all())
         return self._ready.popleft()
 
@@ -108,22 +111,37 @@ class AsyncChannel:
             close_all(received.fds)
         self._ready.clear()
         self._frames.close()
+        if self._unsent and self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_writer(self._socket.fileno())
+        self._drop_unsent()
         self._socket.close()
 
-    async def _send_frame(self, data: bytes, fds: list[int]) -> None:
-        try:
-            async with self._write_lock:
-                rest = memoryview(data)
-                while rest:
-                    sent = self._send_some(rest, fds)
-                    if sent is None:
-                        await self._wait(readable=False)
-                        continue
-                    rest = rest[sent:]
-                    close_all(fds)
-                    fds.clear()
-        finally:
+    def _write(self) -> None:
+        """Write what waits, as far as the socket takes it, and see to it that the rest follows."""
+        while self._unsent:
+            data, fds = self._unsent[0]
+            try:
+                sent = self._send_some(data, fds)
+            except ChannelClosed:
+                self._drop_unsent()
+                raise
+            if sent is None:
+                asyncio.get_running_loop().add_writer(self._socket.fileno(), self._go_on_writing)
+                return
             close_all(fds)
+            self._unsent[0] = data[sent:], []
+            if sent == len(data):
+                self._unsent.popleft()
+
+    def _go_on_writing(self) -> None:
+        asyncio.get_running_loop().remove_writer(self._socket.fileno())
+        with contextlib.suppress(ChannelClosed):  # whoever reads is told
+            self._write()
+
+    def _drop_unsent(self) -> None:
+        for _, fds in self._unsent:
+            close_all(fds)
+        self._unsent.clear()
 
     def _send_some(self, data: memoryview, fds: Sequence[int]) -> int | None:
         try:
@@ -145,18 +163,17 @@ class AsyncChannel:
         self._frames.feed(data, fds)
         return True
 
-    async def _wait(self, *, readable: bool) -> None:
+    async def _wait_readable(self) -> None:
         loop = asyncio.get_running_loop()
-        add, remove = (loop.add_reader, loop.remove_reader) if readable else (loop.add_writer, loop.remove_writer)
         if self._socket.fileno() < 0:
             raise ChannelClosed("the channel is closed")
         number = self._socket.fileno()
         woken: asyncio.Future[None] = loop.create_future()
-        add(number, lambda: None if woken.done() else woken.set_result(None))
+        loop.add_reader(number, lambda: None if woken.done() else woken.set_result(None))
         try:
             await woken
         finally:
-            remove(number)
+            loop.remove_reader(number)
 
 
 class _Frames:

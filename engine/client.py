@@ -50,7 +50,7 @@ class EngineClient:
                 env=_environment(config),
             )
         client = cls(process, AsyncChannel(ours))
-        await client._channel.send(config)
+        client._channel.send(config)
         return client
 
     @property
@@ -62,9 +62,9 @@ class EngineClient:
         """None while it runs; negative: the signal that ended it."""
         return self._process.returncode
 
-    async def send(self, command: Command, fd: int | None = None) -> None:
+    def send(self, command: Command, fd: int | None = None) -> None:
         """Send a command, with a descriptor that stays the caller's. Raises ChannelClosed if the engine is gone."""
-        await self._channel.send(command, () if fd is None else (fd,))
+        self._channel.send(command, () if fd is None else (fd,))
 
     async def events(self) -> AsyncIterator[Received]:
         """Yield (event, descriptors) until the engine ends; the descriptors are the caller's to close.
@@ -97,7 +97,7 @@ class EngineClient:
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(ChannelClosed):  # it is gone already; what is left is to collect its exit code
-            await self._channel.send(Shutdown())
+            self._channel.send(Shutdown())
         await self._process.wait()
 
     async def _obituary(self) -> str:

@@ -109,11 +109,12 @@ async def test_messages_larger_than_the_sockets_buffer_arrive_in_order_with_thei
     large = [ImportSlab(str(index), 0, 0, [ExtentRef("r" * 100_000, 0, 0, 0, 0)] * 5) for index in range(4)]
     fd = os.memfd_create("marked")
     os.write(fd, b"marked")
-    sending = asyncio.gather(*[front.send(message, (fd,)) for message in large], front.send(Shutdown()))
+    for message in large:
+        front.send(message, (fd,))
+    front.send(Shutdown())
     received: list[Any] = []
     while len(received) < 5:
         received += await asyncio.to_thread(engine.receive, wait=True)
-    await sending
     assert [item.message for item in received] == [*large, Shutdown()]
     assert [len(item.fds) for item in received] == [1, 1, 1, 1, 0]
     assert all(os.pread(item.fds[0], 6, 0) == b"marked" for item in received[:4])
@@ -149,7 +150,7 @@ async def test_both_ends_notice_the_others_end(ends: tuple[socket.socket, socket
     with pytest.raises(ChannelClosed):
         await waiting
     with pytest.raises(ChannelClosed):
-        await front.send(Shutdown())
+        front.send(Shutdown())
     left, right = socket.socketpair()
     left.close()
     with pytest.raises(ChannelClosed):

@@ -20,6 +20,7 @@ from engine.execution.regions import MappedRegions
 from engine.messages import (
     AbortRequest,
     AddRequest,
+    BlocksSealed,
     EngineFailed,
     ExtentRef,
     LoadProgress,
@@ -100,22 +101,22 @@ async def test_a_process_loads_and_streams(front: Front) -> None:
     (fd,) = front.fds
     assert ready.region_bytes == os.fstat(fd).st_size == ready.generations_offset + 8 * NUM_BLOCKS
     # 2. An answer comes one token per step, and its blocks go back.
-    await front.client.send(_request("a", 10))
+    front.client.send(_request("a", 10))
     assert len(await front.answer("a")) == 10
     last = front.seen[-1]
     assert last.stats.num_free_blocks == last.stats.num_total_blocks == NUM_BLOCKS
 
 
 async def test_an_abort_ends_a_request_and_gives_its_blocks_back(front: Front) -> None:
-    await front.client.send(_request("a", 500))
+    front.client.send(_request("a", 500))
     await front.wait_for(StepDone, lambda step: bool(step.outputs))
-    await front.client.send(AbortRequest("a"))
+    front.client.send(AbortRequest("a"))
     after = await front.wait_for(StepDone, lambda step: step.stats.num_running == 0)
     assert after.stats.num_free_blocks == NUM_BLOCKS
 
 
 async def test_a_request_that_cannot_run_is_refused(front: Front) -> None:
-    await front.client.send(AddRequest("a", list(range(2, 300)) * 2, 596, SamplingParams(1)))
+    front.client.send(AddRequest("a", list(range(2, 300)) * 2, 596, SamplingParams(1)))
     refused = await front.wait_for(Refused)
     assert refused.reason == "context"
 
@@ -124,9 +125,9 @@ async def test_sealed_blocks_are_read_through_the_region_of_another_process(fron
     # 1. A prefill of 20 tokens leaves two blocks, the second partly filled.
     ready, (fd,) = front.ready, front.fds
     prompt = list(range(2, 22))
-    await front.client.send(AddRequest("a", prompt, len(prompt), SamplingParams(1), mode="prefill"))
-    step = await front.wait_for(StepDone, lambda step: bool(step.sealed))
-    (sealed,) = step.sealed
+    front.client.send(AddRequest("a", prompt, len(prompt), SamplingParams(1), mode="prefill"))
+    (sealed,) = (await front.wait_for(BlocksSealed)).sealed
+    await front.wait_for(StepDone)
     assert sealed.is_last and len(sealed.slots) == 2
     # 2. Their bytes lie in the region, under the generations told.
     regions = MappedRegions()
@@ -139,7 +140,7 @@ async def test_sealed_blocks_are_read_through_the_region_of_another_process(fron
     assert all(regions.read(extent).any() for extent in extents)
     regions.check_generations(extents)
     # 3. Released, everything is free again.
-    await front.client.send(ReleaseHeld("a"))
+    front.client.send(ReleaseHeld("a"))
     after = await front.wait_for(StepDone)
     assert after.stats.num_free_blocks == NUM_BLOCKS
 
@@ -147,7 +148,7 @@ async def test_sealed_blocks_are_read_through_the_region_of_another_process(fron
 async def test_sigterm_and_sigint_are_the_fronts_business(front: Front) -> None:
     os.kill(front.client.pid, signal.SIGTERM)
     os.kill(front.client.pid, signal.SIGINT)
-    await front.client.send(_request("a", 3))
+    front.client.send(_request("a", 3))
     assert len(await front.answer("a")) == 3
 
 

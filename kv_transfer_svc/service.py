@@ -111,6 +111,10 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         self.store.seal(record, request.slabs, closed)
         return kv.SealReply(state=record.machine.state.to_proto)
 
+    async def SealStream(self, requests: AsyncIterator[kv.SealRequest], context: Any) -> AsyncIterator[kv.SealReply]:
+        async for request in requests:
+            yield await self.Seal(request, context)
+
     async def Own(self, request: kv.OwnRequest, context: Any) -> AsyncIterator[kv.OwnerEvent]:
         region = self.store.regions.lent(request.region_id, request.incarnation)
         yield kv.OwnerEvent(welcome=True)

@@ -6,6 +6,7 @@ import asyncio
 
 from engine import messages
 from runtime.kv.client import KvClient
+from runtime.kv.seal_line import SealLine, seal_request
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 
@@ -47,10 +48,14 @@ class Sealer:
     async def run(self, client: KvClient) -> None:
         """Reserve the handle, then seal until everything is visible; raises TandemError if the KV service refuses."""
         await client.reserve(self._handle, self._region_id, self._layout)
-        while not await self._seal_next(client):
-            pass
+        line = client.seal_line()
+        try:
+            while not await self._seal_next(line):
+                pass
+        finally:
+            line.close()
 
-    async def _seal_next(self, client: KvClient) -> bool:
+    async def _seal_next(self, line: SealLine) -> bool:
         """Seal what has come since the last call; return whether that was the last of it."""
         await self._changed.wait()
         self._changed.clear()
@@ -58,7 +63,7 @@ class Sealer:
         is_complete = self._has_all_blocks and len(self._first_tokens) == self._num_choices
         if not slabs and not is_complete:
             return False
-        await client.seal(self._handle, slabs, self._closed() if is_complete else None)
+        await line.seal(seal_request(self._handle, slabs, self._closed() if is_complete else None))
         return is_complete
 
     def _closed(self) -> kv.Closed:

@@ -19,6 +19,7 @@ from runtime.errors import KvCorrupt, StaleIncarnation, TandemError, Unavailable
 from runtime.kv.checksum import block_checksum
 from runtime.kv.leases import LeaseKeeper
 from runtime.kv.receiving import checksums_in, fill_blocks, messages_of, split_blocks
+from runtime.kv.seal_line import SealLine, seal_request
 from runtime.kv.slabs import first_missing_block
 from runtime.kv_handle import HandleState
 from runtime.log import get_logger
@@ -68,12 +69,11 @@ class KvClient:
 
     async def seal(self, handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> HandleState:
         """Make slabs visible; with `closed` (num_blocks, first_tokens) they are the last ones."""
-        request = kv.SealRequest(handle=handle, slabs=slabs)
-        if closed is not None:
-            request.close = True
-            request.num_blocks = closed.num_blocks
-            request.first_tokens.extend(closed.first_tokens)
-        return HandleState((await self._call(self._stub.Seal, request)).state)
+        return HandleState((await self._call(self._stub.Seal, seal_request(handle, slabs, closed))).state)
+
+    def seal_line(self) -> SealLine:
+        """Open a stream for the seals of one handle; the caller closes it."""
+        return SealLine(self._stub.SealStream, lambda request: self._call(self._stub.Seal, request), self._call_seconds)
 
     async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended, None]:
         """Yield each handle of the region that has ended, for as long as the caller iterates.

@@ -11,9 +11,11 @@ import pytest
 from runtime.errors import (
     DeadlineExceeded,
     Draining,
+    InvalidRequest,
     KvNotFound,
     Unavailable,
 )
+from runtime.kv.seal_line import seal_request
 from runtime.kv_handle import HandleState
 from tandem.v1 import kv_transfer_pb2 as kv
 from tests.kv_transfer_svc.host import (
@@ -68,6 +70,27 @@ async def test_a_sealed_handle_lives_while_its_reader_renews_and_no_longer(tmp_p
         host.put_forward(10.5)
         assert await reader.renew([handle], "r") == [HandleState.EXPIRED]
         assert nothing_is_left(host)
+
+
+async def test_a_stream_of_seals_is_the_same_as_calls(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
+        handle = writer.handle(num_blocks=2)
+        await writer.client.reserve(handle, writer.region_id, a_layout())
+        line = writer.client.seal_line()
+        for request in (
+            seal_request(handle, [writer.slab(0, 0, [0])], None),
+            seal_request(handle, [writer.slab(1, 1, [1])], closed(2)),
+        ):
+            reply = await line.seal(request)
+        assert reply.state == kv.HANDLE_STATE_SEALED
+        assert [event.WhichOneof("kind") for event in await watch_all(reader, handle, "r")] == [
+            "slab",
+            "slab",
+            "closed",
+        ]
+        with pytest.raises(InvalidRequest, match="sealed and cannot change"):
+            await line.seal(seal_request(handle, [writer.slab(0, 0, [1])], None))
+        line.close()
 
 
 async def test_a_dead_owner_is_told_to_its_waiting_reader_at_once(tmp_path: Path) -> None:

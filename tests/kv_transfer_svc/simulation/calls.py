@@ -45,9 +45,12 @@ class Channel:
         return call
 
     def stream_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
-        def call(requests: AsyncIterator[Any]) -> StreamCall:
+        def call(requests: AsyncIterator[Any] | None = None) -> StreamCall:
             call = self._stream(path, response_deserializer, None)
-            call.send_all(requests, request_serializer)
+            if requests is None:
+                call.open(request_serializer)
+            else:
+                call.send_all(requests, request_serializer)
             return call
 
         return call

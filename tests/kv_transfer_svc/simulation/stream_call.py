@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
+
 from runtime.errors import Cancelled, DeadlineExceeded, InternalError, TandemError, from_proto
 from tests.kv_transfer_svc.simulation.network import Network, Pipe, unreachable
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
@@ -35,6 +37,7 @@ class StreamCall:
         self._arrived = asyncio.Event()
         self._is_over = False
         self._trailing: tuple[tuple[str, Any], ...] = ()
+        self._serialize: Callable[[Any], bytes] = bytes
         self._sending: asyncio.Task[None] | None = None
         self._far: ServedStream | None = None
         loop = asyncio.get_running_loop()
@@ -70,6 +73,17 @@ class StreamCall:
             self.end(Cancelled("the caller cancelled the call"))
             self._tell_server()
 
+    async def write(self, request: Any) -> None:
+        if self._is_over and isinstance(self._items[-1], TandemError):
+            raise self._items[-1]
+        self.send_one(request)
+
+    async def read(self) -> Any:
+        try:
+            return await anext(self)
+        except StopAsyncIteration:
+            return grpc.aio.EOF
+
     async def trailing_metadata(self) -> tuple[tuple[str, Any], ...]:
         return self._trailing
 
@@ -78,6 +92,16 @@ class StreamCall:
     def send(self, request: bytes) -> None:
         if self._far is not None:
             self._there.send(self._far.start, request)
+
+    def open(self, serialize: Callable[[Any], bytes]) -> None:
+        """Begin a stream whose requests are written one by one."""
+        self._serialize = serialize
+        if self._far is not None:
+            self._there.send(self._far.start, None)
+
+    def send_one(self, request: Any) -> None:
+        if self._far is not None:
+            self._there.send(self._far.receive, self._serialize(request))
 
     def send_all(self, requests: AsyncIterator[Any], serialize: Callable[[Any], bytes]) -> None:
         if self._far is not None:

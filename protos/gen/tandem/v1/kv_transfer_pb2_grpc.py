@@ -46,6 +46,11 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.SealReply.FromString,
                 _registered_method=True)
+        self.SealStream = channel.stream_stream(
+                '/tandem.v1.KvTransferService/SealStream',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.SealReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/tandem.v1.KvTransferService/Watch',
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.WatchRequest.SerializeToString,
@@ -130,6 +135,13 @@ class KvTransferServiceServicer:
 
     def Seal(self, request, context):
         """Makes slabs visible, for good; the closing call carries the first tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SealStream(self, request_iterator, context):
+        """The same for one handle, as a stream that is open before its last seal; a reply for each, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,6 +255,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
             ),
             'Seal': grpc.unary_unary_rpc_method_handler(
                     servicer.Seal,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.SealReply.SerializeToString,
+            ),
+            'SealStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.SealStream,
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.SealReply.SerializeToString,
             ),
@@ -369,6 +386,33 @@ class KvTransferService:
             request,
             target,
             '/tandem.v1.KvTransferService/Seal',
+            tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.SealReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SealStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.KvTransferService/SealStream',
             tandem_dot_v1_dot_kv__transfer__pb2.SealRequest.SerializeToString,
             tandem_dot_v1_dot_kv__transfer__pb2.SealReply.FromString,
             options,

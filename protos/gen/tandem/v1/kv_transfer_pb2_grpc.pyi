@@ -41,6 +41,8 @@ class KvTransferServiceStub:
     """Opens a handle: RESERVED. Called by the prefill worker that will fill it."""
     Seal: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.SealRequest, _kv_transfer_pb2.SealReply]
     """Makes slabs visible, for good; the closing call carries the first tokens."""
+    SealStream: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.SealRequest, _kv_transfer_pb2.SealReply]
+    """The same for one handle, as a stream that is open before its last seal; a reply for each, in order."""
     Watch: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.WatchRequest, _kv_transfer_pb2.WatchEvent]
     """Slabs as they are sealed, for one reader on this service's host; may come before Reserve.
     Slabs of another host's service are pulled into this one's arena first.
@@ -78,6 +80,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Opens a handle: RESERVED. Called by the prefill worker that will fill it."""
     Seal: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.SealRequest, _kv_transfer_pb2.SealReply]  # type: ignore[assignment]
     """Makes slabs visible, for good; the closing call carries the first tokens."""
+    SealStream: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.SealRequest, _kv_transfer_pb2.SealReply]  # type: ignore[assignment]
+    """The same for one handle, as a stream that is open before its last seal; a reply for each, in order."""
     Watch: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.WatchRequest, _kv_transfer_pb2.WatchEvent]  # type: ignore[assignment]
     """Slabs as they are sealed, for one reader on this service's host; may come before Reserve.
     Slabs of another host's service are pulled into this one's arena first.
@@ -124,6 +128,14 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.SealReply, _abc.Awaitable[_kv_transfer_pb2.SealReply]]:
         """Makes slabs visible, for good; the closing call carries the first tokens."""
+
+    @_abc_1.abstractmethod
+    def SealStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_transfer_pb2.SealRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.SealReply], _abc.AsyncIterator[_kv_transfer_pb2.SealReply]]:
+        """The same for one handle, as a stream that is open before its last seal; a reply for each, in order."""
 
     @_abc_1.abstractmethod
     def Watch(

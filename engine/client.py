@@ -117,10 +117,14 @@ class EngineClient:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Return the child's variables: this very package importable, OpenMP held to its threads from the start."""
+    """Return the child's variables: this very package importable, OpenMP held to its threads from the start.
+
+    Torch is asked for huge pages: the first pass over weights that have lain idle costs half as much more then
+    (measured: benchmarks/handover.py, its gap).
+    """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "MKL_NUM_THREADS": str(config.num_threads)}
     return environment

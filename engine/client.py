@@ -124,7 +124,8 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, **ours}
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "MKL_NUM_THREADS": str(config.num_threads)}
     return environment

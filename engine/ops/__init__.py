@@ -1,0 +1,1 @@
+"""The op layer: what a model asks of a machine, by backend."""

@@ -1,0 +1,189 @@
+"""What must a backend compute, for any model to run on it?
+
+Every op is row-wise: a row of its result depends on that row of its input alone, added up in an order that neither the
+number of rows nor the number of threads changes (law 3). Tokens of all runs of a step lie one after the other in one
+flat dimension, prefill chunks and decodes alike.
+
+    x           [num_tokens, features], float32; its rows may lie apart (stride(0)), a row's numbers do not
+    KV block    of each layer: keys [num_kv_heads, head_dim, block_size],
+                then values [num_kv_heads, block_size, head_dim]
+
+Keys lie transposed inside their block so that one vector holds one dimension of 16 tokens' keys (measured: half the
+time of token-major keys on a CPU). A backend may lay blocks out otherwise: it names its order, and workers whose orders
+differ do not exchange blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens [start, start + num_tokens) of one request, at `row` and after in the step's token dimension."""
+
+    row: int
+    start: int
+    num_tokens: int
+    blocks: torch.Tensor
+    """[num_blocks], int64: the request's block table up to its last token here."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one step belong; made by `Ops.step` for that step alone."""
+
+    positions: torch.Tensor
+    """[num_tokens], int64."""
+    slots: torch.Tensor
+    """[num_tokens], int64: block * block_size + place in the block."""
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """The KV blocks of all layers."""
+
+    rows: torch.Tensor
+    """[num_blocks, elements_per_block], of the pool's dtype."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+
+    @property
+    def elements_per_layer(self) -> int:
+        """Of one block: its keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim * self.block_size
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables of cosines and sines, [num_positions, rotary_dim / 2], float32, any attention factor multiplied in.
+
+    Dimension i < rotary_dim / 2 turns together with i + rotary_dim / 2 ("rotate half", as Hugging Face checkpoints
+    lie); those from rotary_dim on stay as they are.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norms of each query's and each key's head before they turn (Qwen3, Gemma 3)."""
+
+    query: torch.Tensor
+    """[head_dim], float32, any 1 + weight already added; so is `key`."""
+    key: torch.Tensor
+    eps: float
+
+
+class Weight(Protocol):
+    """A linear layer's weights as a backend wants them; `tensors` is what a cache file keeps of them."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+class Ops(Protocol):
+    """One backend. Not thread-safe: an engine has one thread."""
+
+    @property
+    def name(self) -> str:
+        """Of the arithmetic, for the numerics class: equal names promise equal bits."""
+        ...
+
+    @property
+    def kv_order(self) -> str:
+        """Of a block's bytes, for the KV layout."""
+        ...
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
+        """Lay out `weight` [out_features, in_features], float32 or bfloat16, which stays what it is in memory."""
+        ...
+
+    def unpack(self, weight: Weight) -> torch.Tensor:
+        """Return what `pack` was given, bit for bit."""
+        ...
+
+    def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
+        """Return the weight whose `tensors` a cache file kept; they are not copied."""
+        ...
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
+        """Return those rows of what `pack` was given, [num_indices, in_features], widened to float32.
+
+        The embeddings of a model whose head shares them: then they are in memory once. `indices` [num_indices], int64.
+        """
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return x W^T + bias, [num_tokens, out_features], float32 arithmetic whatever the weights are stored in."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight; `weight` [features], float32, any 1 + already added."""
+        ...
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first.
+
+        With "silu" this is what others call `silu_mul`.
+        """
+        ...
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
+        """Prepare what every layer of a step needs."""
+        ...
+
+    def rope_and_kv_write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        rotary: Rotary | None,
+        norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """Norm and turn queries and keys, store keys and values in their slots, and return the queries.
+
+        `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values; it is overwritten. The
+        queries, [num_tokens, num_heads * head_dim], may be a view of it. Without `rotary` nothing turns.
+        """
+        ...
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
+        """Store `key` and `value`, [num_tokens, num_kv_heads, head_dim], any strides, in their slots."""
+        ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
+
+        A window counts the token itself; `softcap` squashes scores to softcap * tanh(score / softcap) first (Gemma 2).
+        """
+        ...

@@ -1,0 +1,92 @@
+// What is written into KV blocks: keys and values of the step's tokens, each in its slot.
+//
+//     block of one layer   K [num_kv_heads][head_dim][block_size], then V [num_kv_heads][block_size][head_dim]
+//
+// With K turned inside its block, the scores of sixteen tokens are one vector that grows over the head's dimensions.
+#pragma once
+#include <algorithm>
+
+#include "elementwise.hpp"
+#include "threads.hpp"
+
+namespace tandem {
+
+struct Cache {
+  float* pool;
+  int64_t block_stride, layer_offset, num_kv_heads, head_dim, block_size;
+
+  float* keys(int64_t block, int64_t head) const {
+    return pool + block * block_stride + layer_offset + head * head_dim * block_size;
+  }
+  float* values(int64_t block, int64_t head) const { return keys(block, num_kv_heads + head); }
+
+  void write(int64_t slot, int64_t head, const float* key, const float* value) const {
+    const int64_t block = slot / block_size, token = slot % block_size;
+    float* to = keys(block, head) + token;
+    for (int64_t d = 0; d < head_dim; d++) to[d * block_size] = key[d];
+    memcpy(values(block, head) + token * head_dim, value, head_dim * sizeof(float));
+  }
+};
+
+constexpr int kTokensPerPiece = 16;  // neighbours share cache lines of a block's keys
+
+template <class Body>
+static void by_tokens(int64_t num_tokens, Body&& body) {
+  in_parallel((int)((num_tokens + kTokensPerPiece - 1) / kTokensPerPiece), [&](int piece) {
+    const int64_t first = (int64_t)piece * kTokensPerPiece;
+    for (int64_t token = first; token < std::min(num_tokens, first + kTokensPerPiece); token++) body(token);
+  });
+}
+
+// Any strides between tokens and heads; a head's numbers lie side by side.
+static void kv_write(const float* key, int64_t key_token_stride, int64_t key_head_stride, const float* value,
+                     int64_t value_token_stride, int64_t value_head_stride, int64_t num_tokens, const int64_t* slots,
+                     const Cache& cache) {
+  by_tokens(num_tokens, [&](int64_t token) {
+    for (int64_t head = 0; head < cache.num_kv_heads; head++)
+      cache.write(slots[token], head, key + token * key_token_stride + head * key_head_stride,
+                  value + token * value_token_stride + head * value_head_stride);
+  });
+}
+
+struct Turning {
+  const float* cosines;  // [num_positions][half]; half is 0 where nothing turns
+  const float* sines;
+  int64_t half;
+  const float* query_norm;  // [head_dim], or null
+  const float* key_norm;
+  float epsilon;
+
+  void turn(float* head, int64_t position) const {
+    const float* __restrict cosine = cosines + position * half;
+    const float* __restrict sine = sines + position * half;
+    float* __restrict low = head;
+    float* __restrict high = head + half;
+    for (int64_t i = 0; i < half; i++) {
+      const float a = low[i], b = high[i];
+      low[i] = a * cosine[i] - b * sine[i];
+      high[i] = b * cosine[i] + a * sine[i];
+    }
+  }
+};
+
+// Norms and turns queries and keys of qkv [rows][(num_heads + 2 num_kv_heads) * head_dim] in place, the first
+// 2 * half dimensions of each head (GPT-NeoX's halves), and writes keys and values where `slots` says.
+static void rope_and_kv_write(float* qkv, int64_t stride, int64_t num_tokens, int64_t num_heads, const Turning& turning,
+                              const int64_t* positions, const int64_t* slots, const Cache& cache) {
+  const int64_t dim = cache.head_dim, num_keys = cache.num_kv_heads;
+  by_tokens(num_tokens, [&](int64_t token) {
+    float* row = qkv + token * stride;
+    for (int64_t head = 0; head < num_heads + num_keys; head++) {
+      float* x = row + head * dim;
+      const float* norm = head < num_heads ? turning.query_norm : turning.key_norm;
+      if (norm) rms_norm_row(x, dim, norm, turning.epsilon, x);
+      turning.turn(x, positions[token]);
+    }
+    const float* key = row + num_heads * dim;
+    for (int64_t head = 0; head < num_keys; head++)
+      cache.write(slots[token], head, key + head * dim, key + (num_keys + head) * dim);
+  });
+}
+
+}  // namespace tandem

@@ -1,0 +1,109 @@
+// What the Python side calls: plain C, no torch. Strides and sizes count elements; rows' numbers lie side by side.
+#include <sys/mman.h>
+
+#include "attention.hpp"
+#include "cache.hpp"
+#include "elementwise.hpp"
+#include "linear.hpp"
+#include "packing.hpp"
+#include "threads.hpp"
+
+using namespace tandem;
+
+static pid_t owner = getpid();
+
+struct Weights {
+  const void* packed;
+  const float* bias;
+  int64_t inputs, outputs, is_half;
+};
+
+struct Step {
+  const int64_t* positions;
+  const int64_t* slots;
+  int64_t num_tokens;
+  const Run* runs;
+  int64_t num_runs;
+  const int64_t* tables;
+};
+
+extern "C" {
+
+// Does a * b + c round once? Machines that agree here give the same bits.
+int tandem_has_fma() {
+#if defined(__FMA__) || defined(__aarch64__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int tandem_lanes() { return kLanes; }
+
+void tandem_set_num_threads(int num_threads, const int* cpus, int num_cpus) {
+  if (owner != getpid()) threads().release();  // forked: its helpers live elsewhere
+  owner = getpid();
+  threads().reset(new ThreadPool(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
+}
+
+void tandem_prefer_huge_pages(void* from, int64_t num_bytes) {
+  const uintptr_t page = 2 << 20, begin = ((uintptr_t)from + page - 1) & ~(page - 1);
+  const uintptr_t end = ((uintptr_t)from + num_bytes) & ~(page - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+}
+
+void tandem_pack_f32(const uint32_t* weight, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {
+  pack(weight, stride, outputs, inputs, packed);
+}
+void tandem_pack_bf16(const uint16_t* weight, int64_t stride, int64_t outputs, int64_t inputs, uint16_t* packed) {
+  pack(weight, stride, outputs, inputs, packed);
+}
+void tandem_unpack_f32(const uint32_t* packed, int64_t outputs, int64_t inputs, uint32_t* weight) {
+  unpack(packed, outputs, inputs, weight);
+}
+void tandem_unpack_bf16(const uint16_t* packed, int64_t outputs, int64_t inputs, uint16_t* weight) {
+  unpack(packed, outputs, inputs, weight);
+}
+void tandem_embed_f32(const int64_t* ids, int64_t rows, const float* packed, int64_t inputs, float* y) {
+  embed(ids, rows, packed, inputs, y);
+}
+void tandem_embed_bf16(const int64_t* ids, int64_t rows, const uint16_t* packed, int64_t inputs, float* y) {
+  embed(ids, rows, packed, inputs, y);
+}
+
+void tandem_linear(const float* x, int64_t x_stride, int64_t rows, const Weights* weights, float* y) {
+  const auto [packed, bias, inputs, outputs, is_half] = *weights;
+  if (is_half)
+    Linear<uint16_t>{x, x_stride, rows, inputs, static_cast<const uint16_t*>(packed), outputs, bias, y, outputs}.run();
+  else
+    Linear<float>{x, x_stride, rows, inputs, static_cast<const float*>(packed), outputs, bias, y, outputs}.run();
+}
+
+void tandem_rms_norm(const float* x, int64_t x_stride, int64_t rows, int64_t size, const float* weight, float epsilon,
+                     float* y) {
+  rms_norm(x, x_stride, rows, size, weight, epsilon, y, size);
+}
+void tandem_silu_gated(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y) {
+  gated<silu>(x, x_stride, rows, size, y, size);
+}
+void tandem_gelu_tanh_gated(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y) {
+  gated<gelu_tanh>(x, x_stride, rows, size, y, size);
+}
+
+void tandem_rope_and_kv_write(float* qkv, int64_t stride, int64_t heads, const Turning* turning, const Step* step,
+                              const Cache* cache) {
+  rope_and_kv_write(qkv, stride, step->num_tokens, heads, *turning, step->positions, step->slots, *cache);
+}
+void tandem_kv_write(const float* key, int64_t key_token_stride, int64_t key_head_stride, const float* value,
+                     int64_t value_token_stride, int64_t value_head_stride, const Step* step, const Cache* cache) {
+  kv_write(key, key_token_stride, key_head_stride, value, value_token_stride, value_head_stride, step->num_tokens,
+           step->slots, *cache);
+}
+void tandem_paged_attention(const float* query, int64_t query_stride, float* out, int64_t heads, const Step* step,
+                            const Cache* cache, int64_t window, float scale, float softcap) {
+  Attention{query,         query_stride,   out,          heads * cache->head_dim, heads, *cache,
+            step->runs,    step->num_runs, step->tables, window,                  scale, softcap}
+      .run();
+}
+
+}  // extern "C"

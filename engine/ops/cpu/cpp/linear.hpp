@@ -1,0 +1,188 @@
+// y = x W^T over weights packed once.
+//
+//     packed   [num_tiles][in][32]: the weights of 32 outputs lie side by side, tile after tile; fp32 or bf16
+//     rows     in groups of at most 14, turned to [in][rows]: 28 sums and what feeds them fill 32 registers
+//
+// Every sum starts at the bias and runs over the inputs from first to last, whatever else is in the batch: a row's
+// result depends on the row alone. bf16 weights are widened in registers, so they give the bits that fp32 weights of
+// the same values give.
+#pragma once
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "threads.hpp"
+#include "vectors.hpp"
+
+namespace tandem {
+
+constexpr int kTile = 32;                                 // outputs
+constexpr int kHalf = kTile / 2;
+constexpr int kGroup = kRegisters == 32 ? 14 : 6;         // rows
+constexpr int kRowsAtOnce = kRegisters == 32 ? 112 : 96;  // their inputs stay in L2 beside a tile
+constexpr int kInputsAtOnce = 768;                        // of several groups
+constexpr int kAhead = 192;                               // inputs, when a tile is read for the first time
+
+// What to bring nearer meanwhile: `step` bytes further with each input.
+struct Prefetch {
+  const char* at;
+  int64_t step;
+};
+
+// Where output `o` of a tile lies among the 32 weights of one input. Those of bf16 take turns, output i with output
+// 16 + i, so that a shift and a mask widen both.
+template <class Weight>
+static inline int position_in_tile(int o) {
+  return sizeof(Weight) == sizeof(float) ? o : o % kHalf * 2 + o / kHalf;
+}
+
+// The weights of outputs [at, at + lanes) and [16 + at, 16 + at + lanes).
+static inline void load_pair(const float* weights, int at, Vec pair[2]) {
+  pair[0] = load(weights + at);
+  pair[1] = load(weights + kHalf + at);
+}
+static inline void load_pair(const uint16_t* weights, int at, Vec pair[2]) {  // a bf16 is the upper half of an fp32
+  const BitsVec both = *reinterpret_cast<const UnalignedBitsVec*>(weights + 2 * at);
+  pair[0] = (Vec)(both << 16);
+  pair[1] = (Vec)(both & 0xffff0000u);
+}
+
+template <int rows, class Weight>
+static void tile_times_rows(const float* x, const Weight* weight, int64_t num_inputs, const float* start,
+                            int64_t start_stride, float* y, int64_t y_stride, Prefetch ahead) {
+  // One or two rows wait for memory alone, and want it in L1; more rows' inputs are there (measured: 10 to 30 %).
+  constexpr int kNear = rows <= 2 ? 3 : 2;
+  for (int column = 0; column < kHalf; column += kLanes) {
+    Vec sum[rows][2];
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < 2; v++) sum[r][v] = load(start + r * start_stride + v * kHalf + column);
+    const float* input = x;
+    const Weight* weights = weight;
+    const char* at = ahead.at;
+    for (int64_t i = 0; i < num_inputs; i++, input += rows, weights += kTile, at += ahead.step) {
+      Vec pair[2];
+      load_pair(weights, column, pair);
+      __builtin_prefetch(at, 0, kNear);
+      if (sizeof(Weight) == sizeof(float)) __builtin_prefetch(at + 64, 0, kNear);
+#pragma GCC unroll 14
+      for (int r = 0; r < rows; r++) {
+        const Vec one = splat(input[r]);
+        sum[r][0] = multiply_add(one, pair[0], sum[r][0]);
+        sum[r][1] = multiply_add(one, pair[1], sum[r][1]);
+      }
+    }
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < 2; v++) store(y + r * y_stride + v * kHalf + column, sum[r][v]);
+  }
+}
+
+template <class Weight>
+using TileTimesRows = void (*)(const float*, const Weight*, int64_t, const float*, int64_t, float*, int64_t, Prefetch);
+
+template <class Weight, int... n>
+static inline TileTimesRows<Weight> tile_times(int rows, std::integer_sequence<int, n...>) {
+  static constexpr TileTimesRows<Weight> by_rows[] = {tile_times_rows<n + 1, Weight>...};
+  return by_rows[rows - 1];
+}
+
+// Rows shared out evenly: 16 are 8 and 8, not 14 and 2.
+struct Groups {
+  explicit Groups(int64_t num_rows)
+      : count((int)((num_rows + kGroup - 1) / kGroup)), base((int)num_rows / count), extra((int)num_rows % count) {}
+  int first(int group) const { return group * base + std::min(group, extra); }
+  int rows(int group) const { return base + (group < extra); }
+  const int count, base, extra;
+};
+
+template <class Weight>
+struct Linear {
+  const float* x;
+  int64_t x_stride, num_rows, num_inputs;
+  const Weight* packed;
+  int64_t num_outputs;
+  const float* bias;  // [num_tiles * 32]
+  float* y;
+  int64_t y_stride;
+
+  void run() const {
+    static std::vector<float> space;
+    for (int64_t row = 0; row < num_rows; row += kRowsAtOnce) {
+      const int64_t rows = std::min<int64_t>(num_rows - row, kRowsAtOnce);
+      const Groups groups(rows);
+      const float* turned = x + row * x_stride;
+      if (rows > 1) {
+        if ((int64_t)space.size() < rows * num_inputs) space.resize(rows * num_inputs);
+        turn(groups, row, space.data());
+        turned = space.data();
+      }
+      multiply(groups, row, turned);
+    }
+  }
+
+ private:
+  void turn(const Groups& groups, int64_t row, float* turned) const {
+    in_parallel_rows(groups.count, kGroup * num_inputs, [&](int64_t begin, int64_t end) {
+      for (int group = (int)begin; group < end; group++) {
+        const int first = groups.first(group), rows = groups.rows(group);
+        const float* from = x + (row + first) * x_stride;
+        float* to = turned + first * num_inputs;
+        for (int64_t i = 0; i < num_inputs; i++)
+          for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * x_stride + i];
+      }
+    });
+  }
+
+  // A few tiles are a piece: many enough that threads end together, few enough that pieces are not the work.
+  void multiply(const Groups& groups, int64_t row, const float* turned) const {
+    const int num_tiles = (int)((num_outputs + kTile - 1) / kTile);
+    const int tiles = std::clamp(num_tiles / (8 * threads()->num_threads()), 1, 8);
+    const int num_parts = groups.count > 1 ? (int)((num_inputs + kInputsAtOnce - 1) / kInputsAtOnce) : 1;
+    const int64_t part = (num_inputs + num_parts - 1) / num_parts;
+    in_parallel((num_tiles + tiles - 1) / tiles, [&](int piece) {
+      const int begin = piece * tiles, end = std::min(begin + tiles, num_tiles);
+      for (int64_t input = 0; input < num_inputs; input += part)
+        for (int tile = begin; tile < end; tile++)
+          for (int group = 0; group < groups.count; group++) {
+            const int64_t num = std::min(part, num_inputs - input);
+            const Prefetch ahead = what_next(groups, group, tile, input, num, tile == begin, tile + 1 == end);
+            const float* from = turned + groups.first(group) * num_inputs + input * groups.rows(group);
+            tile_and_rows(from, tile, input, num, row + groups.first(group), groups.rows(group), ahead);
+          }
+    });
+  }
+
+  const Weight* weights_of(int tile, int64_t input) const {
+    return packed + ((int64_t)tile * num_inputs + input) * kTile;
+  }
+
+  void tile_and_rows(const float* from, int tile, int64_t input, int64_t num, int64_t row, int rows,
+                     Prefetch ahead) const {
+    const auto times = tile_times<Weight>(rows, std::make_integer_sequence<int, kGroup>{});
+    float* to = y + row * y_stride + (int64_t)tile * kTile;
+    const float* start = input ? to : bias + (int64_t)tile * kTile;
+    const int64_t start_stride = input ? y_stride : 0;
+    const int64_t columns = std::min<int64_t>(kTile, num_outputs - (int64_t)tile * kTile);
+    if (columns == kTile) {
+      times(from, weights_of(tile, input), num, start, start_stride, to, y_stride, ahead);
+      return;
+    }
+    float whole[kGroup][kTile] = {};  // the last outputs, when they do not fill a tile
+    for (int r = 0; r < rows; r++) memcpy(whole[r], start + r * start_stride, columns * sizeof(float));
+    times(from, weights_of(tile, input), num, whole[0], kTile, whole[0], kTile, ahead);
+    for (int r = 0; r < rows; r++) memcpy(to + r * y_stride, whole[r], columns * sizeof(float));
+  }
+
+  // The first group to meet a tile reads it from memory, somewhat ahead of itself; then, group by group, the next tile
+  // comes nearer while this one is multiplied from L2.
+  Prefetch what_next(const Groups& groups, int group, int tile, int64_t input, int64_t num, bool is_first,
+                     bool is_last) const {
+    constexpr int64_t kBytes = kTile * sizeof(Weight);
+    const char* here = reinterpret_cast<const char*>(weights_of(tile, input));
+    if (groups.count == 1 || (group == 0 && is_first)) return {here + kAhead * kBytes, kBytes};
+    if (is_last) return {here, 0};
+    const int64_t step = kBytes / groups.count;
+    return {here + num_inputs * kBytes + group * num * step, step};
+  }
+};
+
+}  // namespace tandem

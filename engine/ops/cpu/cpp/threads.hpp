@@ -1,0 +1,169 @@
+// How is one op shared among cores? A few threads that live as long as the process, and a counter of pieces.
+//
+// Which thread does which piece is left open; no result depends on it. The caller works too and waits for pieces, never
+// for threads: a helper that another process keeps from its core delays nothing but the piece in its hands. After a
+// fork the helpers are gone and the caller does it all.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <linux/futex.h>
+#include <memory>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <type_traits>
+#include <unistd.h>
+#include <vector>
+
+namespace tandem {
+
+static inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+static inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+static inline void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits for a word to change: spins for some microseconds, for the next op is usually near, then sleeps. Spins that
+// came to nothing make the next ones shorter, down to 4 us: a process that shares its cores must not burn them.
+class Patience {
+ public:
+  template <class Condition>
+  bool spin_until(Condition&& is_met) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_);
+    do {
+      for (int i = 0; i < 32; i++) {
+        if (is_met()) {
+          spin_us_ = std::min(2 * spin_us_, 64);
+          return true;
+        }
+        pause_briefly();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    spin_us_ = std::max(spin_us_ / 2, 4);
+    return false;
+  }
+
+ private:
+  int spin_us_ = 64;
+};
+
+class ThreadPool {
+ public:
+  using Piece = void (*)(void* context, int index);
+
+  // `cpus` may be empty; else helper i stays on cpus[i], and cpus[0] is left to the caller.
+  ThreadPool(int num_threads, const std::vector<int>& cpus) {
+    for (int i = 1; i < num_threads; i++) {
+      helpers_.emplace_back([this] { help(); });
+      if (cpus.empty()) continue;
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(cpus[i], &set);
+      pthread_setaffinity_np(helpers_.back().native_handle(), sizeof set, &set);
+    }
+  }
+
+  ~ThreadPool() {
+    is_ending_.store(true);
+    round_.fetch_add(1);
+    wake_all(round_);
+    for (auto& helper : helpers_) helper.join();
+  }
+
+  int num_threads() const { return (int)helpers_.size() + 1; }
+
+  void run(int num_pieces, Piece piece, void* context) {
+    if (helpers_.empty() || num_pieces <= 1) {
+      for (int i = 0; i < num_pieces; i++) piece(context, i);
+      return;
+    }
+    piece_ = piece;
+    context_ = context;
+    num_done_.store(0, std::memory_order_relaxed);
+    ticket_.store((uint64_t)num_pieces << 32, std::memory_order_release);
+    round_.fetch_add(1, std::memory_order_seq_cst);
+    if (num_asleep_.load(std::memory_order_seq_cst)) wake_all(round_);
+    work();
+    const uint32_t all = num_pieces;
+    auto is_done = [&] { return num_done_.load(std::memory_order_acquire) == all; };
+    if (is_done() || patience_.spin_until(is_done)) return;
+    is_caller_asleep_.store(true, std::memory_order_seq_cst);
+    for (uint32_t done; (done = num_done_.load(std::memory_order_seq_cst)) != all;) sleep_while(num_done_, done);
+    is_caller_asleep_.store(false, std::memory_order_relaxed);
+  }
+
+ private:
+  // A ticket is {pieces in all, the next one}. Whoever draws one below the number holds up the round until it is done,
+  // so what it reads of `piece_` and `context_` is of that round.
+  void work() {
+    for (;;) {
+      const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
+      const uint32_t index = (uint32_t)ticket, num_pieces = ticket >> 32;
+      if (index >= num_pieces) return;
+      piece_(context_, (int)index);
+      const uint32_t done = num_done_.fetch_add(1, std::memory_order_seq_cst) + 1;
+      if (done == num_pieces && is_caller_asleep_.load(std::memory_order_seq_cst)) wake_all(num_done_);
+    }
+  }
+
+  void help() {
+    Patience patience;
+    for (uint32_t seen = 0; !is_ending_.load(std::memory_order_acquire);) {
+      auto is_new = [&] { return round_.load(std::memory_order_acquire) != seen; };
+      if (!patience.spin_until(is_new)) {
+        num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+        sleep_while(round_, seen);
+        num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
+      }
+      seen = round_.load(std::memory_order_acquire);
+      work();
+    }
+  }
+
+  std::vector<std::thread> helpers_;
+  Patience patience_;
+  Piece piece_ = nullptr;
+  void* context_ = nullptr;
+  std::atomic<bool> is_ending_{false};
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<uint32_t> round_{0};
+  alignas(64) std::atomic<uint32_t> num_done_{0};
+  std::atomic<bool> is_caller_asleep_{false};
+  alignas(64) std::atomic<uint32_t> num_asleep_{0};
+};
+
+// Never destroyed at exit: a helper may be in it still.
+inline std::unique_ptr<ThreadPool>& threads() {
+  static auto* pool = new std::unique_ptr<ThreadPool>(new ThreadPool(1, {}));
+  return *pool;
+}
+
+// Calls body(0) ... body(num_pieces - 1), each on whichever thread is free.
+template <class Body>
+static void in_parallel(int num_pieces, Body&& body) {
+  using Plain = std::remove_reference_t<Body>;
+  threads()->run(num_pieces, [](void* context, int i) { (*static_cast<Plain*>(context))(i); }, (void*)&body);
+}
+
+// Calls body(first, end) over [0, num_rows), in pieces that are worth a thread's while.
+template <class Body>
+static void in_parallel_rows(int64_t num_rows, int64_t floats_per_row, Body&& body) {
+  constexpr int64_t kWorthwhile = 16384;  // floats
+  const int64_t rows = std::max<int64_t>(1, kWorthwhile / std::max<int64_t>(1, floats_per_row));
+  in_parallel((int)((num_rows + rows - 1) / rows),
+              [&](int piece) { body(piece * rows, std::min(num_rows, (piece + 1) * rows)); });
+}
+
+}  // namespace tandem

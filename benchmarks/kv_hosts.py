@@ -20,6 +20,7 @@ from engine.execution.block_checksums import BlockChecksums
 from engine.execution.kv_cache import KVGeometry, PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import ExtentRef, MapRegion
+from engine.ops.torch_ops import TorchOps
 from runtime.identity import new_incarnation
 from runtime.kv.client import KvClient
 from runtime.kv.layout import layout_digest
@@ -231,6 +232,13 @@ def engine_pool(num_bytes: int) -> PagedKVCache:
     return PagedKVCache(geometry, num_bytes // BLOCK_BYTES, torch.device("cpu"))
 
 
+class _NoModel:
+    """For runners that only move blocks."""
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise AssertionError("nothing is computed here")
+
+
 class EngineReader:
     """A decode worker: watches at its host's service; slabs are copied by the engine's own code into its own pool."""
 
@@ -238,8 +246,8 @@ class EngineReader:
         self.host = host
         self._cache = engine_pool(largest_bytes)
         self.pool = self._cache.region.bytes_at(0, largest_bytes).data
-        self._plain = ModelRunner(None, self._cache)
-        self._verifying = ModelRunner(None, self._cache, BlockChecksums(self._cache))
+        self._plain = ModelRunner(_NoModel(), TorchOps(), self._cache)
+        self._verifying = ModelRunner(_NoModel(), TorchOps(), self._cache, BlockChecksums(self._cache))
 
     async def map(self, region_id: str) -> None:
         """Once per region, as a worker does when it first hears of one."""

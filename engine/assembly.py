@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.core import EngineCore
+from engine.execution.crew import use_threads
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.execution.pool_size import choose_num_blocks
@@ -32,12 +33,14 @@ class AssembledEngine:
 
 def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     """Build the engine; raises ModelUnusable, which says what to do instead."""
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads)
+    use_threads(num_threads)
     loaded = load_model(config, report)
     num_blocks = choose_num_blocks(config, loaded.geometry, loaded.info.context_length, loaded.device)
     report(f"making room for {num_blocks * config.block_size:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
-    runner = ModelRunner(loaded.model, cache, _checksums(cache) if config.verify_kv else None)
+    runner = ModelRunner(loaded.model, loaded.ops, cache, _checksums(cache) if config.verify_kv else None)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     return AssembledEngine(core, _ready(config, loaded, cache), cache.region.fd)
 
@@ -57,6 +60,8 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
+        itl_target_ms=config.itl_target_ms,
+        window=loaded.window,
     )
 
 

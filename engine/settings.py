@@ -7,6 +7,8 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+Route = Literal["auto", "lean", "transformers"]
+Kernels = Literal["auto", "cpp", "torch"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class EngineConfig:
     """auto: CUDA where there is one, else the CPU."""
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's on CUDA, float32 on a CPU."""
+    route: Route = "auto"
+    """auto: our own code for the families it knows, on a CPU; else transformers'."""
+    kernels: Kernels = "auto"
+    """auto: C++ on a CPU where there is a compiler, else torch."""
     max_model_len: int | None = None
     """Longest context in tokens; None: what the checkpoint was made for."""
     block_size: int = 16
@@ -36,6 +42,8 @@ class EngineConfig:
     """Most that a pool sized by free memory may take; None: on a CPU 2 GiB."""
     max_num_batched_tokens: int = 512
     """Token budget of one step; a step of decodes waits for the prompt chunk beside them."""
+    itl_target_ms: float = 0.0
+    """Prompt chunks are cut so that a step with answers in it takes no longer, if the chunk can help it; 0: not cut."""
     max_num_seqs: int = 64
     """Requests in one step."""
     max_num_waiting: int = 256
@@ -59,6 +67,8 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "kv_memory_limit_bytes", "num_threads"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
+        if not self.itl_target_ms >= 0:
+            raise ValueError(f"itl_target_ms is {self.itl_target_ms}, must be at least 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs, "

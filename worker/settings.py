@@ -25,12 +25,21 @@ class WorkerSettings:
     worker_id: str = setting("", "stable name of this worker; made from role, host and process id if empty")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "numbers the model computes in")
+    route: Literal["auto", "lean", "transformers"] = setting(
+        "auto", "whose code runs the model: Tandem's own where it knows the family, or transformers'"
+    )
+    kernels: Literal["auto", "cpp", "torch"] = setting(
+        "auto", "what computes on a CPU: C++ compiled on this machine, or plain torch, which is several times slower"
+    )
     max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens; the model's own if unset")
     block_size: int = setting(16, "tokens per KV block", shared=True)
     num_kv_blocks: int | None = setting(None, "KV blocks in the pool; sized from memory if unset")
     kv_memory_bytes: int | None = setting(None, "bytes of the KV pool; sized from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "most that a pool sized from free memory may take, in bytes")
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
+    itl_target_ms: float = setting(
+        0.0, "longest gap between two tokens that prompt chunks beside them may cause, in milliseconds; 0: no limit"
+    )
     max_num_seqs: int = setting(64, "requests that run at once")
     max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")

@@ -15,11 +15,21 @@ _SMALLEST_SHARE_BYTES = 1 << 20
 """Below this a thread costs more to wake than it saves."""
 
 _crews: dict[int, ThreadPoolExecutor] = {}
+_num_threads = 0
+"""0: as many as torch has."""
+
+
+def use_threads(num_threads: int) -> None:
+    """Share work among so many threads from now on: torch's own may have been told to rest."""
+    global _num_threads
+    _num_threads = num_threads
 
 
 def share(work: Callable[[int, int], None], num_items: int, item_bytes: int) -> None:
-    """Call `work(start, end)` for ranges that make up `num_items`, one per thread that torch may use."""
-    num_shares = max(1, min(torch.get_num_threads(), num_items, num_items * item_bytes // _SMALLEST_SHARE_BYTES))
+    """Call `work(start, end)` for ranges that make up `num_items`, one per thread (`use_threads`)."""
+    num_shares = max(
+        1, min(_num_threads or torch.get_num_threads(), num_items, num_items * item_bytes // _SMALLEST_SHARE_BYTES)
+    )
     bounds = [num_items * index // num_shares for index in range(num_shares + 1)]
     if num_shares == 1:
         work(0, num_items)

@@ -3,7 +3,7 @@
 All runs of a step lie one after the other in one flat token dimension; a run's row is its last token.
 
     token_ids      run 0: t0 t1 t2 | run 1: t9 | run 2: t0 t1 ...
-    position_ids            0  1  2 |         9 |          0  1
+    positions               0  1  2 |         9 |          0  1
     slots          block * block_size + offset of each
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.execution.attention import AttentionRun
+from engine.ops.base import Ops, Run, Step
 from engine.scheduling.batch import ScheduledRun
 
 
@@ -24,33 +24,32 @@ class InputBatch:
     """Tensors of one step, on the model's device."""
 
     token_ids: torch.Tensor
-    """[1, num_tokens], int64; so are the positions."""
-    position_ids: torch.Tensor
-    slots: torch.Tensor
     """[num_tokens], int64."""
     sample_rows: torch.Tensor
     """[num_sampled], int64: indices into the token dimension, one per run that samples, in the runs' order."""
-    attention_runs: list[AttentionRun]
+    step: Step
 
 
-def build_input_batch(runs: Sequence[ScheduledRun], block_size: int, device: torch.device) -> InputBatch:
+def build_input_batch(runs: Sequence[ScheduledRun], block_size: int, device: torch.device, ops: Ops) -> InputBatch:
     """Lay out the runs' tokens; every block they write to must be in their block tables."""
     token_ids: list[int] = []
-    positions, slots, sample_rows, attention_runs = [], [], [], []
+    positions, slots, sample_rows, placed = [], [], [], []
     for run in runs:
         start, end = run.first_position, run.first_position + run.num_tokens
         blocks = np.array(run.request.block_table[: -(-end // block_size)], np.int64)
         run_positions = np.arange(start, end)
-        attention_runs.append(AttentionRun(len(token_ids), start, end, torch.from_numpy(blocks).to(device)))
+        placed.append(Run(len(token_ids), start, run.num_tokens, torch.from_numpy(blocks).to(device)))
         token_ids += run.request.token_ids[start:end]
         positions.append(run_positions)
         slots.append(blocks[run_positions // block_size] * block_size + run_positions % block_size)
         if run.samples:
             sample_rows.append(len(token_ids) - 1)
     return InputBatch(
-        token_ids=torch.tensor(token_ids, device=device).unsqueeze(0),
-        position_ids=torch.from_numpy(np.concatenate(positions)).to(device).unsqueeze(0),
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        token_ids=torch.tensor(token_ids, device=device),
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
-        attention_runs=attention_runs,
+        step=ops.step(
+            torch.from_numpy(np.concatenate(positions)).to(device),
+            torch.from_numpy(np.concatenate(slots)).to(device),
+            placed,
+        ),
     )

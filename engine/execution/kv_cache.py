@@ -1,8 +1,9 @@
 """Where do the keys and values of computed tokens lie?
 
-The pool is block-major: one block, all its layers, is one run of bytes, so that moving a block is one copy.
+The pool is block-major: one block, all its layers, is one run of bytes, so that moving a block is one copy. What lies
+where in a block is the op layer's business (`engine.ops.base`), and its name part of the layout.
 
-    pool    [num_blocks, num_layers, 2 (key, value), num_kv_heads, block_size, head_dim]
+    pool    [num_blocks, num_layers, 2 (keys, values), num_kv_heads * block_size * head_dim]
     region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
 
 On a CPU the region is the pool. On CUDA the pool is the device's and the region a copy of it that `stage` keeps up.
@@ -16,13 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from engine.execution.crew import share
 from engine.execution.regions import OwnedRegion
 from engine.messages import LayoutInfo
+from engine.ops.base import KVPool
 
-BLOCK_ORDER = "layer,kv,head,token,dim"
 _PAGE_BYTES = 4096
 _GENERATION_BYTES = 8
 
@@ -36,14 +36,13 @@ class KVGeometry:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+    order: str = "layer,(key:head,dim,token|value:head,token,dim)"
+    """`Ops.kv_order` of the op layer that writes it."""
 
     @property
     def bytes_per_block(self) -> int:
-        return math.prod(self.block_shape) * self.dtype.itemsize
+        numbers = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return math.prod(numbers) * self.dtype.itemsize
 
     def layout(self) -> LayoutInfo:
         """Return the geometry as it is told to other processes."""
@@ -54,7 +53,7 @@ class KVGeometry:
             k_head_size=self.head_dim,
             v_head_size=self.head_dim,
             dtype=dtype_name(self.dtype),
-            order=BLOCK_ORDER,
+            order=self.order,
             bytes_per_block=self.bytes_per_block,
         )
 
@@ -84,33 +83,12 @@ class PagedKVCache:
         self._staged = shared if is_staged else None
         self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
         self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
-        pool = self._rows.view(-1).view(geometry.dtype).view(num_blocks, *geometry.block_shape)
-        self._keys = [pool[:, layer, 0] for layer in range(geometry.num_layers)]  # [num_blocks, heads, tokens, dim]
-        self._values = [pool[:, layer, 1] for layer in range(geometry.num_layers)]
-        self._head_rows = pool.view(-1, geometry.block_size * geometry.head_dim)  # (block, layer, kv, head) by row
-        self._key_and_value_heads = torch.arange(2 * geometry.num_kv_heads, device=device).unsqueeze(1)
+        rows = self._rows.view(-1).view(geometry.dtype).view(num_blocks, -1)
+        self.pool = KVPool(rows, geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.block_size)
 
     @property
     def device(self) -> torch.device:
         return self._rows.device
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store `key` and `value`, [num_tokens, num_kv_heads, head_dim], at `slots` [num_tokens], int64."""
-        blocks, offsets = slots // self.geometry.block_size, slots % self.geometry.block_size
-        self._keys[layer][blocks, :, offsets] = key
-        self._values[layer][blocks, :, offsets] = value
-
-    def gather(self, layer: int, blocks: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, [num_kv_heads, end - start, head_dim], of a request whose block table is `blocks`."""
-        block_size = self.geometry.block_size
-        first, last = start // block_size, -(-end // block_size)
-        needed = blocks[first:last]
-        window = slice(start - first * block_size, end - first * block_size)
-        rows = (needed * self.geometry.num_layers + layer) * len(self._key_and_value_heads) + self._key_and_value_heads
-        # An embedding look-up copies rows twice as fast as indexing the pool's dimensions does.
-        content = functional.embedding(rows, self._head_rows)  # [2 * heads, blocks, tokens * dim]
-        keys, values = content.view(2, self.geometry.num_kv_heads, -1, self.geometry.head_dim)
-        return keys[:, window], values[:, window]
 
     def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite whole blocks, `first` and those behind it, with as many bytes; `content` may be read-only."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from engine.core import RegionError
-from engine.execution.attention import STEP_KEYWORD, AttentionStep
 from engine.execution.input_batch import build_input_batch
 from engine.execution.kv_cache import PagedKVCache
+from engine.execution.model import Model
 from engine.execution.regions import MappedRegions
 from engine.execution.sampler import Draw, sample
 from engine.messages import ExtentRef, MapRegion
+from engine.ops.base import Ops
 from engine.scheduling.batch import ScheduledRun, SchedulerOutput
 from engine.scheduling.request import Sampled
 
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """The `engine.core.Runner` over a transformers model and a paged KV cache; reads requests, writes none."""
+    """The `engine.core.Runner` over a model and a paged KV cache; reads requests, writes none."""
 
-    def __init__(self, model: Any, cache: PagedKVCache, checksums: BlockChecksums | None = None) -> None:
+    def __init__(self, model: Model, ops: Ops, cache: PagedKVCache, checksums: BlockChecksums | None = None) -> None:
         self._model = model
+        self._ops = ops
         self._cache = cache
         self._checksums = checksums
         self._regions = MappedRegions()
@@ -39,21 +41,13 @@ class ModelRunner:
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
     ) -> dict[str, list[Sampled]]:
         """Compute all runs, leave their KV in their blocks, and draw the tokens that follow."""
-        batch = build_input_batch(output.runs, self._cache.geometry.block_size, self._cache.device)
 
-        def when_written(layer: int) -> None:
-            if layer == self._cache.geometry.num_layers - 1:  # the head and the draw that follow are not waited for
-                self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
-                kv_written()
+        def when_written() -> None:
+            self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
+            kv_written()
 
-        step = AttentionStep(self._cache, batch.slots, batch.attention_runs, when_written)
-        logits = self._model(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.sample_rows,
-            **{STEP_KEYWORD: step},
-        ).logits[0]  # [1, num_sampled, vocab_size] -> [num_sampled, vocab_size]
+        batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
+        logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
         return sample(logits, [_draw(run) for run in output.runs if run.samples])
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:

@@ -1,6 +1,6 @@
-"""Does a loaded model really use our attention, and what does one block of its KV hold?
+"""Does a loaded transformers model really use our attention, and what does one block of its KV hold?
 
-Asked by running it: a forward over a few tokens, with a store that remembers shapes instead of a pool.
+Asked by running it: a forward over a few tokens, with ops that remember shapes instead of a pool.
 """
 
 from __future__ import annotations
@@ -8,25 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from engine.execution.attention import STEP_KEYWORD, AttentionRun, AttentionStep, UnsupportedAttention
+from engine.execution.attention import STEP_KEYWORD, AttentionStep, UnsupportedAttention
 from engine.execution.kv_cache import KVGeometry
+from engine.ops.base import KVPool, Step
 
 _NUM_TOKENS = 4
 
 
 @torch.inference_mode()
-def probe_geometry(model: Any, num_layers: int, block_size: int) -> KVGeometry:
-    """Return what a block holds; raises UnsupportedAttention unless every layer attends through us exactly once."""
-    store = _ProbeStore()
-    step = _run(model, store, _NUM_TOKENS)
+def probe_geometry(model: Any, num_layers: int, block_size: int) -> tuple[KVGeometry, list[int | None]]:
+    """Return what a block holds, and each layer's window.
+
+    Raises UnsupportedAttention unless every layer attends through us exactly once.
+    """
+    ops = _ProbeOps()
+    step = _run(model, ops, _NUM_TOKENS)
     if [layer for layer, _ in step.windows_seen] != list(range(num_layers)):
         raise UnsupportedAttention(
             f"{type(model).__name__} attended through Tandem in layers {[layer for layer, _ in step.windows_seen]}, "
             f"where each of {num_layers} should once; its layers are not all plain attention"
         )
     _check_windows(model, step)
-    shapes = {(*key.shape[1:], value.shape[-1]) for key, value in store.written.values()}
+    shapes = {(*key.shape[1:], value.shape[-1]) for key, value in ops.written.values()}
     if len(shapes) > 1:
         raise UnsupportedAttention(f"{type(model).__name__} has layers whose KV differ in shape: {sorted(shapes)}")
     ((num_kv_heads, head_dim, value_dim),) = shapes
@@ -35,20 +40,21 @@ def probe_geometry(model: Any, num_layers: int, block_size: int) -> KVGeometry:
             f"{type(model).__name__} has keys of {head_dim} and values of {value_dim} numbers per head; "
             "only equal sizes are built"
         )
-    return KVGeometry(num_layers, num_kv_heads, head_dim, block_size, store.written[0][0].dtype)
+    geometry = KVGeometry(num_layers, num_kv_heads, head_dim, block_size, ops.written[0][0].dtype)
+    return geometry, [window for _, window in step.windows_seen]
 
 
 @torch.inference_mode()
 def run_largest_step(model: Any, num_tokens: int) -> None:
     """Run a forward as large as a step can be, so that the device's high-water mark of memory is known."""
-    _run(model, _ProbeStore(), num_tokens)
+    _run(model, _ProbeOps(), num_tokens)
 
 
-def _run(model: Any, store: _ProbeStore, num_tokens: int) -> AttentionStep:
+def _run(model: Any, ops: _ProbeOps, num_tokens: int) -> AttentionStep:
     token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=model.device)
     positions = torch.arange(num_tokens, device=model.device)
-    run = AttentionRun(0, 0, num_tokens, positions)
-    step = AttentionStep(store, positions, [run])
+    no_pool = KVPool(torch.empty(0, 0), 0, 0, 0, 1)
+    step = AttentionStep(ops, no_pool, Step(positions, positions, []))
     model(
         input_ids=token_ids,
         position_ids=positions.unsqueeze(0),
@@ -68,16 +74,30 @@ def _check_windows(model: Any, step: AttentionStep) -> None:
             )
 
 
-class _ProbeStore:
-    """Keeps the last keys and values of each layer and gives them back."""
+class _ProbeOps:
+    """Keeps the last keys and values of each layer, and attends to them: one run from its first token on."""
 
     def __init__(self) -> None:
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep `key` and `value`, [num_tokens, num_kv_heads, head_dim]."""
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
         self.written[layer] = (key, value)
 
-    def gather(self, layer: int, blocks: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = self.written[layer]
-        return key[start:end].transpose(0, 1), value[start:end].transpose(0, 1)
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        key, value = (each.transpose(0, 1).unsqueeze(0) for each in self.written[layer])
+        if key.shape[-1] != value.shape[-1]:
+            return query  # refused once the shapes are compared
+        heads = query.to(key.dtype).view(len(query), num_heads, -1).transpose(0, 1).unsqueeze(0)
+        attended = functional.scaled_dot_product_attention(heads, key, value, is_causal=True, enable_gqa=True)
+        return attended[0].transpose(0, 1).flatten(1)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.messages import ModelInfo
 from engine.models.checkpoint import Checkpoint
 from engine.models.digest import DigestCache
+from engine.models.stored import tensor_shapes
 
 _DEFAULTS = {
     "temperature": "temperature",
@@ -20,30 +25,51 @@ _DEFAULTS = {
 """Name in generation_config.json -> name in requests."""
 
 
+@dataclass(frozen=True)
+class Numerics:
+    """What computes, in which numbers."""
+
+    name: str
+    """Of the numerics class."""
+    architecture: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+def weights_digest(checkpoint: Checkpoint, digests: DigestCache) -> str:
+    """Return what names the model's numbers: of its weights' files and its configuration."""
+    return digests.digest([*checkpoint.weight_files, checkpoint.folder / "config.json"])
+
+
 def describe(
-    checkpoint: Checkpoint, model: Any, context_length: int, numerics_class: str, digests: DigestCache
+    checkpoint: Checkpoint, config: Any, context_length: int, numerics: Numerics, digests: DigestCache
 ) -> ModelInfo:
-    """Return the facts of a loaded model; hashes its files unless `digests` knows them."""
+    """Return the facts of a checkpoint as it is served; hashes its files unless `digests` knows them."""
     generation = _read_json(checkpoint.folder / "generation_config.json")
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = str(numerics.dtype).removeprefix("torch.")
     return ModelInfo(
         model_id=checkpoint.model_id,
-        architecture=type(model).__name__,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        architecture=numerics.architecture,
+        num_parameters=_num_parameters(checkpoint),
         dtype=dtype,
-        device=str(model.device),
-        vocab_size=model.config.vocab_size,
+        device=str(numerics.device),
+        vocab_size=config.vocab_size,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(generation, model.config),
+        eos_token_ids=_eos_token_ids(generation, config),
         generation_defaults=_generation_defaults(generation),
         chat_template=_chat_template(checkpoint.folder),
-        weights_digest=digests.digest([*checkpoint.weight_files, checkpoint.folder / "config.json"]),
+        weights_digest=weights_digest(checkpoint, digests),
         quantization="",
         kv_dtype=dtype,
         tokenizer_digest=digests.digest([Path(path) for path in checkpoint.assets.values()]),
-        numerics_class=numerics_class,
+        numerics_class=numerics.name,
         asset_paths=checkpoint.assets,
     )
+
+
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    """Count the numbers in the files: tied weights lie there once."""
+    return sum(math.prod(shape) for path in checkpoint.weight_files for shape in tensor_shapes(path).values())
 
 
 def _eos_token_ids(generation: dict[str, Any], config: Any) -> list[int]:

@@ -1,8 +1,14 @@
-"""How does a checkpoint become a model that is ready to run?"""
+"""How does a checkpoint become a model that is ready to run?
+
+By one of two routes: the lean one, our own code for the families that most people serve, or transformers' code with our
+attention and our linear layers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +18,59 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.execution.attention import ATTENTION_NAME, UnsupportedAttention, register
 from engine.execution.kv_cache import KVGeometry
+from engine.execution.model import Model
 from engine.execution.probe import probe_geometry, run_largest_step
 from engine.messages import ModelInfo
-from engine.models.card import describe
+from engine.models.card import Numerics, describe, weights_digest
 from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress, find_checkpoint
 from engine.models.digest import DigestCache
-from engine.models.placement import choose_device, choose_dtype, numerics_class
+from engine.models.lean.config import DecoderConfig, NotLean
+from engine.models.lean.family import Family
+from engine.models.lean.load import LeanRequest, load_decoder
+from engine.models.placement import choose_device, choose_dtype, choose_route, numerics_class
+from engine.models.stored import stored_dtypes
 from engine.models.support import check_config, check_model_class, context_length
+from engine.models.transformers_model import TransformersModel, use_own_linears
+from engine.ops.base import Ops
+from engine.ops.choice import choose_ops
+from engine.ops.cpu import KernelsUnavailable
 from engine.settings import EngineConfig
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    model: Any
-    """A transformers causal language model in eval mode, with our attention."""
+    model: Model
+    ops: Ops
     info: ModelInfo
     geometry: KVGeometry
     device: torch.device
+    window: int | None = None
+    """Positions that any token of any layer sees; None: some layer sees all."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model on its way; `length` is the longest context in tokens."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    model_config: Any
+    length: int
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    digests: DigestCache
+    report: Progress
+
+
+@dataclass(frozen=True)
+class _Built:
+    model: Model
+    architecture: str
+    route: str
+    geometry: KVGeometry
+    windows: Sequence[int | None]
+    """Of each layer."""
 
 
 def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
@@ -36,17 +78,87 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
     checkpoint = find_checkpoint(config.model, config.served_model_name, report)
     model_config = _read_config(checkpoint)
     check_config(model_config)
-    length = context_length(model_config, config.max_model_len)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model_config, device)
-    report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.1)
-    model = _read_weights(checkpoint, model_config, dtype).to(device)
-    report("trying the model out", 0.6)
-    geometry = _try_out(model, config)
-    report("computing the weights' digest", 0.7)
-    digests = DigestCache(Path(config.state_dir).expanduser() if config.state_dir else None)
-    numerics = numerics_class(device, dtype, model_config.model_type)
-    return LoadedModel(model, describe(checkpoint, model, length, numerics, digests), geometry, device)
+    family = choose_route(config.route, model_config, device, dtype)
+    job = _Job(
+        config=config,
+        checkpoint=checkpoint,
+        model_config=model_config,
+        length=context_length(model_config, config.max_model_len),
+        device=device,
+        dtype=dtype,
+        ops=_ops(config, device, dtype, report),
+        digests=DigestCache(Path(config.state_dir).expanduser() if config.state_dir else None),
+        report=report,
+    )
+    report("computing the weights' digest", 0.1)
+    weights_digest(checkpoint, job.digests)
+    report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.2)
+    built = _build(job, family)
+    numerics = Numerics(
+        numerics_class(job.ops, built.route, device, dtype, model_config.model_type), built.architecture, dtype, device
+    )
+    info = describe(checkpoint, model_config, job.length, numerics, job.digests)
+    geometry = replace(built.geometry, order=job.ops.kv_order)
+    return LoadedModel(built.model, job.ops, info, geometry, device, _widest(built.windows))
+
+
+def _widest(windows: Sequence[int | None]) -> int | None:
+    limits = [window for window in windows if window is not None]
+    return max(limits) if len(limits) == len(windows) else None
+
+
+def _ops(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Progress) -> Ops:
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    try:
+        return choose_ops(config.kernels, device, dtype, num_threads, lambda what: report(what, 0.05))
+    except KernelsUnavailable as error:
+        raise ModelUnusable(f"{error}; or take --kernels auto") from error
+
+
+def _build(job: _Job, family: Family | None) -> _Built:
+    if family is not None:
+        try:
+            return _build_lean(job, family)
+        except NotLean as error:
+            if job.config.route == "lean":
+                raise ModelUnusable(f"{error}; take --route auto") from error
+            job.report(f"by way of transformers, which is slower: {error}", 0.2)
+    return _build_compatible(job)
+
+
+def _build_lean(job: _Job, family: Family) -> _Built:
+    request = LeanRequest(
+        folder=job.checkpoint.folder,
+        config=job.model_config,
+        family=family,
+        num_positions=job.length,
+        dtype=job.config.dtype,
+        device=job.device,
+        state_dir=Path(job.config.state_dir).expanduser() if job.config.state_dir else None,
+        weights_digest=weights_digest(job.checkpoint, job.digests),
+    )
+    decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
+    geometry = _geometry(decoder.config, job.config.block_size)
+    windows = [layer.window for layer in decoder.config.layers]
+    return _Built(decoder, _model_class(job.model_config).__name__, "lean", geometry, windows)
+
+
+def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
+    return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32)
+
+
+def _build_compatible(job: _Job) -> _Built:
+    on_cpu = job.device.type == "cpu"
+    stays_bf16 = on_cpu and job.config.dtype == "auto" and stored_dtypes(job.checkpoint.weight_files) == {"BF16"}
+    model = _read_weights(job.checkpoint, job.model_config, torch.bfloat16 if stays_bf16 else job.dtype).to(job.device)
+    if on_cpu and job.dtype == torch.float32:
+        use_own_linears(model, job.ops)
+    job.report("trying the model out", 0.6)
+    geometry, windows = _try_out(model, job.config)
+    wrapped = TransformersModel(model, geometry.num_layers, job.ops)
+    return _Built(wrapped, type(model).__name__, f"transformers-{transformers.__version__}", geometry, windows)
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:
@@ -84,11 +196,11 @@ def _model_class(model_config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _try_out(model: Any, config: EngineConfig) -> KVGeometry:
+def _try_out(model: Any, config: EngineConfig) -> tuple[KVGeometry, list[int | None]]:
     try:
-        geometry = probe_geometry(model, model.config.num_hidden_layers, config.block_size)
+        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size)
     except UnsupportedAttention as error:
         raise ModelUnusable(f"{error}; serve a decoder-only model with plain or sliding-window attention") from error
     if model.device.type == "cuda":
         run_largest_step(model, config.max_num_batched_tokens)
-    return geometry
+    return geometry, windows

@@ -13,6 +13,8 @@ from engine.core import CorruptBlock, RegionError
 from engine.execution.kv_cache import KVGeometry, PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import ExtentRef, MapRegion
+from engine.ops.base import Step
+from engine.ops.torch_ops import TorchOps
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.float32)
 NUM_BLOCKS = 6
@@ -31,11 +33,22 @@ class Pair:
         return ExtentRef("owner", slot * size, size, slot, self.owner.generations[slot])
 
 
+class _NoModel:
+    """For runners that only move blocks."""
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise AssertionError("nothing is computed here")
+
+
+def _write(cache: PagedKVCache, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    TorchOps().kv_write(key, value, Step(slots, slots, []), cache.pool, layer)
+
+
 def _fill(cache: PagedKVCache, block: int) -> None:
     slots = torch.arange(block * 4, block * 4 + 4)
     for layer in range(2):
         content = torch.randn(2, 4, 2, 4)
-        cache.write(layer, content[0], content[1], slots)
+        _write(cache, layer, content[0], content[1], slots)
 
 
 def _map_command(owner: PagedKVCache) -> MapRegion:
@@ -46,13 +59,13 @@ def _verifying(cache: PagedKVCache) -> ModelRunner:
     pytest.importorskip("xxhash", reason="engines that verify make xxh3 checksums")
     from engine.execution.block_checksums import BlockChecksums
 
-    return ModelRunner(None, cache, BlockChecksums(cache))
+    return ModelRunner(_NoModel(), TorchOps(), cache, BlockChecksums(cache))
 
 
 @pytest.fixture
 def pair() -> Pair:
     owner, pool = (PagedKVCache(GEOMETRY, NUM_BLOCKS, torch.device("cpu")) for _ in range(2))
-    reader = ModelRunner(None, pool)
+    reader = ModelRunner(_NoModel(), TorchOps(), pool)
     fd = os.dup(owner.region.fd)
     reader.map_region(_map_command(owner), fd)
     os.close(fd)
@@ -147,12 +160,12 @@ def test_staged_blocks_become_visible_when_they_are_staged_and_not_before() -> N
     assert cache.region.bytes_at(start, GEOMETRY.bytes_per_block).tobytes() == cache.read_block(2)
 
 
-def test_a_pool_is_block_major_with_layers_then_key_and_value_then_heads() -> None:
+def test_a_pool_is_block_major_with_layers_then_keys_transposed_and_values() -> None:
     cache = PagedKVCache(GEOMETRY, NUM_BLOCKS, torch.device("cpu"))
-    value = torch.full((1, 2, 4), 9.0)
-    cache.write(1, torch.zeros(1, 2, 4), value, torch.tensor([5 * 4 + 3]))
-    block = np.frombuffer(cache.read_block(5), np.float32).reshape(GEOMETRY.block_shape)
-    assert (block[1, 1, :, 3] == 9).all() and block.sum() == 9 * 2 * 4
+    key, value = torch.full((1, 2, 4), 7.0), torch.full((1, 2, 4), 9.0)
+    _write(cache, 1, key, value, torch.tensor([5 * 4 + 3]))
+    block = np.frombuffer(cache.read_block(5), np.float32).reshape(2, 2, 2, 4, 4)  # layers, keys and values, heads
+    assert (block[1, 0, :, :, 3] == 7).all() and (block[1, 1, :, 3] == 9).all() and block.sum() == (7 + 9) * 2 * 4
     assert GEOMETRY.layout().bytes_per_block == len(cache.read_block(5))
 
 

@@ -1,0 +1,126 @@
+"""How do the tokens of one step become logits?
+
+All runs of a step lie one after the other in one flat token dimension, prefill chunks and decodes alike. What numbers
+are made of is the op layer's business; what follows what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from engine.execution.model import ignore
+from engine.models.lean.config import DecoderConfig, LayerConfig
+from engine.models.lean.experts import Experts
+from engine.models.lean.weights import LeanWeights
+from engine.ops.base import HeadNorm, KVPool, Ops, Rotary, Step
+from engine.ops.rowwise import softcap_
+
+
+class Decoder:
+    """A decoder-only model, run through an op layer. Its numbers do not depend on what else is in a step."""
+
+    def __init__(self, config: DecoderConfig, weights: LeanWeights, rotary: dict[str, Rotary], ops: Ops) -> None:
+        self.config = config
+        self.ops = ops
+        self.weights = weights
+        self._layers = [
+            _Layer(config, index, weights.layer(index), rotary.get(layer.rope), ops)
+            for index, layer in enumerate(config.layers)
+        ]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        sample_rows: torch.Tensor,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        """Write the KV of a step's tokens and return the logits of some: [num_sampled, vocab_size], float32.
+
+        `token_ids` [num_tokens] and `sample_rows` [num_sampled] are int64 on the model's device; the blocks of the
+        tokens before are full. Called under `torch.inference_mode`.
+        """
+        x = self._embed(token_ids)
+        for layer in self._layers[:-1]:
+            x = layer.forward(x, step, pool)
+        x = self._layers[-1].forward(x, step, pool, sample_rows, kv_written)
+        if len(x) == 0:
+            return x.new_empty(0, self.config.vocab_size)
+        x = self.ops.rms_norm(x, self.weights.tensors["final_norm"], self.config.norm_eps)
+        logits = self.ops.linear(x, self.weights.linears["head"])
+        return logits if self.config.logit_softcap is None else softcap_(logits, self.config.logit_softcap)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.config.tied:
+            x = self.ops.rows(self.weights.linears["head"], token_ids)
+        else:
+            x = functional.embedding(token_ids, self.weights.tensors["embeddings"]).float()
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+
+class _Layer:
+    def __init__(
+        self, config: DecoderConfig, index: int, weights: LeanWeights, rotary: Rotary | None, ops: Ops
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._layer: LayerConfig = config.layers[index]
+        self._rotary = rotary
+        self._ops = ops
+        self._linears = weights.linears
+        self._norms = weights.tensors
+        self._head_norm = (
+            HeadNorm(self._norms["query_norm"], self._norms["key_norm"], config.norm_eps)
+            if "query_norm" in self._norms
+            else None
+        )
+        mixture = self._layer.experts
+        self._experts = None if mixture is None else Experts(mixture, config.activation, weights.linears, ops)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        rows: torch.Tensor | None = None,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        """Return the residual stream behind this layer, [num_tokens, hidden_size]; of `rows` alone, if given."""
+        attended = self._attend(self._normed(x, "input_norm"), step, pool, kv_written)
+        if rows is not None:
+            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+            if len(rows) == 0:
+                return x
+        x = x + self._normed(self._ops.linear(attended, self._linears["output"]), "attention_output_norm")
+        return x + self._normed(self._mlp(self._normed(x, "mlp_norm")), "mlp_output_norm")
+
+    def _attend(self, x: torch.Tensor, step: Step, pool: KVPool, kv_written: Callable[[], None]) -> torch.Tensor:
+        num_heads = self._config.num_heads
+        qkv = self._ops.linear(x, self._linears["qkv"])
+        query = self._ops.rope_and_kv_write(qkv, num_heads, step, pool, self._index, self._rotary, self._head_norm)
+        kv_written()
+        return self._ops.paged_attention(
+            query,
+            num_heads,
+            step,
+            pool,
+            self._index,
+            scale=self._config.attention_scale,
+            window=self._layer.window,
+            softcap=self._config.attention_softcap,
+        )
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if self._experts is not None:
+            return self._experts.forward(x)
+        gated = self._ops.gated(self._ops.linear(x, self._linears["gate_up"]), self._config.activation)
+        return self._ops.linear(gated, self._linears["down"])
+
+    def _normed(self, x: torch.Tensor, norm: str) -> torch.Tensor:
+        """Return `x` normed; as it is, if the family has no such norm."""
+        weight = self._norms.get(norm)
+        return x if weight is None else self._ops.rms_norm(x, weight, self._config.norm_eps)

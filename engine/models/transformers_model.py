@@ -1,0 +1,113 @@
+"""How does any decoder of transformers run on the op layer? The compatibility route.
+
+Its attention goes through `engine.execution.attention`; on a CPU its linear layers are ours too, so that a row's bits
+do not depend on the rows beside it. What else it computes is transformers' and torch's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from engine.execution.attention import STEP_KEYWORD, AttentionStep
+from engine.execution.model import ignore
+from engine.ops.base import KVPool, Ops, Step, Weight
+
+
+class TransformersModel:
+    """`engine.execution.model.Model` over a causal language model of transformers that attends through us."""
+
+    def __init__(self, model: Any, num_layers: int, ops: Ops) -> None:
+        self._model = model
+        self._last_layer = num_layers - 1
+        self._ops = ops
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        sample_rows: torch.Tensor,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        """See `Model`; the head and the draw that follow the last layer's keys and values are not waited for."""
+
+        def when_written(layer: int) -> None:
+            if layer == self._last_layer:
+                kv_written()
+
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            **{STEP_KEYWORD: AttentionStep(self._ops, pool, step, when_written)},
+        ).logits
+        return logits[0]  # [1, num_sampled, vocab_size]
+
+
+def use_own_linears(model: Any, ops: Ops) -> None:
+    """Put the op layer's linear in the place of torch's, one layer after the other, and an embedding tied to one.
+
+    Weights stay in the dtype they are in; all other parameters become float32, which the arithmetic is in.
+    """
+    tied = _tied_embedding(model)
+    packed: dict[int, Weight] = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear or type(module) is Conv1D:
+            weight = packed.get(id(module.weight)) or _packed(module, ops)
+            packed[id(module.weight)] = weight
+            if tied is not None and module.weight is tied[1].weight:
+                _replace(model, tied[0], _OwnEmbedding(weight, ops))
+            _replace(model, name, _OwnLinear(weight, ops))
+    model.float()
+
+
+def _packed(module: Any, ops: Ops) -> Weight:
+    matrix = module.weight.detach().t() if type(module) is Conv1D else module.weight.detach()
+    return ops.pack(_stored(matrix), None if module.bias is None else module.bias.detach().float())
+
+
+def _stored(matrix: torch.Tensor) -> torch.Tensor:
+    return matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()
+
+
+def _tied_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
+    """Return the input embedding and its name, if it is a plain one whose weights are the head's."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or type(embedding) is not nn.Embedding or head.weight is not embedding.weight:
+        return None
+    return next(name for name, module in model.named_modules() if module is embedding), embedding
+
+
+def _replace(model: Any, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+class _OwnLinear(nn.Module):
+    def __init__(self, weight: Weight, ops: Ops) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self._own = weight
+        self._ops = ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias for `x` [..., in_features], float32."""
+        rows = self._ops.linear(x.reshape(-1, self.in_features), self._own)
+        return rows.view(*x.shape[:-1], self.out_features)
+
+
+class _OwnEmbedding(nn.Module):
+    def __init__(self, weight: Weight, ops: Ops) -> None:
+        super().__init__()
+        self._own = weight
+        self._ops = ops
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `token_ids` [...], float32 [..., features]."""
+        return self._ops.rows(self._own, token_ids.reshape(-1)).view(*token_ids.shape, -1)

@@ -20,6 +20,7 @@ from engine.messages import (
     ExtentRef,
     ImportSlab,
     MapRegion,
+    OfferPrefix,
     Recompute,
     ReleaseHeld,
     RequestFailed,
@@ -90,9 +91,15 @@ class Runner(Protocol):
 class EngineCore:
     """Scheduler and runner together. One thread: `handle` any number of commands, then `step` while `has_work`."""
 
-    def __init__(self, config: SchedulerConfig, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.generations, load=self._load)
+        self.scheduler = Scheduler(config, runner.generations, clock, self._load, timer)
         self._failures: list[RequestFailed] = []
 
     def has_work(self) -> bool:
@@ -109,10 +116,11 @@ class EngineCore:
         sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
+        preempted = self.scheduler.prefixes.take_preempted()
         sealed = self._with_checksums(sealed)
         filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
         self.scheduler.count("step_seconds", time.perf_counter() - started)
-        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted, preempted)
 
     def take_failures(self) -> list[RequestFailed]:
         """Return, once, the requests that broke since the last call."""
@@ -130,6 +138,8 @@ class EngineCore:
                 self.scheduler.start_decode(request_id, token_ids)
             case Recompute(request_id):
                 self.scheduler.recompute(request_id)
+            case OfferPrefix(request_id, prefix):
+                return [] if self.scheduler.offer_prefix(request_id, prefix) else [self._stats_only()]
             case AbortRequest(request_id):
                 self.scheduler.abort(request_id)
                 return [self._stats_only()]

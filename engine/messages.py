@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.extents import ExtentRef as ExtentRef
+from engine.extents import PrefixBlock as PrefixBlock
 from engine.scheduling.sampling_params import SamplingParams
 
 Mode = Literal["aggregated", "prefill", "decode"]
@@ -18,27 +20,6 @@ Mode = Literal["aggregated", "prefill", "decode"]
 decode: blocks are reserved at once, filled by ImportSlab, and StartDecode sets the request going."""
 
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class ExtentRef:
-    """One block's bytes in a mapped region; `generation` is compared with the region's table after the copy."""
-
-    region_id: str
-    offset: int
-    num_bytes: int
-    slot: int
-    generation: int
-    checksum: int = 0
-    """xxh3-64 of the bytes as they were written; 0: not known. Compared by engines that verify."""
-
-
-@dataclass(frozen=True)
-class PrefixBlock:
-    """A full block of a prompt, number `index` of its block table, that lies ready in a mapped region."""
-
-    index: int
-    extent: ExtentRef
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -93,6 +74,17 @@ class Recompute:
     """The KV of a decode request will not come: compute its prompt here, from the first missing block."""
 
     request_id: str
+
+
+@dataclass(frozen=True)
+class OfferPrefix:
+    """Where the blocks of a preempted request lie ready, in answer to StepDone.preempted: as in `AddRequest.prefix`.
+
+    Never waited for: a request that runs again by then has computed them, and StepDone.admitted says so at once.
+    """
+
+    request_id: str
+    prefix: list[PrefixBlock]
 
 
 @dataclass(frozen=True)
@@ -314,7 +306,8 @@ class EngineStats:
     num_held_blocks: int
     counters: dict[str, float]
     """Totals since start: steps, prompt_tokens_computed, prompt_tokens_cached, tokens_generated, preemptions,
-    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded, blocks_corrupt."""
+    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded, blocks_corrupt,
+    blocks_recovered (loaded for requests that were preempted)."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +320,10 @@ class StepDone:
     stats: EngineStats
     filled: list[FilledBlocks] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
-    """Requests that left the queue: what `AddRequest.prefix` named is not needed any more."""
+    """Requests that left the queue: what `AddRequest.prefix` or `OfferPrefix` named is not needed any more."""
+    preempted: dict[str, list[str]] = field(default_factory=dict)
+    """Requests that lost their blocks where loading should be faster than computing them again (OfferPrefix), with the
+    hashes, in hex, of their leading full blocks, the answer's too: others were told of these as they were filled."""
 
 
 @dataclass(frozen=True)
@@ -344,9 +340,7 @@ class EngineFailed:
     kind: Literal["unsupported", "invalid", "internal"] = "internal"
 
 
-Command = (
-    AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld | MapRegion | UnmapRegion | Shutdown
-)
-EngineEvent = (
-    LoadProgress | Ready | Reserved | Refused | SlabImported | BlocksSealed | StepDone | RequestFailed | EngineFailed
-)
+RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | OfferPrefix | AbortRequest | ReleaseHeld
+Command = RequestCommand | MapRegion | UnmapRegion | Shutdown
+StepEvent = BlocksSealed | StepDone
+EngineEvent = LoadProgress | Ready | Reserved | Refused | SlabImported | StepEvent | RequestFailed | EngineFailed

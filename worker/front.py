@@ -191,6 +191,9 @@ class WorkerFront:
         for stream in streams:
             stream.flush(done.step)
         self._prompt_cache.admitted(done.admitted)
+        for key, block_hashes in done.preempted.items():
+            if request := self._requests.get(key):
+                self._prompt_cache.preempted(request, block_hashes)
         for filled in done.filled:
             if request := self._requests.get(filled.request_id):
                 self._prompt_cache.filled(request, filled)

@@ -14,6 +14,7 @@ import grpc
 from engine import messages
 from runtime.errors import TandemError, Unavailable
 from runtime.kv.client import KvClient
+from runtime.kv.known_blocks import REGION_ID, KnownBlocks
 from runtime.kv.regions import RegionClient, RegionGrant
 from runtime.log import get_logger
 from tandem.v1 import control_plane_pb2 as cp
@@ -50,6 +51,7 @@ class KvLink:
         self._current: cp.KvServiceAddress | None = None
         self._client: KvClient | None = None
         self._regions: RegionClient | None = None
+        self._known: KnownBlocks | None = None
         self._offer: RegionOffer | None = None
         self._lent: RegionOffer | None = None
         self._changed = asyncio.Condition()
@@ -102,6 +104,10 @@ class KvLink:
             raise Unavailable("no KV service is known for this host, so its regions cannot be mapped")
         return await self._regions.fetch(region_id)
 
+    def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
+        """Whether asking the host's store for a block could be worth it; False: it had none such a moment ago."""
+        return self._known is None or self._known.may_have(layout_digest, block_hash)
+
     async def close(self) -> None:
         if self._follower is not None:
             self._follower.cancel()
@@ -139,9 +145,11 @@ class KvLink:
         offer = self._offer
         if offer is not None:
             await self._lend(regions, offer)
+        known = await _known_blocks(regions)
         client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
         async with self._changed:
             self._current, self._regions, self._client, self._lent = found, regions, client, offer
+            self._known = known
             self._changed.notify_all()
         self._on_change()
         log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=offer is not None)
@@ -158,15 +166,31 @@ class KvLink:
         )
 
     async def disconnect(self) -> None:
-        client, regions = self._client, self._regions
+        client, regions, known = self._client, self._regions, self._known
         async with self._changed:
             self._current, self._client, self._regions, self._lent = None, None, None, None
+            self._known = None
             self._changed.notify_all()
+        if known is not None:
+            known.close()
         if client is not None:
             self._on_change()
             await client.close()
         if regions is not None:
             await regions.close()
+
+
+async def _known_blocks(regions: RegionClient) -> KnownBlocks | None:
+    """Return what the service's store says it has; None if it does not say, and then it is asked each time."""
+    try:
+        grant = await regions.fetch(REGION_ID)
+    except TandemError as error:  # KvNotFound: it has no store
+        log.info("kv_known_blocks_not_mapped", reason=error.message)
+        return None
+    try:
+        return KnownBlocks.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
+    finally:
+        os.close(grant.fd)
 
 
 @contextlib.contextmanager

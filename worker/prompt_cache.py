@@ -93,6 +93,10 @@ class PromptCache:
         if not self._can_ask(command):
             self._engine.send(command)
             return
+        if not self._is_known(request.submit):
+            self._engine.send(command)
+            self._record_lookup(request.submit, time.time_ns(), 0)
+            return
         task = self._spawn(self._add_with_prefix(request, command))
         request.on_end.append(lambda: self._ended(request, task))
 
@@ -112,6 +116,10 @@ class PromptCache:
         has_store = self._is_enabled and bool(self._link.address)
         return has_store and bool(self._useful(command.block_hashes, command)) and command.mode != "decode"
 
+    def _is_known(self, submit: pb.Submit) -> bool:
+        """Whether the store may have the first block, without which it lends none; another host's is to be asked."""
+        return bool(submit.prefix_source) or self._link.may_have(self._digest, submit.block_hashes[0])
+
     def _useful(self, block_hashes: Sequence[_Hash], command: messages.AddRequest) -> Sequence[_Hash]:
         """Return those of a request's blocks that may come from the store, and not the last token's."""
         if not self._block_size:
@@ -126,7 +134,7 @@ class PromptCache:
         try:
             async with asyncio.timeout(_ASK_FAR_SECONDS if request.submit.prefix_source else _ASK_SECONDS):
                 with lost_is_unavailable():
-                    prefix = await self._prefix(request, command)
+                    prefix = await self._prefix(request, self._useful(request.submit.block_hashes, command))
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
             log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
@@ -139,12 +147,33 @@ class PromptCache:
         attributes: dict[str, str | int] = {"tandem.request.id": submit.request_id, "tandem.kv.blocks": num_blocks}
         record_span("kv.lookup", submit.traceparent, asked_ns, time.time_ns(), attributes)
 
-    async def _prefix(self, request: ActiveRequest, command: messages.AddRequest) -> list[messages.PrefixBlock]:
+    def preempted(self, request: ActiveRequest, block_hashes: Sequence[str]) -> None:
+        """The engine took a request's blocks back; tell it where the store has them, if it has and is not slow."""
+        if self._is_enabled and self._link.address:
+            task = self._spawn(self._offer(request, [bytes.fromhex(each) for each in block_hashes]))
+            request.on_end.append(lambda: self._ended(request, task))
+
+    async def _offer(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> None:
+        self._lent.add(request.key)
+        prefix: list[messages.PrefixBlock] = []
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                with lost_is_unavailable():
+                    prefix = await self._prefix(request, block_hashes)
+        except (TandemError, TimeoutError) as error:
+            self.counters["prompt_cache_failures"] += 1
+            log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
+        if prefix:
+            self._engine.send(messages.OfferPrefix(request.key, prefix))  # what follows says when it is not needed
+        else:
+            self.admitted([request.key])
+
+    async def _prefix(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> list[messages.PrefixBlock]:
         submit = request.submit
         reply = await self._link.client().load(
             kv.LoadRequest(
                 layout_digest=self._digest,
-                block_hashes=self._useful(submit.block_hashes, command),
+                block_hashes=block_hashes,
                 reader_id=self._reader_id(request.key),
                 reader_incarnation=self._incarnation,
                 source_address=submit.prefix_source,

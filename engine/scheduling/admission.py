@@ -12,6 +12,8 @@ from engine.scheduling.scheduler_config import SchedulerConfig
 
 RefusalReason = Literal["invalid", "context", "queue_full", "kv_full", "unsupported"]
 
+_PLACES_PER_FREE_ONE = 7
+
 
 class RequestRefused(Exception):
     """The request is not taken; the message names the value, the limit and the remedy."""
@@ -55,10 +57,22 @@ def max_kv_tokens(request: Request, config: SchedulerConfig) -> int:
     return min(request.num_prompt_tokens + request.sampling.max_tokens, config.context_length + 1) - 1
 
 
-def queue_full(limit: int) -> RequestRefused:
-    return RequestRefused(
-        "queue_full", f"{limit} requests are here already; try again later or raise --max-num-waiting"
-    )
+def check_places(num_places: int, num_taken: int, num_of_key: int, request: Request) -> None:
+    """Raise RequestRefused if no place is left, or none for this request's fairness key.
+
+    A key may have seven times as many places as are still free; else a client with a thousand requests would leave no
+    place to one with a single request. (Dynamic thresholds: Choudhury and Hahne, 1998.)
+    """
+    num_free = num_places - num_taken
+    if num_free <= 0:
+        message = f"{num_places} requests are here already; try again later or raise --max-num-waiting"
+        raise RequestRefused("queue_full", message)
+    if request.fairness_key and num_of_key > _PLACES_PER_FREE_ONE * num_free:
+        message = (
+            f"{num_of_key} of {num_taken} requests here are of {request.fairness_key!r} already, the last {num_free} "
+            f"of {num_places} places are for others; try again later or raise --max-num-waiting"
+        )
+        raise RequestRefused("queue_full", message)
 
 
 def kv_full(num_blocks: int, num_live: int, num_preempted: int, pool: BlockPool) -> RequestRefused:

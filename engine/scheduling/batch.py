@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.scheduling.request import Request
@@ -17,6 +18,11 @@ class ScheduledRun:
     samples: bool
     """The run ends with the last known token: one token per choice seed follows it."""
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether an answer goes on with it, as `Request.is_decoding` says before."""
+        return self.samples and self.num_tokens == 1 and self.first_position > 0
+
 
 @dataclass(frozen=True)
 class SchedulerOutput:
@@ -30,24 +36,43 @@ class SchedulerOutput:
         return sum(run.num_tokens for run in self.runs)
 
 
-class Batch:
-    """A step while it is put together, within its two limits."""
+PromptLimit = Callable[["Batch", int, int], int]
+"""How many of a prompt's tokens may join a batch, given the first one's position and how many there are; 0: none."""
 
-    def __init__(self, max_num_tokens: int, max_num_seqs: int) -> None:
+
+class Batch:
+    """A step while it is put together, within its limits: tokens, requests, and what `prompt_limit` says."""
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        prompt_limit: PromptLimit = lambda batch, first_position, num_tokens: num_tokens,
+    ) -> None:
         self.runs: dict[Request, ScheduledRun] = {}
         self._num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
+        self._prompt_limit = prompt_limit
 
     @property
     def is_full(self) -> bool:
         return not self._num_tokens_left or len(self.runs) >= self._max_num_seqs
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the first tokens of a prompt could join."""
+        return not self.is_full and self._prompt_limit(self, 0, self._num_tokens_left) > 0
+
     def add(self, request: Request) -> None:
-        """Run as many of a request's uncomputed tokens as the budget allows."""
+        """Run as many of a request's uncomputed tokens as the limits allow, if they allow any."""
+        first = request.num_computed_tokens
         num_tokens = min(request.num_tokens_to_compute, self._num_tokens_left)
-        samples = num_tokens == request.num_tokens_to_compute
-        self.runs[request] = ScheduledRun(request, request.num_computed_tokens, num_tokens, samples)
-        self._num_tokens_left -= num_tokens
+        if not request.is_decoding:
+            num_tokens = self._prompt_limit(self, first, num_tokens)
+        if num_tokens:
+            samples = num_tokens == request.num_tokens_to_compute
+            self.runs[request] = ScheduledRun(request, first, num_tokens, samples)
+            self._num_tokens_left -= num_tokens
 
     def remove(self, request: Request) -> None:
         """Give a request's tokens back to the budget, if it has any in this step."""

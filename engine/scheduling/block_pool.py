@@ -77,6 +77,22 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find_last(self, hashes: Sequence[BlockHash], num_needed: int) -> tuple[int, list[int]]:
+        """Return how many blocks come before the last `num_needed` of a prefix, and these.
+
+        It is the longest prefix whose last so many blocks are known; one of fewer blocks needs all of its own.
+        """
+        blocks: list[int] = []  # the last one first
+        for index in range(len(hashes) - 1, -1, -1):
+            block = self._found.get(hashes[index])
+            if block is None:
+                blocks = []
+                continue
+            blocks.append(block)
+            if len(blocks) >= num_needed:
+                return index, blocks[::-1]
+        return 0, blocks[::-1]
+
     def num_unused(self, blocks: Iterable[int]) -> int:
         """Count those of `blocks` that sharing would take out of `num_available`."""
         return sum(not self._references[block] for block in blocks)

@@ -3,6 +3,12 @@
 block_table   [ found in the prefix cache | computed or imported here                  | reserved ]
 tokens         0 ... num_found_blocks*size  ...                    num_computed_tokens
 written        never                        once, then registered when full
+
+Where every layer has a window, blocks that lie behind it are dropped: given back as soon as they do, and not even
+looked for in the prefix cache. Not those of a prefill: it hands over the whole prompt.
+
+block_table   [ dropped            |  the window  ...                      num_computed_tokens ]
+               num_dropped_blocks
 """
 
 from __future__ import annotations
@@ -18,8 +24,9 @@ from engine.scheduling.request import Request
 class KVCacheManager:
     """The only writer of block tables. Methods that return False mean "not now" and change nothing."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, window: int | None = None) -> None:
         self.pool = pool
+        self._window = window
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
@@ -31,27 +38,43 @@ class KVCacheManager:
         `num_reserve_blocks` would be left for others.
         """
         assert not request.block_table, f"{request.request_id} has blocks already"
-        found = self._find(request, max_found_tokens)
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(found)
+        num_dropped, found = self._find(request, max_found_tokens)
+        num_found = num_dropped + len(found)
+        num_new_blocks = self.num_blocks_for(num_tokens) - num_found
         num_taken_blocks = num_new_blocks + self.pool.num_unused(found)
         if num_taken_blocks + num_reserve_blocks > self.pool.num_available:
             return False
         self.pool.share(found)
         new = self.pool.allocate(num_new_blocks)
         assert new is not None, "the blocks were counted a moment ago"
-        request.block_table = [*found, *new]
-        request.num_found_blocks = request.num_registered_blocks = len(found)
-        request.num_computed_tokens = len(found) * self.pool.block_size
+        request.block_table = [*[0] * num_dropped, *found, *new]
+        request.num_dropped_blocks = num_dropped
+        request.num_found_blocks = request.num_registered_blocks = num_found
+        request.num_computed_tokens = num_found * self.pool.block_size
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` of a request."""
         num_missing = self.num_blocks_for(num_tokens) - len(request.block_table)
-        new = self.pool.allocate(max(0, num_missing))
+        if num_missing <= 0:
+            return True
+        new = self.pool.allocate(num_missing)
         if new is None:
             return False
         request.block_table.extend(new)
         return True
+
+    def drop_behind_window(self, request: Request) -> None:
+        """Give back the blocks that no token from `num_computed_tokens` on attends to."""
+        if self._window is None or request.mode == "prefill":
+            return
+        first, end = (
+            request.num_dropped_blocks,
+            (request.num_computed_tokens - self._window + 1) // self.pool.block_size,
+        )
+        if end > first:
+            self.pool.free(request.block_table[first:end])
+            request.num_dropped_blocks = end
 
     def register_full_blocks(self, request: Request) -> range:
         """Let the blocks that are complete now be found by their hashes; needs no room. Returns which are new."""
@@ -62,6 +85,10 @@ class KVCacheManager:
             self.pool.register(request.block_table[index], self._hash(request, index))
             request.num_registered_blocks = index + 1
         return range(first, request.num_registered_blocks)
+
+    def offered_hashes(self, request: Request) -> list[str]:
+        """Return, in hex, the hashes of a request's leading blocks that others were told of, or had before."""
+        return [self._hash(request, index).hex() for index in range(request.num_registered_blocks)]
 
     def describe(self, request: Request, indices: Sequence[int]) -> FilledBlocks:
         """Return hashes, slots and generations of full blocks, one or more in a row."""
@@ -100,14 +127,17 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Give all blocks back; registered ones can be found until they are evicted."""
-        self.pool.free(request.block_table)
+        self.pool.free(request.block_table[request.num_dropped_blocks :])
         self._forget(request)
 
-    def _find(self, request: Request, max_found_tokens: int) -> list[int]:
+    def _find(self, request: Request, max_found_tokens: int) -> tuple[int, list[int]]:
+        """Return how many leading blocks need not be had, and the known ones behind them."""
         if request.hash_root is None:
-            return []
-        num_blocks = self._full_blocks(max_found_tokens, request.max_found_blocks)
-        return self.pool.find(self._hash(request, index) for index in range(num_blocks))
+            return 0, []
+        hashes = (self._hash(request, i) for i in range(self._full_blocks(max_found_tokens, request.max_found_blocks)))
+        if self._window is None or request.mode == "prefill":
+            return 0, self.pool.find(hashes)
+        return self.pool.find_last(list(hashes), -(-(self._window - 1) // self.pool.block_size))
 
     def _full_blocks(self, num_tokens: int, limit: int | None) -> int:
         num_blocks = num_tokens // self.pool.block_size
@@ -126,6 +156,7 @@ class KVCacheManager:
     def _forget(self, request: Request) -> None:
         request.block_table = []
         request.num_found_blocks = request.num_registered_blocks = request.num_sealed_blocks = 0
+        request.num_dropped_blocks = 0
         request.num_computed_tokens = 0
         request.imported_blocks.clear()
 

@@ -24,6 +24,7 @@ COUNTERS = (
     "bytes_imported",
     "prompt_tokens_loaded",
     "blocks_corrupt",
+    "blocks_recovered",
 )
 
 

@@ -63,6 +63,8 @@ class Request:
     choice_seeds: tuple[int, ...] = ()
     """One token is sampled per seed; never empty once built: `sampling.seed` if none was given."""
     priority: int = 0
+    standing: int = field(init=False)
+    """The priority it runs with: its own, or a higher one if its class had waited too long."""
     fairness_key: str = ""
     arrival: int = 0
     """Counts requests; a smaller one came earlier."""
@@ -76,6 +78,9 @@ class Request:
     """Leading blocks of `block_table` that came from the prefix cache and are shared: never written."""
     num_registered_blocks: int = 0
     """Leading blocks that were offered to the prefix cache."""
+    num_dropped_blocks: int = 0
+    """Leading entries of `block_table` that are not ours: given back, or never had, since they lie behind the window of
+    every layer. Nothing reads them; what they say means nothing."""
     num_sealed_blocks: int = 0
     imported_blocks: set[int] = field(default_factory=set)
     """Indices into `block_table` whose content has come from elsewhere."""
@@ -95,6 +100,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_given_tokens = len(self.token_ids)
+        self.standing = self.priority
         self.choice_seeds = self.choice_seeds or (self.sampling.seed,)
 
     @property
@@ -112,8 +118,8 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first: higher priority, then earlier arrival."""
-        return (-self.priority, self.arrival)
+        """Smaller goes first: higher standing, then earlier arrival."""
+        return (-self.standing, self.arrival)
 
     def finish_reason_with(self, answer: Sequence[int], context_length: int) -> FinishReason | None:
         """Return why the request is over once `answer` follows `token_ids`, or None while it goes on.

@@ -6,6 +6,9 @@ The life of a request is drawn at `RequestState`. Its blocks:
     decode                given, or refused, when it is added
     answers               one more block whenever the last is full; the running request of the lowest rank is preempted
                           if there is none. Never one that is importing or held, nor a prefill: others pull from those.
+
+A step's tokens: answers first; then prompts begun, then the queue, in chunks as `pacing` allows. A request that was
+preempted computes its tokens again, but for blocks that are still here, or that `recovery` has brought back.
 """
 
 from __future__ import annotations
@@ -18,19 +21,24 @@ from engine.messages import (
     EngineStats,
     ExtentRef,
     ImportSlab,
+    PrefixBlock,
     Refused,
     RequestOutput,
     Reserved,
     SealedBlocks,
 )
-from engine.scheduling.admission import RequestRefused, build_request, kv_full, max_kv_tokens, queue_full
+from engine.scheduling.admission import RequestRefused, build_request, check_places, kv_full, max_kv_tokens
 from engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.figures import engine_stats
 from engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.ledger import Ledger
+from engine.scheduling.pacing import Pacer
 from engine.scheduling.prefix import Load, PrefixExchange
+from engine.scheduling.recovery import Recovery
 from engine.scheduling.request import Request, RequestState, Sampled
+from engine.scheduling.running import RunningRequests
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.waiting_queue import WaitingQueue
 
@@ -46,16 +54,21 @@ class Scheduler:
         generations: MutableSequence[int] | None = None,
         clock: Callable[[], int] = time.time_ns,
         load: Load = lambda blocks, extents: 0,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, generations)
-        self._kv = KVCacheManager(self.pool)
+        self.pacer = Pacer(config, timer)
+        self._kv = KVCacheManager(self.pool, config.window)
         self._clock = clock
+        self._timer = timer
         self._ledger = Ledger(clock)
-        self.prefixes = PrefixExchange(self._kv, self._ledger, load)
+        self._recovery = Recovery(self.pacer.model, config.block_size, config.window)
+        self.prefixes = PrefixExchange(self._kv, self._ledger, load, self._recovery, timer)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
-        self._running: list[Request] = []
+        self._running = RunningRequests(config.max_num_seqs, self._waiting.served)
+        self._import_started = 0.0
         self._early_outputs: list[RequestOutput] = []  # of requests that were over before they ran
         self.num_steps = 0
         self._num_arrivals = 0
@@ -79,13 +92,18 @@ class Scheduler:
         return Reserved(request.request_id, request.num_found_blocks)
 
     def import_targets(self, command: ImportSlab) -> tuple[list[int], list[ExtentRef]]:
-        """Return the blocks to write and where from; raises ImportRefused if the request does not wait for them."""
+        """Return the blocks to write and where from; raises ImportRefused if the request does not wait for them.
+
+        The copying that follows, up to `mark_imported`, is timed.
+        """
+        self._import_started = self._timer()
         return import_targets(self._requests.get(command.request_id), command, self.pool.block_size)
 
     def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
         """Note that all blocks of a slab are here now, `num_blocks` of them copied."""
         indices = range(command.first_block, command.first_block + len(command.extents))
         self._requests[command.request_id].imported_blocks.update(indices)
+        self._recovery.copies.observe(num_blocks, self._timer() - self._import_started)
         self._ledger.count("blocks_imported", num_blocks)
         self._ledger.count("bytes_imported", num_bytes)
 
@@ -111,6 +129,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None and request.state is RequestState.IMPORTING:
             self._begin_decoding(request)
+
+    def offer_prefix(self, request_id: str, prefix: Sequence[PrefixBlock]) -> bool:
+        """Note where a preempted request's blocks lie ready; False: it needs them no more, as `admitted` will say."""
+        return self.prefixes.offer(self._requests.get(request_id), request_id, prefix)
 
     def abort(self, request_id: str) -> None:
         """Forget a request wherever it is, and take its blocks back; unknown ids are ignored."""
@@ -144,7 +166,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens: answers first, then prompts begun, then the queue; preempt where needed."""
         self.num_steps += 1
-        batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        self.pacer.begin()
+        batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_seqs, self.pacer.prompt_limit)
         num_preempted = self._waiting.num_preempted
         self._schedule_running(batch)
         has_preempted = self._waiting.num_preempted > num_preempted
@@ -153,6 +176,7 @@ class Scheduler:
         self._is_stalled = not batch.runs and not has_preempted
         for request in batch.runs:
             self._ledger.scheduled(request)
+        self._running.seat(batch.runs)
         return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
 
     def seal_written(self, output: SchedulerOutput) -> list[SealedBlocks]:
@@ -164,6 +188,7 @@ class Scheduler:
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
     ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
         """Take in what a step computed: `sampled` has one token per choice of each run that samples."""
+        self.pacer.end(output.runs)
         outputs, self._early_outputs = self._early_outputs, []
         sealed: list[SealedBlocks | None] = []
         self._ledger.count("steps")
@@ -182,25 +207,14 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return the figures of this moment; requests whose blocks are on their way count as waiting."""
-        alive = [request for request in self._requests.values() if request.state is not RequestState.HELD]
-        return EngineStats(
-            num_running=len(self._running),
-            num_waiting=len(alive) - len(self._running),
-            num_tokens_in_flight=sum(request.num_tokens for request in alive),
-            num_total_blocks=self.pool.num_blocks,
-            num_free_blocks=self.pool.num_free,
-            num_cached_blocks=self.pool.num_cached,
-            num_used_blocks=self.pool.num_used,
-            num_held_blocks=self.pool.num_held,
-            counters=dict(self._ledger.counters),
-        )
+        return engine_stats(self._requests.values(), len(self._running), self.pool, self._ledger.counters)
 
     # -------------------------------------------------------------------------------------------------- admitting
 
     def _enqueue(self, request: Request) -> None:
-        if len(self._waiting) - self._waiting.num_preempted >= self.config.max_num_waiting:
-            raise queue_full(self.config.max_num_waiting)
-        self._waiting.add(request)
+        num_waiting = len(self._waiting) - self._waiting.num_preempted
+        check_places(self.config.max_num_waiting, num_waiting, self._waiting.num_of_key(request.fairness_key), request)
+        self._waiting.add(request, request.added_ns)
 
     def _reserve(self, request: Request) -> None:
         """Give a decode request blocks for its prompt and its first token, or refuse it.
@@ -208,18 +222,21 @@ class Scheduler:
         One block per live request must be left, so that those that run can grow; and while preempted requests wait for
         blocks, nobody overtakes them.
         """
-        num_live = sum(other.mode != "prefill" and bool(other.block_table) for other in self._requests.values())
-        if num_live >= (limit := self.config.max_num_seqs + self.config.max_num_waiting):
-            raise queue_full(limit)
+        live = [other for other in self._requests.values() if other.mode != "prefill" and other.block_table]
+        num_live, num_of_key = len(live), sum(other.fairness_key == request.fairness_key for other in live)
+        check_places(self.config.max_num_seqs + self.config.max_num_waiting, num_live, num_of_key, request)
         num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self.config))
         if self._waiting.num_preempted or not self._kv.admit(request, num_tokens, request.num_tokens, num_live):
             raise kv_full(self._kv.num_blocks_for(num_tokens), num_live, self._waiting.num_preempted, self.pool)
         request.state = RequestState.IMPORTING
+        if not num_of_key:
+            self._waiting.arrived(request, {other.fairness_key for other in live})
         self._ledger.found(request, request.num_computed_tokens)
 
     def _begin_decoding(self, request: Request) -> None:
         request.num_computed_tokens = num_ready_tokens(request, self.pool.block_size)
         self._kv.register_full_blocks(request)
+        self._kv.drop_behind_window(request)
         if request.num_tokens_to_compute:
             self._start_running(request)
         else:  # all is here but the token that follows: blocks that others may share cannot be written again
@@ -228,7 +245,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- scheduling
 
     def _schedule_running(self, batch: Batch) -> None:
-        for request in sorted(self._running, key=lambda request: (not request.is_decoding, request.rank)):
+        for request in self._running.in_order():
             if batch.is_full:
                 return
             if request.state is RequestState.RUNNING and self._make_room(request, batch):
@@ -237,7 +254,7 @@ class Scheduler:
     def _make_room(self, request: Request, batch: Batch) -> bool:
         """Let a request's blocks hold all its tokens, preempting the lowest ranks; False: it was itself preempted."""
         while not self._kv.grow(request, request.num_tokens):
-            victim = max((other for other in self._running if other.mode != "prefill"), key=lambda other: other.rank)
+            victim = self._running.victim()
             batch.remove(victim)
             self._preempt(victim)
             if victim is request:
@@ -246,31 +263,37 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._ledger.preempted(request)
+        self.prefixes.preempt(request)
         self._running.remove(request)
         self._queue_again(request)
 
     def _queue_again(self, request: Request) -> None:
         self._kv.free(request)
         request.state = RequestState.PREEMPTED
-        self._waiting.add(request)
+        self._waiting.add(request, self._clock())
 
     def _schedule_waiting(self, batch: Batch) -> None:
         """Let requests in, strictly in the queue's order: one that does not fit is not overtaken."""
-        while not batch.is_full and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.peek()
-            num_growing = sum(other.mode != "prefill" for other in self._running)
-            if request is None or not self._kv.admit(request, request.num_tokens, request.num_tokens - 1, num_growing):
+        now_ns = self._clock() if len(self._waiting) else 0
+        while batch.takes_prompts and self._running.has_free_seat:
+            request = self._waiting.peek(now_ns)
+            if request is None or not self._kv.admit(
+                request, request.num_tokens, request.num_tokens - 1, self._running.num_growing
+            ):
                 return
-            self._waiting.pop()
+            self._waiting.pop(now_ns)
             if request.mode != "decode":  # what it finds now came by import, or was found when it was added
                 self._ledger.found(request, request.num_computed_tokens)
-                self.prefixes.admit(request)
+            if request.mode != "decode" or request.prefix:
+                self.pacer.copied(self.prefixes.admit(request))
+            if request.state is RequestState.WAITING:
+                self._waiting.charge(request, request.num_tokens_to_compute)
             self._start_running(request)
             batch.add(request)
 
     def _start_running(self, request: Request) -> None:
         request.state = RequestState.RUNNING
-        self._running.append(request)
+        self._running.add(request)
 
     # ---------------------------------------------------------------------------------------------------- updating
 
@@ -278,6 +301,7 @@ class Scheduler:
         self._ledger.computed(run.request, run.first_position, run.num_tokens)
         run.request.num_computed_tokens = run.first_position + run.num_tokens
         self.prefixes.register(run.request)
+        self._kv.drop_behind_window(run.request)
 
     def _seal(self, run: ScheduledRun) -> SealedBlocks | None:
         num_written_tokens = run.first_position + run.num_tokens
@@ -292,6 +316,7 @@ class Scheduler:
     def _take_token(self, request: Request, sampled: Sampled) -> RequestOutput:
         reason = request.finish_reason_with((sampled.token_id,), self.config.context_length)
         self._ledger.sampled(request)
+        self._waiting.charge(request, 1)
         output = self._ledger.output(request, (sampled,), reason, is_last=reason is not None)
         request.token_ids.append(sampled.token_id)
         if reason is not None:
@@ -308,6 +333,7 @@ class Scheduler:
             request.state = RequestState.HELD
             self._kv.hold(request)
         self._ledger.sampled(request, len(sampled))
+        self._waiting.charge(request, len(sampled))
         reasons = [request.finish_reason_with((token.token_id,), self.config.context_length) for token in sampled]
         return [
             self._ledger.output(request, (token,), reason, choice_index=index, is_last=True)

@@ -24,8 +24,14 @@ class SchedulerConfig:
     """Requests in one step."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
+    itl_target_ms: float = 0.0
+    """Prompt chunks are cut so that a step with answers in it takes no longer, if the chunk can help it; 0: not cut."""
+    window: int | None = None
+    """No layer attends to more than so many tokens, the attending one counted; None: a layer attends to all."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if name != "itl_target_ms" and value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if not self.itl_target_ms >= 0:
+            raise ValueError(f"itl_target_ms is {self.itl_target_ms}, must be at least 0")

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.messages import AddRequest, FilledBlocks
+from engine.messages import AddRequest, FilledBlocks, OfferPrefix
 from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -38,7 +38,12 @@ class World:
         self.link = FollowedLink(host)
         self.cache = PromptCache(self.engine, self.link, EngineRegions(self.engine, self.link), "life")
         self.region = SharedRegion.create("test-pool", NUM_BLOCKS * LAYOUT.bytes_per_block, NUM_BLOCKS)
-        load, publish = host.prompt_cache.load, host.prompt_cache.publish
+        self.num_unloads = 0
+        load, publish, unload = host.prompt_cache.load, host.prompt_cache.publish, host.prompt_cache.unload
+
+        def noted_unload(reader_id: str) -> None:
+            self.num_unloads += 1
+            unload(reader_id)
 
         async def noted_load(request: kv.LoadRequest) -> kv.LoadReply:
             self.loads.append(request)
@@ -50,6 +55,7 @@ class World:
 
         host.prompt_cache.load = noted_load  # type: ignore[method-assign]
         host.prompt_cache.publish = noted_publish  # type: ignore[method-assign]
+        host.prompt_cache.unload = noted_unload  # type: ignore[method-assign]
 
     async def lend(self) -> None:
         region = self.region
@@ -146,3 +152,30 @@ async def test_public_blocks_count_towards_no_account(tmp_path: Path) -> None:
         assert tags(here.publishes)[2:] == [(b"account!", HASHES[4], HASHES[5:7])]
         # 3. All of them are one chain to whoever loads it.
         assert len((await here.added(submit)).prefix) == 7
+
+
+async def test_a_preempted_request_is_told_where_the_store_has_its_blocks(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.fill(a_submit(), 0, 2)
+        request = ActiveRequest(a_submit(), GatewayStream())
+        here.cache.preempted(request, [block_hash.hex() for block_hash in HASHES[:3]])
+        await until(lambda: bool(here.engine.sent_of(OfferPrefix)))
+        (offer,) = here.engine.sent_of(OfferPrefix)
+        assert offer.request_id == request.key and [block.index for block in offer.prefix] == [0, 1]
+
+
+async def test_what_the_store_has_not_is_not_offered(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        request = ActiveRequest(a_submit(), GatewayStream())
+        here.cache.preempted(request, [HASHES[0].hex()])
+        await until(lambda: here.num_unloads == 1)
+        assert here.engine.sent_of(OfferPrefix) == []
+
+
+async def test_a_store_that_has_nothing_of_a_prompt_is_not_asked_and_one_that_has_is(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        assert (await here.added(a_submit())).prefix == [] and here.loads == []
+        await here.fill(a_submit(), 0, 2)
+        assert [block.index for block in (await here.added(a_submit())).prefix] == [0, 1]
+        await here.added(a_submit(prefix_source="127.0.0.1:1"))
+        assert len(here.loads) == 2

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from engine.core import RequestsFailed
-from engine.messages import Mode, Recompute, RequestOutput, Reserved, StartDecode
-from tests.engine.scheduling.world import ROOT, STOP, World, kv_of, slab
+from engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
+from tests.engine.scheduling.world import ROOT, STOP, World, extent, kv_of, slab
 
 CONTEXT_LENGTH = 24
 
@@ -30,14 +30,23 @@ class Expected:
 class EngineMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
-    @initialize(num_blocks=st.integers(6, 12), budget=st.integers(1, 12), num_seqs=st.integers(1, 4))
-    def start(self, num_blocks: int, budget: int, num_seqs: int) -> None:
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        budget=st.integers(1, 12),
+        num_seqs=st.integers(1, 4),
+        itl_target_ms=st.sampled_from([0.0, 4.0]),
+        window=st.none() | st.integers(1, 12),
+    )
+    def start(self, num_blocks: int, budget: int, num_seqs: int, itl_target_ms: float, window: int | None) -> None:
         self.world = World(
             num_blocks,
             context_length=CONTEXT_LENGTH,
             max_num_batched_tokens=budget,
             max_num_seqs=num_seqs,
             max_num_waiting=4,
+            itl_target_ms=itl_target_ms,
+            window=window,
+            step_seconds=lambda work: 0.001 * (1 + work.num_decodes + work.num_prompt_tokens),
         )
         self.world.runner.stop_positions = {17}
         self.alive: dict[str, Expected] = {}
@@ -115,6 +124,22 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=requests)
     def release(self, name: str) -> None:
         self.world.core.scheduler.release_held(name)
+
+    @rule(name=requests, num_blocks=st.integers(0, 6))
+    def offer_prefix(self, name: str, num_blocks: int) -> None:
+        """Answer a preemption, asked for or not, sooner or later."""
+        tokens = [*self.alive[name].prompt, *self.alive[name].answer] if name in self.alive else []
+        kv = kv_of(tokens)
+        prefix = []
+        for index in range(min(num_blocks, len(kv) // 4)):
+            self.num_slots += 1
+            self.world.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
+            prefix.append(PrefixBlock(index, extent(self.num_slots)))
+        self.world.core.handle(OfferPrefix(name, prefix))
+
+    @rule(name=requests, seconds=st.integers(1, 6))
+    def let_time_pass(self, name: str, seconds: int) -> None:
+        self.world.runner.seconds += seconds
 
     @rule(name=requests)
     def break_one_in_the_next_step(self, name: str) -> None:

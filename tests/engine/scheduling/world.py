@@ -27,6 +27,7 @@ from engine.scheduling.request import Sampled
 from engine.scheduling.sampling_params import SamplingParams
 from engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.step_time import StepWork, work_of
 
 ROOT = hash_root(b"model", 4)
 STOP = 99
@@ -35,7 +36,12 @@ STOP = 99
 class FakeRunner:
     """Keeps the whole contract of `Runner` but computes nothing. Records each step as (id, first, number of tokens)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+        self.window = window
+        self.seconds = 0.0
+        """What the steps and copies so far took."""
+        self.step_seconds: Callable[[StepWork], float] = lambda work: 0.0
+        self.copy_seconds = 0.0  # per block
         self.generations = array("Q", bytes(8 * num_blocks))
         self.steps: list[list[tuple[str, int, int]]] = []
         self.imported: list[tuple[int, int]] = []
@@ -56,6 +62,7 @@ class FakeRunner:
             self.breaks_with = None
             raise error
         self._read_and_write(output)
+        self.seconds += self.step_seconds(work_of(output.runs, self.window))
         kv_written()
         if error := self.breaks_when_drawing:
             self.breaks_when_drawing = None
@@ -64,6 +71,7 @@ class FakeRunner:
         return {run.request.request_id: self._sample(run) for run in output.runs if run.samples}
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        self.seconds += len(blocks) * self.copy_seconds
         for block, extent in zip(blocks, extents, strict=True):
             if extent.slot in self.stale_slots:
                 raise RegionError(f"slot {extent.slot} of {extent.region_id} was handed out again")
@@ -90,7 +98,7 @@ class FakeRunner:
     def _read_and_write(self, output: SchedulerOutput) -> None:
         for run in output.runs:
             expected = kv_of(run.request.token_ids)
-            for position in range(run.first_position):
+            for position in range(visible_from(run.first_position, self.window), run.first_position):
                 found = self._kv[run.request.block_table[position // 4]][position % 4]
                 assert found in (None, expected[position]), f"{run.request.request_id} reads a wrong slot"
         for run in output.runs:
@@ -121,8 +129,12 @@ class World:
         max_num_batched_tokens: int = 32,
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
+        itl_target_ms: float = 0.0,
+        window: int | None = None,
+        step_seconds: Callable[[StepWork], float] | None = None,
     ) -> None:
-        self.runner = FakeRunner(num_blocks)
+        """With `step_seconds` time is simulated: it passes while steps and copies run, and not otherwise."""
+        self.runner = FakeRunner(num_blocks, window)
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=4,
@@ -131,8 +143,15 @@ class World:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_num_waiting=max_num_waiting,
+            itl_target_ms=itl_target_ms,
+            window=window,
         )
-        self.core = EngineCore(config, self.runner)
+        if step_seconds is None:
+            self.core = EngineCore(config, self.runner)
+        else:
+            runner = self.runner
+            runner.step_seconds = step_seconds
+            self.core = EngineCore(config, runner, lambda: 1 + int(runner.seconds * 1e9), lambda: runner.seconds)
         self.pool = self.core.scheduler.pool
 
     def add(
@@ -196,6 +215,11 @@ class World:
         assert (stats.num_used_blocks, stats.num_held_blocks) == (0, 0)
         assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_total_blocks
         assert not self.core.has_work()
+
+
+def visible_from(position: int, window: int | None) -> int:
+    """Return the first position that the token at `position` attends to."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def kv_of(token_ids: Sequence[int]) -> list[int | None]:

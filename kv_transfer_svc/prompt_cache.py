@@ -26,6 +26,7 @@ from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.transport.source import BlockSource
 from runtime.errors import TandemError
 from runtime.kv.checksum import block_checksum
+from runtime.kv.known_blocks import REGION_ID, KnownBlocks
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -55,10 +56,17 @@ class PromptCache:
         verify_kv: bool = False,
     ) -> None:
         headroom_bytes = room.total_bytes // _HEADROOM_SHARE if disk is not None else 0
+        self.known = KnownBlocks.create()
         self.blocks = BlockStore(
-            room, quotas=quotas, demote=self._demote if disk is not None else None, headroom_bytes=headroom_bytes
+            room,
+            quotas=quotas,
+            demote=self._demote if disk is not None else None,
+            headroom_bytes=headroom_bytes,
+            counters=self.known.memory,
         )
         self.disk = disk
+        if disk is not None:
+            disk.count_in(self.known.disk)
         self.counters: Counter[str] = Counter()
         self.fetch: FetchBlocks | None = None
         self._regions = regions
@@ -67,6 +75,7 @@ class PromptCache:
         self._verify_kv = verify_kv
         self._tasks: set[asyncio.Task[int]] = set()
         regions.add_own(region_id, room.region)
+        regions.add_own(REGION_ID, self.known.region)
 
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
         """Copy what is wanted of a worker's blocks. Raises InvalidRequest for extents that are not in its region."""
@@ -255,6 +264,7 @@ class PromptCache:
         if self.disk is not None:
             await self.disk.close()
         self.blocks.room.close()
+        self.known.close()
 
     # ----------------------------------------------------------------------------------------------- workings
 

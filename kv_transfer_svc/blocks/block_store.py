@@ -33,6 +33,7 @@ from kv_transfer_svc.blocks.policies import DEFAULT_POLICY
 from kv_transfer_svc.blocks.room import Extent, Room
 from kv_transfer_svc.blocks.table import BlockTable
 from runtime.errors import InvalidRequest, KvCorrupt, KvNotFound
+from runtime.kv.known_blocks import BlockCounters
 
 _LATE_COPY_SECONDS = 60.0
 """A block that is filled or demoted for longer counts as orphaned."""
@@ -54,12 +55,13 @@ class BlockStore:
         quotas: Quotas | None = None,
         demote: Demote | None = None,
         headroom_bytes: int = 0,
+        counters: BlockCounters | None = None,
     ) -> None:
         self.room = room
         self._counters: Counter[str] = Counter()
         self._order = VictimOrder(new_policy, quotas or Quotas())
         self._leases = Leases()
-        self._table = BlockTable(room)
+        self._table = BlockTable(room, counters)
         self._maker = RoomMaker(room, self._table, self._order, self._counters, demote, headroom_bytes)
 
     # ------------------------------------------------------------------------------------------------ fill

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from kv_transfer_svc.blocks.block import Block, BlockState
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.room import Extent, Room
+from runtime.kv.known_blocks import BlockCounters
 
 
 class BlockTable:
     """Blocks by key and by slot, and the bytes held in each state."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, counters: BlockCounters | None = None) -> None:
         self._room = room
+        self._counters = counters
         self._blocks: dict[BlockKey, Block] = {}
         self._at: dict[int, Block] = {}
         self._unsettled: dict[BlockKey, Block] = {}
@@ -64,6 +66,8 @@ class BlockTable:
         self._at[block.extent.slot] = block
         self._bytes[block.state] += block.extent.held_bytes
         self._unsettled[block.key] = block
+        if self._counters is not None:
+            self._counters.add(block.key.layout_digest, block.key.block_hash)
 
     def change(self, block: Block, state: BlockState) -> None:
         self._bytes[block.state] -= block.extent.held_bytes
@@ -80,6 +84,8 @@ class BlockTable:
         self._unsettled.pop(block.key, None)
         self._bytes[block.state] -= block.extent.held_bytes
         self._room.give_back(block.extent)
+        if self._counters is not None:
+            self._counters.remove(block.key.layout_digest, block.key.block_hash)
 
     def check(self) -> None:
         """Assert that every byte is free or held once, and that no block lies in memory given to another use."""

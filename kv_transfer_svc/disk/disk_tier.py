@@ -26,6 +26,7 @@ from kv_transfer_svc.disk.jobs import JobQueue, ReadJob, WriteJob
 from kv_transfer_svc.disk.record import record_bytes
 from kv_transfer_svc.disk.segment_log import SegmentLog
 from runtime.kv.checksum import block_checksum
+from runtime.kv.known_blocks import BlockCounters
 from runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -54,6 +55,10 @@ class DiskTier:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._last_write_failed = False
+
+    def count_in(self, counters: BlockCounters) -> None:
+        """Count every block that comes and goes from now on; call it before `open`."""
+        self._log.index.counters = counters
 
     async def open(self) -> None:
         """Own the folder and rebuild the index from its files; call it once.

@@ -10,6 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from kv_transfer_svc.blocks.keys import BlockKey
+from runtime.kv.known_blocks import BlockCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Index:
     """Places by key and by segment, and which were used since they were written."""
 
     def __init__(self) -> None:
+        self.counters: BlockCounters | None = None
         self._lock = threading.Lock()
         self._places: dict[BlockKey, Place] = {}
         self._of_segment: dict[int, dict[BlockKey, Place]] = {}
@@ -78,9 +80,8 @@ class Index:
 
     def clear(self) -> None:
         with self._lock:
-            self._places.clear()
-            self._of_segment.clear()
-            self._last_use.clear()
+            for key in list(self._places):
+                self._drop(key)
 
     def check(self) -> None:
         """Raise AssertionError unless both views tell the same."""
@@ -94,6 +95,8 @@ class Index:
         self._drop(key)
         self._places[key] = place
         self._of_segment.setdefault(place.segment, {})[key] = place
+        if self.counters is not None:
+            self.counters.add(key.layout_digest, key.block_hash)
 
     def _drop(self, key: BlockKey) -> bool:
         place = self._places.pop(key, None)
@@ -104,4 +107,6 @@ class Index:
         del places[key]
         if not places:
             del self._of_segment[place.segment]
+        if self.counters is not None:
+            self.counters.remove(key.layout_digest, key.block_hash)
         return True

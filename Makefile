@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test simulate chaos check services format protos clean
+.PHONY: help run test simulate chaos check services peers format protos clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,6 +33,9 @@ check: $(VENV)/.dev ## lint, types, import contracts, protos
 
 services: ## install what some tests need: a C compiler (apt), workerd (npm)
 	@infra/services.sh
+
+peers: ## install the engines that benchmarks measure ours beside (ARGS="openvino" for one of them)
+	$(PYTHON) -m benchmarks.peers.install $(ARGS)
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -79,6 +80,17 @@ def one_core_each() -> list[Arrangement]:
         Arrangement("disaggregated", (), {**pinned["PREFILL"], **pinned["DECODE"], **threads}),
         Arrangement("aggregated", ("--prefill", "0"), {**pinned["DECODE"], **threads}),
     ]
+
+
+@contextmanager
+def beside_prefill() -> Iterator[None]:
+    """Run this process, and what it starts meanwhile, on prefill's core of `one_core_each`; engines go where told."""
+    cores = set(_own_cores())
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def arrangements(num_cores: int, *, only_pair: bool) -> list[Arrangement]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from benchmarks.arrangements import Workload, one_core_each
+from benchmarks.arrangements import Arrangement, Workload, beside_prefill, one_core_each
 from benchmarks.command import Outcome, Say, Sheet, Target, parser, run
 from benchmarks.figures import Answer, Figures, flat, percentile
 from benchmarks.measuring import Measured, Sample, measure_model
@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "the prompt cache is asked and filled all the same; spans exported over OTLP",
         "disaggregated": "one core and one thread for prefill, one for decode; --local-prefill never",
         "aggregated": "one core and one thread, the one that decode has there; no KV service",
-        "numbers": "float32",
+        "all else": "client, gateway, KV service and workers' fronts on prefill's core: what carries a token would "
+        "else run on decode's core, in its first step (taskset -c 0 tandem up, with TANDEM_DECODE_CPUS=1)",
+        "numbers": "float32 arithmetic, weights in the checkpoint's bfloat16",
     }
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
 
@@ -66,6 +68,19 @@ async def _measure_shape(shape: str, workloads: list[Workload], folder: Path, sa
     place = folder / f"run-{shape}"
     place.mkdir()
     sides = one_core_each()
+    with beside_prefill():
+        await _measure_sides(model, shape, sides, workloads, place, say, outcome)
+
+
+async def _measure_sides(
+    model: Path,
+    shape: str,
+    sides: list[Arrangement],
+    workloads: list[Workload],
+    place: Path,
+    say: Say,
+    outcome: Outcome,
+) -> None:
     measuring = measure_model(
         model, ("--model", str(model)), sides, workloads, place, lambda line: say(f"{shape}: {line}")
     )

@@ -182,10 +182,11 @@ def test_the_facts_of_a_checkpoint_are_those_of_its_files(folder: Path, tmp_path
     assert (info.model_id, info.architecture, info.vocab_size) == ("mine", "LlamaForCausalLM", 320)
     assert (info.context_length, info.eos_token_ids, info.chat_template) == (256, [1, 3], "{{ messages }}")
     assert info.generation_defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
-    assert info.numerics_class == f"torch-{torch.__version__.split('+')[0]}/cpu/{info.dtype}/llama/tp1/eager"
-    assert info.num_parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+    where, arithmetic = f"torch-{torch.__version__.split('+')[0]}/cpu", f"{info.dtype}/llama/tp1/lean"
+    assert info.numerics_class == f"{where}/{loaded.ops.name}/{arithmetic}"
+    assert info.num_parameters == AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     assert set(info.asset_paths) == {"tokenizer.json", "tokenizer_config.json"}
-    assert loaded.geometry == KVGeometry(3, 2, 16, 16, loaded.model.dtype)
+    assert loaded.geometry == KVGeometry(3, 2, 16, 16, torch.float32)
     assert len(info.weights_digest) == len(info.tokenizer_digest) == 32
 
 

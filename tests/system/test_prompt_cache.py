@@ -179,14 +179,14 @@ async def test_a_choice_that_moves_takes_its_cache_from_the_store(
 ) -> None:
     prompt = clear_prompt(checkpoint("llama"), 90, NUM_TOKENS)
     num_tokens = 400  # enough for the worker to be killed before it is done
-    undisturbed = await fleet.gateway.dispatcher.submit(
-        token_request("tiny-llama", prompt, num_tokens, account="first")
-    )
-    expected = [token async for delta in undisturbed for token in delta.token_ids]
+    at_first = await num_stored(fleet)
+    asked = token_request("tiny-llama", prompt, num_tokens, account="first")
+    expected = [token async for delta in await fleet.gateway.dispatcher.submit(asked) for token in delta.token_ids]
     assert expected[:NUM_TOKENS] == greedy(checkpoint("llama"), prompt, NUM_TOKENS)
     fleet.start("decode", "decode-2", "--model", str(checkpoint("llama")), *SMALL)
     await fleet.ready()
-    before = (await fleet.stats("kv-0")).kv_service.store.num_blocks
+    before = at_first + (90 + num_tokens - 1) // BLOCK
+    await published(fleet, before)
     request = token_request("tiny-llama", prompt, num_tokens, account="mover")  # nobody else's blocks are found
     flight = await fleet.gateway.dispatcher.submit(request)
     deltas = aiter(flight)

@@ -37,7 +37,9 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     torch.set_num_threads(num_threads)
     use_threads(num_threads)
     loaded = load_model(config, report)
-    num_blocks = choose_num_blocks(config, loaded.geometry, loaded.info.context_length, loaded.device)
+    num_blocks = choose_num_blocks(
+        config, loaded.geometry, loaded.info.context_length, loaded.device, loaded.mapped_bytes
+    )
     report(f"making room for {num_blocks * config.block_size:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     runner = ModelRunner(loaded.model, loaded.ops, cache, _checksums(cache) if config.verify_kv else None)

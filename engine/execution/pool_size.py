@@ -16,10 +16,13 @@ _CUDA_SHARE = 0.9
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, context_length: int, device: torch.device) -> int:
+def choose_num_blocks(
+    config: EngineConfig, geometry: KVGeometry, context_length: int, device: torch.device, mapped_bytes: int = 0
+) -> int:
     """Return the pool's size: as told in blocks, in bytes, or by the memory that is free once the weights are loaded.
 
-    Not told, it never exceeds what a full batch of longest requests could use. Raises ModelUnusable if no block fits.
+    Not told, it never exceeds what a full batch of longest requests could use. `mapped_bytes` of weights lie in mapped
+    files: the system calls their memory free. Raises ModelUnusable if no block fits.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -27,7 +30,7 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, context_length
         return _fitting(config.kv_memory_bytes, geometry)
     most_useful = config.max_num_seqs * -(-context_length // geometry.block_size)
     limit_bytes = config.kv_memory_limit_bytes
-    free_bytes = _free_for_kv(device)
+    free_bytes = _free_for_kv(device, mapped_bytes)
     return min(most_useful, _fitting(free_bytes if limit_bytes is None else min(free_bytes, limit_bytes), geometry))
 
 
@@ -41,12 +44,12 @@ def _fitting(num_bytes: int, geometry: KVGeometry) -> int:
     return num_blocks
 
 
-def _free_for_kv(device: torch.device) -> int:
+def _free_for_kv(device: torch.device, mapped_bytes: int) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(_CUDA_SHARE * free)
-    return min(_CPU_MOST_BYTES, int(_CPU_SHARE * free_host_bytes()))
+    return min(_CPU_MOST_BYTES, int(_CPU_SHARE * max(0, free_host_bytes() - mapped_bytes)))
 
 
 def free_host_bytes() -> int:

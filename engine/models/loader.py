@@ -44,6 +44,8 @@ class LoadedModel:
     info: ModelInfo
     geometry: KVGeometry
     device: torch.device
+    mapped_bytes: int = 0
+    """Of weights in files that are mapped."""
     window: int | None = None
     """Positions that any token of any layer sees; None: some layer sees all."""
 
@@ -101,7 +103,8 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
     )
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
     geometry = replace(built.geometry, order=job.ops.kv_order)
-    return LoadedModel(built.model, job.ops, info, geometry, device, _widest(built.windows))
+    mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
+    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, _widest(built.windows))
 
 
 def _widest(windows: Sequence[int | None]) -> int | None:

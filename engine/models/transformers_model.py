@@ -56,14 +56,14 @@ def use_own_linears(model: Any, ops: Ops) -> None:
     Weights stay in the dtype they are in; all other parameters become float32, which the arithmetic is in.
     """
     tied = _tied_embedding(model)
-    packed: dict[int, Weight] = {}
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear or type(module) is Conv1D:
-            weight = packed.get(id(module.weight)) or _packed(module, ops)
-            packed[id(module.weight)] = weight
-            if tied is not None and module.weight is tied[1].weight:
-                _replace(model, tied[0], _OwnEmbedding(weight, ops))
-            _replace(model, name, _OwnLinear(weight, ops))
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear or type(module) is Conv1D]
+    for name in names:  # by name: whoever keeps the modules keeps their weights, too
+        module = model.get_submodule(name)
+        is_tied = tied and module.weight is model.get_submodule(tied).weight
+        weight = _packed(module, ops)
+        if is_tied:
+            _replace(model, tied, _OwnEmbedding(weight, ops))
+        _replace(model, name, _OwnLinear(weight, ops))
     model.float()
 
 
@@ -76,12 +76,13 @@ def _stored(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.dtype in (torch.float32, torch.bfloat16) else matrix.float()
 
 
-def _tied_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
-    """Return the input embedding and its name, if it is a plain one whose weights are the head's."""
+def _tied_embedding(model: Any) -> str:
+    """Return the input embedding's name, if it is a plain one whose weights are the head's; else ""."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or type(embedding) is not nn.Embedding or head.weight is not embedding.weight:
-        return None
-    return next(name for name, module in model.named_modules() if module is embedding), embedding
+        return ""
+    name: str = next(name for name, module in model.named_modules() if module is embedding)
+    return name
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:

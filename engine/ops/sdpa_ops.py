@@ -89,7 +89,7 @@ def _attend(
         packed = query.reshape(keys.shape[0], -1, query.shape[-1])
         return functional.scaled_dot_product_attention(
             packed.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale
-        ).view_as(query)
+        ).reshape(query.shape)  # some of SDPA's kernels lay their result out otherwise
     if mask is not None:  # enable_gqa with a mask takes the slow kernel
         keys, values = _repeat_heads(query, keys), _repeat_heads(query, values)
     return functional.scaled_dot_product_attention(

@@ -87,8 +87,11 @@ class KVCacheManager:
         return range(first, request.num_registered_blocks)
 
     def offered_hashes(self, request: Request) -> list[str]:
-        """Return, in hex, the hashes of a request's leading blocks that others were told of, or had before."""
-        return [self._hash(request, index).hex() for index in range(request.num_registered_blocks)]
+        """Return, in hex, the hashes of leading blocks that others were told of or had before, and it may find."""
+        num_blocks = request.num_registered_blocks
+        if request.max_found_blocks is not None:
+            num_blocks = min(num_blocks, request.max_found_blocks)
+        return [self._hash(request, index).hex() for index in range(num_blocks)]
 
     def describe(self, request: Request, indices: Sequence[int]) -> FilledBlocks:
         """Return hashes, slots and generations of full blocks, one or more in a row."""

@@ -52,7 +52,11 @@ class RunningRequests:
             is_new = request not in self._seated
             return (not request.is_decoding, -request.standing, is_new, self._served(request), request.arrival)
 
-        return sorted(self._requests, key=key)
+        ordered = sorted(self._requests, key=key)
+        first_prompt = next((index for index, each in enumerate(ordered) if not each.is_decoding), 0)
+        if first_prompt >= self._max_num_seqs:  # a prompt begun has the last seat, or it would wait for ever
+            ordered.insert(self._max_num_seqs - 1, ordered.pop(first_prompt))
+        return ordered
 
     def victim(self) -> Request:
         """Return who is to be preempted: the lowest rank. Never a prefill: others pull from its blocks.

@@ -110,7 +110,7 @@ class WaitingQueue:
     def _level(self, priority: int) -> _Level:
         if priority not in self._levels:
             empty = [number for number, level in self._levels.items() if not len(level)]
-            for number in empty[: len(empty) - _MAX_EMPTY_LEVELS + 1]:
+            for number in empty[: max(0, len(empty) - _MAX_EMPTY_LEVELS + 1)]:
                 del self._levels[number]
             self._levels[priority] = _Level()
         return self._levels[priority]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.core import RequestsFailed
 from engine.messages import BlocksSealed, EngineEvent, SealedBlocks
+from engine.scheduling.hand_over import seal
 from tests.engine.scheduling.world import ROOT, STOP, World
 
 
@@ -131,3 +132,12 @@ def test_a_step_that_breaks_after_its_blocks_were_sealed_seals_them_once() -> No
     (event,) = said
     assert isinstance(event, BlocksSealed) and [each.request_id for each in event.sealed] == ["p", "q"]
     assert done.sealed == [] and [output.request_id for output in done.outputs] == ["p"]
+
+
+def test_a_smaller_chunk_after_a_broken_step_seals_nothing_twice() -> None:
+    world = World(max_num_batched_tokens=12)
+    world.add("p", list(range(12)), mode="prefill")
+    request = world.core.scheduler._requests["p"]
+    world.core.scheduler.seal_written(world.core.scheduler.schedule())
+    assert request.num_sealed_blocks == 3
+    assert seal(request, 4, world.pool.generations, 4) is None and request.num_sealed_blocks == 3

@@ -124,6 +124,8 @@ class AsyncChannel:
                 sent = self._send_some(data, fds)
             except ChannelClosed:
                 self._drop_unsent()
+                with contextlib.suppress(OSError):  # whatever it was, half a frame may have left: both ends are to know
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 raise
             if sent is None:
                 asyncio.get_running_loop().add_writer(self._socket.fileno(), self._go_on_writing)

@@ -5,6 +5,7 @@ A channel of our own around gRPC's, rather than client interceptors: those put a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
@@ -77,10 +78,13 @@ class _Call:
         return getattr(self._call, name)
 
     async def write(self, request: Any) -> None:
+        """Send one message of a stream; raises Unavailable if the call has ended since the last."""
         try:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.InvalidStateError as error:  # what gRPC makes of a write to a call that is over
+            raise errors.Unavailable(f"the stream is over: {error}") from error
 
     async def wait_for_connection(self) -> None:
         try:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 from engine.channel import ChannelClosed, Received
 from engine.client import EngineClient
-from engine.codec import CodecError
 from engine.messages import Command
 from runtime.log import get_logger
 
@@ -32,7 +31,7 @@ class EngineLink:
             self._client.send(command, fd)
         except ChannelClosed:
             log.debug("command_to_a_dead_engine_dropped", command=type(command).__name__)
-        except CodecError:  # one command that cannot be sent must not hold up all that follow
+        except Exception:  # one command that cannot be sent must not hold up all that follow
             log.exception("command_not_sent", command=type(command).__name__)
 
     def events(self) -> AsyncIterator[Received]:

@@ -143,9 +143,13 @@ class KvLink:
         await self.disconnect()
         regions = RegionClient(found.socket)
         offer = self._offer
-        if offer is not None:
-            await self._lend(regions, offer)
-        known = await _known_blocks(regions)
+        try:
+            if offer is not None:
+                await self._lend(regions, offer)
+            known = await _known_blocks(regions)
+        except BaseException:
+            await regions.close()
+            raise
         client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
         async with self._changed:
             self._current, self._regions, self._client, self._lent = found, regions, client, offer
@@ -189,6 +193,9 @@ async def _known_blocks(regions: RegionClient) -> KnownBlocks | None:
         return None
     try:
         return KnownBlocks.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
+    except (TandemError, OSError, ValueError) as error:  # asking each time is slower, nothing worse
+        log.warning("kv_known_blocks_not_mapped", reason=str(error))
+        return None
     finally:
         os.close(grant.fd)
 

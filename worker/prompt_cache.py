@@ -163,6 +163,7 @@ class PromptCache:
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
             log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
+        self._lent.add(request.key)  # again: the engine may have admitted the request while the store was asked
         if prefix:
             self._engine.send(messages.OfferPrefix(request.key, prefix))  # what follows says when it is not needed
         else:

@@ -92,11 +92,11 @@ class Index:
             assert self._last_use.keys() <= self._places.keys(), "a block is used that is nowhere"
 
     def _add(self, key: BlockKey, place: Place) -> None:
+        if self.counters is not None:
+            self.counters.add(key.layout_digest, key.block_hash)  # before the old place is counted out
         self._drop(key)
         self._places[key] = place
         self._of_segment.setdefault(place.segment, {})[key] = place
-        if self.counters is not None:
-            self.counters.add(key.layout_digest, key.block_hash)
 
     def _drop(self, key: BlockKey) -> bool:
         place = self._places.pop(key, None)

@@ -46,6 +46,9 @@ class KnownBlocks:
     """Both tables; `create` for the service's own, `map_read_only` for a worker's view of them."""
 
     def __init__(self, region: SharedRegion) -> None:
+        if region.total_bytes < 2 * _NUM_BUCKETS:
+            region.close()
+            raise ValueError(f"a table of known blocks has {2 * _NUM_BUCKETS:,} bytes, this one {region.total_bytes:,}")
         self.region = region
         self.memory = BlockCounters(region.view(0, _NUM_BUCKETS))
         self.disk = BlockCounters(region.view(_NUM_BUCKETS, _NUM_BUCKETS))

@@ -140,6 +140,19 @@ async def test_a_two_way_stream_ends_cleanly_on_both_ways_of_reading() -> None:
         assert await call.read() is grpc.aio.EOF
 
 
+async def test_a_write_to_a_stream_that_is_over_is_unavailable() -> None:
+    async def attach(requests: Any, _context: Any) -> AsyncIterator[pb.Event]:
+        yield pb.Event()
+
+    async with decode_stub(Decode(attach=attach)) as stub:
+        call = stub.Attach()
+        assert await call.read() == pb.Event()
+        assert await call.read() is grpc.aio.EOF
+        await call.code()
+        with pytest.raises(errors.Unavailable, match="the stream is over"):
+            await call.write(pb.Command())
+
+
 async def test_a_handler_ends_when_the_client_of_its_stream_leaves() -> None:
     ended = asyncio.Event()
 

@@ -30,7 +30,7 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
                 raise InvalidRequest(f"info.{name} is empty; a worker names itself fully", field=f"info.{name}")
         if info.role == pb.WORKER_ROLE_UNSPECIFIED:
             raise InvalidRequest("info.role is unspecified; say prefill, decode or kv", field="info.role")
-        self._registry.register(info, request.load)
+        self._registry.register(info, request.load, request.info_version)
         return cp.RegisterReply(
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
             replicas=self._replicas,

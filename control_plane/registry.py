@@ -33,6 +33,7 @@ class Worker:
     last_heartbeat: float
     """time.monotonic() seconds."""
     is_suspected: bool = False
+    info_version: int = 0
 
     @property
     def worker_id(self) -> str:
@@ -98,9 +99,10 @@ class WorkerRegistry:
                 return worker
         return None
 
-    def register(self, info: pb.WorkerInfo, load: pb.LoadReport) -> None:
+    def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0) -> None:
         """Take in a worker, or what is new of one; another incarnation takes the place of the one before, for good.
 
+        A call that was overtaken by a later one changes nothing: its worker would else be loading again, for good.
         Raises StaleIncarnation for one that was replaced: two processes of one name would else take turns.
         """
         if info.incarnation in self._replaced:
@@ -109,12 +111,15 @@ class WorkerRegistry:
                 "to run, give each its own --worker-id"
             )
         previous = self._workers.get(info.worker_id)
+        if previous is not None and previous.incarnation == info.incarnation and info_version < previous.info_version:
+            log.info("late_registration_ignored", worker=info.worker_id, version=info_version)
+            return
         if previous is not None and previous.incarnation != info.incarnation:
             self._forget(previous, "replaced")
             self._replaced[previous.incarnation] = None
             if len(self._replaced) > _MAX_REPLACED:
                 self._replaced.popitem(last=False)
-        worker = Worker(info, load, self._clock())
+        worker = Worker(info, load, self._clock(), info_version=info_version)
         self._workers[info.worker_id] = worker
         log.info(
             "worker_registered",
@@ -135,12 +140,14 @@ class WorkerRegistry:
                 f"worker {beat.worker_id} is incarnation {worker.incarnation} now, the heartbeat came from "
                 f"{beat.incarnation}"
             )
+        if beat.info_version != worker.info_version:  # a late one, or we missed what it registered in between
+            return beat.info_version < worker.info_version
         info = worker.info
         if beat.kv_address != info.kv_address:
             info = pb.WorkerInfo()
             info.CopyFrom(worker.info)
             info.kv_address = beat.kv_address
-        fresh = Worker(info, beat.load, self._clock())
+        fresh = Worker(info, beat.load, self._clock(), info_version=worker.info_version)
         self._workers[beat.worker_id] = fresh
         if worker.load.state != fresh.load.state or worker.is_suspected:
             self._tell(fresh, True)

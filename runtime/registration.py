@@ -105,7 +105,7 @@ class Registrar:
         await asyncio.gather(*(replica.stop() for replica in replicas))
 
     def register_request(self) -> cp.RegisterRequest:
-        return cp.RegisterRequest(info=self._info, load=self._load())
+        return cp.RegisterRequest(info=self._info, load=self._load(), info_version=self.info_version)
 
     def heartbeat_request(self) -> cp.HeartbeatRequest:
         return cp.HeartbeatRequest(
@@ -113,6 +113,7 @@ class Registrar:
             incarnation=self._info.incarnation,
             load=self._load(),
             kv_address=self._info.kv_address,
+            info_version=self.info_version,
         )
 
     def accepted(self, reply: cp.RegisterReply) -> None:

@@ -33,13 +33,22 @@ class World:
             self.now += 0.25
             self.registry.sweep()
 
-    def register(self, incarnation: str, state: pb.WorkerState.ValueType = READY, **fields: Any) -> None:
+    def register(
+        self, incarnation: str, state: pb.WorkerState.ValueType = READY, version: int = 0, **fields: Any
+    ) -> None:
         info = pb.WorkerInfo(worker_id="w", incarnation=incarnation, role=pb.WORKER_ROLE_DECODE, **fields)
-        self.registry.register(info, pb.LoadReport(state=state))
+        self.registry.register(info, pb.LoadReport(state=state), version)
 
-    def beat(self, incarnation: str, state: pb.WorkerState.ValueType = READY, kv_address: str = "") -> bool:
-        load = pb.LoadReport(state=state)
-        beat = cp.HeartbeatRequest(worker_id="w", incarnation=incarnation, load=load, kv_address=kv_address)
+    def beat(
+        self, incarnation: str, state: pb.WorkerState.ValueType = READY, kv_address: str = "", version: int = 0
+    ) -> bool:
+        beat = cp.HeartbeatRequest(
+            worker_id="w",
+            incarnation=incarnation,
+            load=pb.LoadReport(state=state),
+            kv_address=kv_address,
+            info_version=version,
+        )
         return self.registry.heartbeat(beat)
 
 
@@ -89,6 +98,22 @@ def test_a_new_life_takes_the_place_of_the_old_for_good() -> None:
     world.registry.deregister("w", "one")
     worker = world.registry.get("w")
     assert worker is not None and worker.incarnation == "two"
+
+
+def test_what_comes_late_changes_nothing_and_what_was_missed_is_asked_for() -> None:
+    world = World()
+    world.register("one", LOADING, version=0)
+    world.register("one", version=1, kv_address="new")
+    world.register("one", LOADING, version=0)  # a copy, late
+    assert world.beat("one", LOADING, version=0), "so is this: no reason to register again"
+    worker = world.registry.get("w")
+    assert worker is not None and worker.info.kv_address == "new" and worker.load.state == READY
+    assert not world.beat("one", version=2), "its registration was lost: it is to come again"
+    world.register("one", version=2, kv_address="newer")
+    assert world.beat("one", version=2, kv_address="newer")
+    world.register("two", version=0)
+    worker = world.registry.get("w")
+    assert worker is not None and worker.incarnation == "two", "versions are an incarnation's own"
 
 
 def test_a_worker_that_was_forgotten_registers_again() -> None:

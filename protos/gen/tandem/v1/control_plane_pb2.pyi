@@ -52,6 +52,9 @@ class RegisterRequest(message.Message):
 
     INFO_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
+    INFO_VERSION_FIELD_NUMBER: builtins.int
+    info_version: builtins.int
+    """of this incarnation's info; one that is older than what is known came late"""
     @builtins.property
     def info(self) -> types_pb2.WorkerInfo: ...
     @builtins.property
@@ -61,10 +64,11 @@ class RegisterRequest(message.Message):
         *,
         info: types_pb2.WorkerInfo | None = ...,
         load: types_pb2.LoadReport | None = ...,
+        info_version: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["info", b"info", "info_version", b"info_version", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -109,9 +113,12 @@ class HeartbeatRequest(message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     KV_ADDRESS_FIELD_NUMBER: builtins.int
+    INFO_VERSION_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     kv_address: builtins.str
+    info_version: builtins.int
+    """of the info that its sender has registered"""
     @builtins.property
     def load(self) -> types_pb2.LoadReport: ...
     def __init__(
@@ -121,10 +128,11 @@ class HeartbeatRequest(message.Message):
         incarnation: builtins.str = ...,
         load: types_pb2.LoadReport | None = ...,
         kv_address: builtins.str = ...,
+        info_version: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "kv_address", b"kv_address", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "info_version", b"info_version", "kv_address", b"kv_address", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

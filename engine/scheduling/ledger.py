@@ -64,6 +64,9 @@ class Ledger:
             num_new = max(0, end - max(first_position, request.num_prompt_tokens_accounted))
             request.num_prompt_tokens_accounted += num_new
         request.num_prompt_tokens_computed += num_new
+        # A decode may have found all of a prompt, and have to compute its end after all: that was not cached.
+        num_not_computed = max(0, request.num_prompt_tokens - request.num_prompt_tokens_computed)
+        request.num_cached_tokens = min(request.num_cached_tokens, num_not_computed)
         self.count("prompt_tokens_computed", num_new)
 
     def sampled(self, request: Request, num_choices: int = 1) -> None:

@@ -253,3 +253,24 @@ def test_a_migrated_request_imports_prompt_and_answer_so_far() -> None:
     (output,) = world.run()
     assert (output.token_ids, output.position, output.finish_reason) == ([1006], 6, "length")
     world.assert_nothing_is_left()
+
+
+def test_a_prompt_that_was_all_here_and_whose_first_token_never_came_is_not_all_cached() -> None:
+    world = World()
+    world.add("before", PROMPT[:8], root=ROOT)
+    world.run()
+    assert world.add("d", PROMPT[:8], mode="decode", root=ROOT) == [Reserved("d", 2)]
+    world.core.handle(Recompute("d"))  # prefill died
+    last = world.run()[-1]
+    assert (last.num_computed_tokens, last.num_cached_tokens) == (4, 4), "what was computed was not cached"
+    world.assert_nothing_is_left()
+
+
+def test_a_prompt_that_was_all_imported_and_whose_first_token_never_came_is_computed_at_its_end() -> None:
+    world = World()
+    world.add("d", PROMPT[:8], mode="decode", root=ROOT)
+    world.core.handle(slab("d", 0, [20, 21]))
+    world.core.handle(Recompute("d"))
+    last = world.run()[-1]
+    assert (last.num_computed_tokens, last.num_cached_tokens) == (4, 0)
+    world.assert_nothing_is_left()

@@ -140,14 +140,23 @@ struct Linear {
     const int64_t part = (num_inputs + num_parts - 1) / num_parts;
     in_parallel((num_tiles + tiles - 1) / tiles, [&](int piece) {
       const int begin = piece * tiles, end = std::min(begin + tiles, num_tiles);
+      static thread_local const Weight* brought = nullptr;  // the tile that this thread brought nearer last
+      bool is_near = brought == weights_of(begin, 0);
       for (int64_t input = 0; input < num_inputs; input += part)
-        for (int tile = begin; tile < end; tile++)
+        for (int tile = begin; tile < end; tile++) {
+          const int64_t num = std::min(part, num_inputs - input);
+          const Weight* next = tile + 1 < end              ? weights_of(tile + 1, input)
+                               : input + num < num_inputs ? weights_of(begin, input + num)
+                               : end < num_tiles          ? weights_of(end, 0)
+                                                          : nullptr;
           for (int group = 0; group < groups.count; group++) {
-            const int64_t num = std::min(part, num_inputs - input);
-            const Prefetch ahead = what_next(groups, group, tile, input, num, tile == begin, tile + 1 == end);
+            const Prefetch ahead = what_next(groups, group, weights_of(tile, input), next, num, is_near);
             const float* from = turned + groups.first(group) * num_inputs + input * groups.rows(group);
             tile_and_rows(from, tile, input, num, row + groups.first(group), groups.rows(group), ahead);
           }
+          is_near = true;
+        }
+      brought = end < num_tiles ? weights_of(end, 0) : nullptr;
     });
   }
 
@@ -172,16 +181,16 @@ struct Linear {
     for (int r = 0; r < rows; r++) memcpy(to + r * y_stride, whole[r], columns * sizeof(float));
   }
 
-  // The first group to meet a tile reads it from memory, somewhat ahead of itself; then, group by group, the next tile
-  // comes nearer while this one is multiplied from L2.
-  Prefetch what_next(const Groups& groups, int group, int tile, int64_t input, int64_t num, bool is_first,
-                     bool is_last) const {
+  // A tile that is not near yet is read from memory by the first group, somewhat ahead of itself; then, group by group,
+  // the next one comes nearer while this one is multiplied from L2.
+  Prefetch what_next(const Groups& groups, int group, const Weight* tile, const Weight* next, int64_t num,
+                     bool is_near) const {
     constexpr int64_t kBytes = kTile * sizeof(Weight);
-    const char* here = reinterpret_cast<const char*>(weights_of(tile, input));
-    if (groups.count == 1 || (group == 0 && is_first)) return {here + kAhead * kBytes, kBytes};
-    if (is_last) return {here, 0};
+    if (groups.count == 1 || (group == 0 && !is_near))
+      return {reinterpret_cast<const char*>(tile) + kAhead * kBytes, kBytes};
+    if (next == nullptr) return {reinterpret_cast<const char*>(tile), 0};
     const int64_t step = kBytes / groups.count;
-    return {here + num_inputs * kBytes + group * num * step, step};
+    return {reinterpret_cast<const char*>(next) + group * num * step, step};
   }
 };
 

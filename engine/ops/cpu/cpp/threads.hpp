@@ -1,5 +1,6 @@
-// How is one op shared among cores? A few threads that live as long as the process, and a counter of pieces.
+// How is one op shared among cores? A few threads that live as long as the process, and counters of pieces.
 //
+// Each thread goes through a row of pieces of its own, so that it reads memory in one sweep, and then helps the others.
 // Which thread does which piece is left open; no result depends on it. The caller works too and waits for pieces, never
 // for threads: a helper that another process keeps from its core delays nothing but the piece in its hands. After a
 // fork the helpers are gone and the caller does it all.
@@ -64,9 +65,9 @@ class ThreadPool {
   using Piece = void (*)(void* context, int index);
 
   // `cpus` may be empty; else helper i stays on cpus[i], and cpus[0] is left to the caller.
-  ThreadPool(int num_threads, const std::vector<int>& cpus) {
+  ThreadPool(int num_threads, const std::vector<int>& cpus) : tickets_(num_threads) {
     for (int i = 1; i < num_threads; i++) {
-      helpers_.emplace_back([this] { help(); });
+      helpers_.emplace_back([this, i] { help(i); });
       if (cpus.empty()) continue;
       cpu_set_t set;
       CPU_ZERO(&set);
@@ -91,11 +92,16 @@ class ThreadPool {
     }
     piece_ = piece;
     context_ = context;
+    num_pieces_ = num_pieces;
     num_done_.store(0, std::memory_order_relaxed);
-    ticket_.store((uint64_t)num_pieces << 32, std::memory_order_release);
+    const uint64_t all_threads = tickets_.size();
+    for (uint64_t i = 0; i < all_threads; i++) {
+      const uint64_t begin = num_pieces * i / all_threads, end = num_pieces * (i + 1) / all_threads;
+      tickets_[i].next.store(end << 32 | begin, std::memory_order_release);
+    }
     round_.fetch_add(1, std::memory_order_seq_cst);
     if (num_asleep_.load(std::memory_order_seq_cst)) wake_all(round_);
-    work();
+    work(0);
     const uint32_t all = num_pieces;
     auto is_done = [&] { return num_done_.load(std::memory_order_acquire) == all; };
     if (is_done() || patience_.spin_until(is_done)) return;
@@ -105,20 +111,28 @@ class ThreadPool {
   }
 
  private:
-  // A ticket is {pieces in all, the next one}. Whoever draws one below the number holds up the round until it is done,
-  // so what it reads of `piece_` and `context_` is of that round.
-  void work() {
-    for (;;) {
-      const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-      const uint32_t index = (uint32_t)ticket, num_pieces = ticket >> 32;
-      if (index >= num_pieces) return;
-      piece_(context_, (int)index);
-      const uint32_t done = num_done_.fetch_add(1, std::memory_order_seq_cst) + 1;
-      if (done == num_pieces && is_caller_asleep_.load(std::memory_order_seq_cst)) wake_all(num_done_);
+  // A ticket is {where a thread's row of pieces ends, the next one}. Whoever draws one below the end holds up the round
+  // until it is done, so what it reads of `piece_`, `context_` and `num_pieces_` is of that round.
+  struct alignas(64) Ticket {
+    std::atomic<uint64_t> next{0};
+  };
+
+  void work(int thread) {
+    const int num_threads = (int)tickets_.size();
+    for (int i = 0; i < num_threads; i++) {
+      std::atomic<uint64_t>& next = tickets_[(thread + i) % num_threads].next;
+      for (;;) {
+        const uint64_t ticket = next.fetch_add(1, std::memory_order_acq_rel);
+        const uint32_t index = (uint32_t)ticket, end = ticket >> 32;
+        if (index >= end) break;
+        piece_(context_, (int)index);
+        const uint32_t all = num_pieces_, done = num_done_.fetch_add(1, std::memory_order_seq_cst) + 1;
+        if (done == all && is_caller_asleep_.load(std::memory_order_seq_cst)) wake_all(num_done_);
+      }
     }
   }
 
-  void help() {
+  void help(int thread) {
     Patience patience;
     for (uint32_t seen = 0; !is_ending_.load(std::memory_order_acquire);) {
       auto is_new = [&] { return round_.load(std::memory_order_acquire) != seen; };
@@ -128,16 +142,17 @@ class ThreadPool {
         num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
       }
       seen = round_.load(std::memory_order_acquire);
-      work();
+      work(thread);
     }
   }
 
+  std::vector<Ticket> tickets_;  // before the helpers, who use them
   std::vector<std::thread> helpers_;
   Patience patience_;
   Piece piece_ = nullptr;
   void* context_ = nullptr;
+  uint32_t num_pieces_ = 0;
   std::atomic<bool> is_ending_{false};
-  alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<uint32_t> num_done_{0};
   std::atomic<bool> is_caller_asleep_{false};

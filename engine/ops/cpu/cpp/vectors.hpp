@@ -35,7 +35,7 @@ typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 static inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 
 static inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
-static inline Vec splat(float value) { return Vec{} + value; }
+static inline Vec splat(float value) { return value - Vec{}; }
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 // a * b + c, rounded once where the machine can.

@@ -21,7 +21,9 @@ constexpr int kHalf = kTile / 2;
 constexpr int kGroup = kRegisters == 32 ? 14 : 6;         // rows
 constexpr int kRowsAtOnce = kRegisters == 32 ? 112 : 96;  // their inputs stay in L2 beside a tile
 constexpr int kInputsAtOnce = 768;                        // of several groups
+constexpr int kInputsTurned = 256;                        // of a group, in one piece
 constexpr int kAhead = 192;                               // inputs, when a tile is read for the first time
+constexpr int kNextInputs = 16;                           // from L2 into L1
 
 // What to bring nearer meanwhile: `step` bytes further with each input.
 struct Prefetch {
@@ -47,6 +49,12 @@ static inline void load_pair(const uint16_t* weights, int at, Vec pair[2]) {  //
   pair[1] = (Vec)(both & 0xffff0000u);
 }
 
+// Into L1: all weights of one input.
+template <class Weight>
+static inline void bring_near(const Weight* weights) {
+  for (int i = 0; i < kTile; i += 64 / sizeof(Weight)) __builtin_prefetch(weights + i, 0, 3);
+}
+
 template <int rows, class Weight>
 static void tile_times_rows(const float* x, const Weight* weight, int64_t num_inputs, const float* start,
                             int64_t start_stride, float* y, int64_t y_stride, Prefetch ahead) {
@@ -62,6 +70,7 @@ static void tile_times_rows(const float* x, const Weight* weight, int64_t num_in
     for (int64_t i = 0; i < num_inputs; i++, input += rows, weights += kTile, at += ahead.step) {
       Vec pair[2];
       load_pair(weights, column, pair);
+      if (rows > 2) bring_near(weights + kNextInputs * kTile);
       __builtin_prefetch(at, 0, kNear);
       if (sizeof(Weight) == sizeof(float)) __builtin_prefetch(at + 64, 0, kNear);
 #pragma GCC unroll 14
@@ -121,14 +130,14 @@ struct Linear {
 
  private:
   void turn(const Groups& groups, int64_t row, float* turned) const {
-    in_parallel_rows(groups.count, kGroup * num_inputs, [&](int64_t begin, int64_t end) {
-      for (int group = (int)begin; group < end; group++) {
-        const int first = groups.first(group), rows = groups.rows(group);
-        const float* from = x + (row + first) * x_stride;
-        float* to = turned + first * num_inputs;
-        for (int64_t i = 0; i < num_inputs; i++)
-          for (int r = 0; r < rows; r++) to[i * rows + r] = from[r * x_stride + i];
-      }
+    const int parts = (int)((num_inputs + kInputsTurned - 1) / kInputsTurned);
+    in_parallel(groups.count * parts, [&](int piece) {
+      const int group = piece / parts, first = groups.first(group), rows = groups.rows(group);
+      const int64_t begin = piece % parts * kInputsTurned, end = std::min(begin + kInputsTurned, num_inputs);
+      const float* from = x + (row + first) * x_stride;
+      float* to = turned + first * num_inputs;
+      for (int r = 0; r < rows; r++)
+        for (int64_t i = begin; i < end; i++) to[i * rows + r] = from[r * x_stride + i];
     });
   }
 

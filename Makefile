@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test simulate chaos check services peers format protos clean
+.PHONY: help run test simulate chaos determinism check services peers format protos clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,6 +22,9 @@ simulate: $(VENV)/.dev ## play KV handles under faults for 100,000 steps (ARGS="
 
 chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes (ARGS="--minutes 4 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.chaos $(ARGS)
+
+determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" for a certain run)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.engine.determinism $(ARGS)
 
 check: $(VENV)/.dev ## lint, types, import contracts, protos
 	$(BIN)/ruff check .

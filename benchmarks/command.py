@@ -67,8 +67,13 @@ def parser(name: str, doc: str, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(name: str, options: argparse.Namespace, conditions: Mapping[str, Any], measure: Measure) -> int:
-    """Measure, print, save; return 1 if a full run has missed a target. A run that breaks off keeps what it has."""
+def run(
+    name: str, options: argparse.Namespace, conditions: Mapping[str, Any], measure: Measure, *, is_timed: bool = True
+) -> int:
+    """Measure, print, save; return 1 if a full run has missed a target. A run that breaks off keeps what it has.
+
+    Others' load spoils figures of a run that `is_timed`, and no others.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what we started ends with us
     console = Console() if sys.stdout.isatty() else Console(width=150)
     command = " ".join([f"python -m benchmarks.{name}", *sys.argv[1:]])
@@ -82,7 +87,7 @@ def run(name: str, options: argparse.Namespace, conditions: Mapping[str, Any], m
     finally:
         foreign_share = CpuUse.now().foreign_share_since(before)
         outcome.figures["foreign_cpu_share"] = foreign_share
-        conditions["cpu_used_by_others"] = f"{foreign_share:.1%}{_warning(foreign_share)}"
+        conditions["cpu_used_by_others"] = f"{foreign_share:.1%}{_warning(foreign_share) if is_timed else ''}"
         _print(console, outcome, conditions["cpu_used_by_others"])
         _save(name, options, conditions, outcome)
     return 1 if not options.quick and any(not target.is_met for target in outcome.targets) else 0

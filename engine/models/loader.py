@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.execution.attention import ATTENTION_NAME, UnsupportedAttention, register
 from engine.execution.kv_cache import KVGeometry
 from engine.execution.model import Model
-from engine.execution.probe import probe_geometry, run_largest_step
 from engine.messages import ModelInfo
 from engine.models.card import Numerics, describe, weights_digest
 from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress, find_checkpoint
@@ -28,9 +27,7 @@ from engine.models.lean.config import DecoderConfig, NotLean
 from engine.models.lean.family import Family
 from engine.models.lean.load import LeanRequest, load_decoder
 from engine.models.placement import choose_device, choose_dtype, choose_route, numerics_class
-from engine.models.stored import stored_dtypes
-from engine.models.support import check_config, check_model_class, context_length
-from engine.models.transformers_model import TransformersModel, use_own_linears
+from engine.models.support import check_config, context_length
 from engine.ops.base import Ops
 from engine.ops.choice import choose_ops
 from engine.ops.cpu import KernelsUnavailable
@@ -145,7 +142,7 @@ def _build_lean(job: _Job, family: Family) -> _Built:
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
     windows = [layer.window for layer in decoder.config.layers]
-    return _Built(decoder, _model_class(job.model_config).__name__, "lean", geometry, windows)
+    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows)
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
@@ -153,15 +150,11 @@ def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
 
 
 def _build_compatible(job: _Job) -> _Built:
-    on_cpu = job.device.type == "cpu"
-    stays_bf16 = on_cpu and job.config.dtype == "auto" and stored_dtypes(job.checkpoint.weight_files) == {"BF16"}
-    model = _read_weights(job.checkpoint, job.model_config, torch.bfloat16 if stays_bf16 else job.dtype).to(job.device)
-    if on_cpu and job.dtype == torch.float32:
-        use_own_linears(model, job.ops)
-    job.report("trying the model out", 0.6)
-    geometry, windows = _try_out(model, job.config)
-    wrapped = TransformersModel(model, geometry.num_layers, job.ops)
-    return _Built(wrapped, type(model).__name__, f"transformers-{transformers.__version__}", geometry, windows)
+    from engine.models.compatible import load_compatible  # transformers' models, which lean ones do without
+
+    built = load_compatible(job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report)
+    route = f"transformers-{transformers.__version__}"
+    return _Built(built.model, built.architecture, route, built.geometry, built.windows)
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:
@@ -174,36 +167,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         ) from error
 
 
-def _read_weights(checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype) -> Any:
-    register()
-    transformers_logging: Any = transformers.utils.logging
-    transformers_logging.disable_progress_bar()  # ours are the LoadProgress events
-    model_class = _model_class(model_config)
-    check_model_class(model_class, model_config)
-    model = model_class.from_pretrained(
-        checkpoint.folder,
-        config=model_config,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        use_safetensors=True,
-        local_files_only=True,
-    )
-    return model.eval().requires_grad_(False)
-
-
-def _model_class(model_config: Any) -> Any:
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    found = mapping.get(type(model_config), None)
-    if found is None:
-        raise ModelUnusable(f"{model_config.model_type} is no causal language model of transformers; serve one that is")
-    return found[0] if isinstance(found, tuple) else found
-
-
-def _try_out(model: Any, config: EngineConfig) -> tuple[KVGeometry, list[int | None]]:
-    try:
-        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size)
-    except UnsupportedAttention as error:
-        raise ModelUnusable(f"{error}; serve a decoder-only model with plain or sliding-window attention") from error
-    if model.device.type == "cuda":
-        run_largest_step(model, config.max_num_batched_tokens)
-    return geometry, windows
+def _architecture(model_config: Any) -> str:
+    """Return the name of transformers' class, which need not be imported for that."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]
+    return name if isinstance(name, str) else name[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from engine.execution.attention import STEP_KEYWORD, AttentionStep
@@ -53,7 +54,8 @@ class TransformersModel:
 def use_own_linears(model: Any, ops: Ops) -> None:
     """Put the op layer's linear in the place of torch's, one layer after the other, and an embedding tied to one.
 
-    Weights stay in the dtype they are in; all other parameters become float32, which the arithmetic is in.
+    Weights stay in the dtype they are in, a plain embedding too; all other parameters become float32, which the
+    arithmetic is in. Nothing of the model lies in the checkpoint's mapped files any more.
     """
     tied = _tied_embedding(model)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear or type(module) is Conv1D]
@@ -64,7 +66,10 @@ def use_own_linears(model: Any, ops: Ops) -> None:
         if is_tied:
             _replace(model, tied, _OwnEmbedding(weight, ops))
         _replace(model, name, _OwnLinear(weight, ops))
+    _keep_embedding(model)
     model.float()
+    for parameter in model.parameters():  # one view of a mapped file would keep all of the file resident
+        parameter.data = parameter.data.clone()
 
 
 def _packed(module: Any, ops: Ops) -> Weight:
@@ -83,6 +88,15 @@ def _tied_embedding(model: Any) -> str:
         return ""
     name: str = next(name for name, module in model.named_modules() if module is embedding)
     return name
+
+
+def _keep_embedding(model: Any) -> None:
+    """Let a plain input embedding of its own stay in bf16: its rows are widened as they are read."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    if is_plain and embedding.weight.dtype == torch.bfloat16 and getattr(head, "weight", None) is not embedding.weight:
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        _replace(model, name, _StoredEmbedding(embedding.weight.detach().clone()))
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:
@@ -112,3 +126,13 @@ class _OwnEmbedding(nn.Module):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `token_ids` [...], float32 [..., features]."""
         return self._ops.rows(self._own, token_ids.reshape(-1)).view(*token_ids.shape, -1)
+
+
+class _StoredEmbedding(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._own = weight  # no parameter: `float` would widen it
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `token_ids` [...], float32 [..., features]."""
+        return functional.embedding(token_ids, self._own).float()

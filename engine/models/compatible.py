@@ -1,0 +1,87 @@
+"""How does a checkpoint become a model by way of transformers' own code? The compatibility route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.execution.attention import ATTENTION_NAME, UnsupportedAttention, register
+from engine.execution.kv_cache import KVGeometry
+from engine.execution.probe import probe_geometry, run_largest_step
+from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
+from engine.models.stored import stored_dtypes
+from engine.models.support import check_model_class
+from engine.models.transformers_model import TransformersModel, use_own_linears
+from engine.ops.base import Ops
+from engine.settings import EngineConfig
+
+
+@dataclass(frozen=True)
+class Compatible:
+    """A model of transformers with our attention and, on a CPU, our linear layers."""
+
+    model: TransformersModel
+    architecture: str
+    geometry: KVGeometry
+    windows: Sequence[int | None]
+    """Of each layer."""
+
+
+def load_compatible(
+    checkpoint: Checkpoint,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    config: EngineConfig,
+    report: Progress,
+) -> Compatible:
+    """Read the weights and try the model out; raises ModelUnusable if it is not built for what the model does."""
+    on_cpu = device.type == "cpu"
+    stays_bf16 = on_cpu and config.dtype == "auto" and stored_dtypes(checkpoint.weight_files) == {"BF16"}
+    model = _read_weights(checkpoint, model_config, torch.bfloat16 if stays_bf16 else dtype).to(device)
+    if on_cpu and dtype == torch.float32:
+        use_own_linears(model, ops)
+    report("trying the model out", 0.6)
+    geometry, windows = _try_out(model, config)
+    return Compatible(TransformersModel(model, geometry.num_layers, ops), type(model).__name__, geometry, windows)
+
+
+def _read_weights(checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype) -> Any:
+    register()
+    transformers_logging: Any = transformers.utils.logging
+    transformers_logging.disable_progress_bar()  # ours are the LoadProgress events
+    model_class = _model_class(model_config)
+    check_model_class(model_class, model_config)
+    model = model_class.from_pretrained(
+        checkpoint.folder,
+        config=model_config,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    return model.eval().requires_grad_(False)
+
+
+def _model_class(model_config: Any) -> Any:
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    found = mapping.get(type(model_config), None)
+    if found is None:
+        raise ModelUnusable(f"{model_config.model_type} is no causal language model of transformers; serve one that is")
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _try_out(model: Any, config: EngineConfig) -> tuple[KVGeometry, list[int | None]]:
+    try:
+        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size)
+    except UnsupportedAttention as error:
+        raise ModelUnusable(f"{error}; serve a decoder-only model with plain or sliding-window attention") from error
+    if model.device.type == "cuda":
+        run_largest_step(model, config.max_num_batched_tokens)
+    return geometry, windows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import struct
 from array import array
@@ -56,6 +57,10 @@ class SyncChannel:
             self._socket.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the front closed its socket") from error
+
+    def has_come(self, within_seconds: float) -> bool:
+        """Whether there is something to receive, at the latest after so many seconds."""
+        return bool(select.select([self._socket], [], [], within_seconds)[0])
 
     def receive(self, *, wait: bool) -> list[Received]:
         """Return every complete message that has come; with `wait`, at least one. Raises ChannelClosed at the end."""

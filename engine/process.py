@@ -25,6 +25,7 @@ from engine.models.checkpoint import ModelUnusable
 from engine.settings import EngineConfig
 
 _PR_SET_PDEATHSIG = 1
+_IDLE_SECONDS = 0.25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +59,8 @@ def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> 
         if core.has_work():
             channel.send(core.step(channel.send))
             _send_all(channel, core.take_failures())
+        if not core.has_work() and not channel.has_come(_IDLE_SECONDS):
+            _give_back_freed_memory()
         commands = channel.receive(wait=not core.has_work())
 
 
@@ -77,16 +80,19 @@ def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
     """Load the model and say Ready, with the pool's descriptor."""
     report = _progress_reporter(channel)
     report("importing torch", 0.0)
-    from engine.assembly import assemble  # not before the affinity is set
+    from engine.models.without_compiler import without_compiler  # torch: not before the affinity is set
 
-    assembled = assemble(config, report)
+    with without_compiler():
+        from engine.assembly import assemble
+
+        assembled = assemble(config, report)
     _give_back_freed_memory()
     channel.send(assembled.ready, [assembled.region_fd])
     return assembled.core
 
 
 def _give_back_freed_memory() -> None:
-    """Let the system have what loading needed and freed: some 30 MB where weights were packed."""
+    """Let the system have what loading, or steps, needed and freed: 20 to 60 MB."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
         trim(0)
 

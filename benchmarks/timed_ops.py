@@ -20,6 +20,7 @@ from engine.execution.model import Model, ignore
 from engine.messages import ExtentRef, MapRegion
 from engine.models.lean.weights import LeanWeights
 from engine.ops.base import Activation, HeadNorm, KVPool, Ops, Rotary, Run, Step, Weight
+from engine.ops.sampling import Drawn, SamplingRow
 from engine.scheduling.batch import SchedulerOutput
 from engine.scheduling.request import Sampled
 
@@ -150,6 +151,10 @@ class TimedOps:
         return self._watch.time(
             "attention", call, query, num_heads, step, pool, layer, scale=scale, window=window, softcap=softcap
         )
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        """Not timed here: sampling begins where the forward ends (`SwitchedRunner`)."""
+        return self._ops.sample(logits, rows)
 
 
 class TimedModel:

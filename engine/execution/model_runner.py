@@ -48,7 +48,7 @@ class ModelRunner:
 
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
-        return sample(logits, [_draw(run) for run in output.runs if run.samples])
+        return sample(logits, [_draw(run) for run in output.runs if run.samples], self._ops.sample)
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""

@@ -18,13 +18,15 @@ _NUM_TOKENS = 4
 
 
 @torch.inference_mode()
-def probe_geometry(model: Any, num_layers: int, block_size: int) -> tuple[KVGeometry, list[int | None]]:
-    """Return what a block holds, and each layer's window.
+def probe_geometry(
+    model: Any, num_layers: int, block_size: int, device: torch.device
+) -> tuple[KVGeometry, list[int | None]]:
+    """Return what a block holds, and each layer's window; the model is on `device`, which its weights need not say.
 
     Raises UnsupportedAttention unless every layer attends through us exactly once.
     """
     ops = _ProbeOps()
-    step = _run(model, ops, _NUM_TOKENS)
+    step = _run(model, ops, _NUM_TOKENS, device)
     if [layer for layer, _ in step.windows_seen] != list(range(num_layers)):
         raise UnsupportedAttention(
             f"{type(model).__name__} attended through Tandem in layers {[layer for layer, _ in step.windows_seen]}, "
@@ -45,14 +47,14 @@ def probe_geometry(model: Any, num_layers: int, block_size: int) -> tuple[KVGeom
 
 
 @torch.inference_mode()
-def run_largest_step(model: Any, num_tokens: int) -> None:
+def run_largest_step(model: Any, num_tokens: int, device: torch.device) -> None:
     """Run a forward as large as a step can be, so that the device's high-water mark of memory is known."""
-    _run(model, _ProbeOps(), num_tokens)
+    _run(model, _ProbeOps(), num_tokens, device)
 
 
-def _run(model: Any, ops: _ProbeOps, num_tokens: int) -> AttentionStep:
-    token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=model.device)
-    positions = torch.arange(num_tokens, device=model.device)
+def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> AttentionStep:
+    token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(num_tokens, device=device)
     no_pool = KVPool(torch.empty(0, 0), 0, 0, 0, 1)
     step = AttentionStep(ops, no_pool, Step(positions, positions, []))
     model(

@@ -1,18 +1,13 @@
 """Which token comes next?
 
-A pure function of (logits, sampling parameters, tokens before, seed, position): no state, no neighbours.
-
-    raw logits -> log probabilities -> bias -> penalties -> no stop tokens before min_tokens
-               -> greedy: argmax, the lowest id on ties
-               -> else: temperature -> top-k -> top-p -> min-p -> plus Gumbel noise -> argmax
-
-Noise is counter-based (Salmon et al., 2011): Philox keyed by (seed, position of the token to be drawn), its n-th output
-for token id n. An argmax over logits plus Gumbel noise is a draw from their softmax (Maddison et al., 2014).
+A pure function of (logits, sampling parameters, tokens before, seed, position): no state, no neighbours. Penalties and
+bans, which depend on the tokens before, become changes of some logits here; all else is the op's, see
+engine/ops/sampling.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +16,16 @@ import torch
 
 from engine.core import RequestsFailed
 from engine.messages import Logprob, PositionLogprobs
+from engine.ops import plain_sampling
+from engine.ops.plain_sampling import gumbel_noise
+from engine.ops.sampling import Drawn, LogitChanges, SamplingRow, TokenLogprob, UnusableLogits
 from engine.scheduling.request import Sampled
 from engine.scheduling.sampling_params import SamplingParams
 
-Row = np.ndarray[tuple[int], np.dtype[np.float64]]
-TokenIds = np.ndarray[tuple[int], np.dtype[np.int64]]
+__all__ = ["Draw", "gumbel_noise", "sample"]
+
+SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]
+"""`Ops.sample` of some backend."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +44,45 @@ class Draw:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> dict[str, list[Sampled]]:
-    """Draw tokens from `logits` [len(draws), vocab_size]; raises RequestsFailed naming requests with NaN logits."""
-    logits = logits.float()
-    _refuse_nan(logits, draws)
-    greedy_ids = logits.argmax(dim=-1).tolist()
-    return {
-        draw.request_id: [Sampled(token_id)] * len(draw.seeds)
-        if _is_plain_greedy(draw)
-        else _sample_row(logits[row].double().cpu().numpy(), draw)
-        for row, (draw, token_id) in enumerate(zip(draws, greedy_ids, strict=True))
-    }
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], sample_op: SampleOp = plain_sampling.sample
+) -> dict[str, list[Sampled]]:
+    """Draw tokens from `logits` [len(draws), vocab_size].
+
+    Raises RequestsFailed naming requests whose logits are NaN or infinite, or leave no token to draw.
+    """
+    if not draws:
+        return {}
+    try:
+        drawn = sample_op(logits.float(), [_row(draw, logits.shape[-1]) for draw in draws])
+    except UnusableLogits as error:
+        raise RequestsFailed([draws[row].request_id for row in error.rows], error.message) from error
+    return {draw.request_id: _sampled(each) for draw, each in zip(draws, drawn, strict=True)}
 
 
-def gumbel_noise(seed: int, position: int, token_ids: TokenIds, vocab_size: int) -> Row:
-    """Return the noise of `token_ids` at `position`, float64."""
-    generator = np.random.Philox(key=np.array([seed, position], np.uint64))
-    bits = generator.random_raw(vocab_size)[token_ids]
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0 or 1
-    return -np.log(-np.log(uniform))
+def _row(draw: Draw, vocab_size: int) -> SamplingRow:
+    params = draw.params
+    return SamplingRow(
+        seeds=draw.seeds,
+        position=len(draw.token_ids),
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        changes=_changes(draw, vocab_size) if _changes_logits(draw) else None,
+        num_top=params.num_logprobs,
+    )
 
 
-def _refuse_nan(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
-    if (broken := torch.isnan(logits).any(dim=-1)).any():
-        request_ids = [draw.request_id for draw, is_broken in zip(draws, broken.tolist(), strict=True) if is_broken]
-        raise RequestsFailed(request_ids, "the model's logits are not numbers (NaN)")
+def _sampled(drawn: Drawn) -> list[Sampled]:
+    if not drawn.chosen:
+        return [Sampled(token_id) for token_id in drawn.token_ids]
+    top = [_logprob(entry) for entry in drawn.top]
+    return [Sampled(entry.token_id, PositionLogprobs(_logprob(entry), top)) for entry in drawn.chosen]
 
 
-def _is_plain_greedy(draw: Draw) -> bool:
-    return draw.params.is_greedy and draw.params.num_logprobs is None and not _changes_logits(draw)
+def _logprob(entry: TokenLogprob) -> Logprob:
+    return Logprob(entry.token_id, entry.logprob, entry.rank)
 
 
 def _changes_logits(draw: Draw) -> bool:
@@ -81,72 +91,32 @@ def _changes_logits(draw: Draw) -> bool:
     return bool(params.logit_bias or has_penalties or draw.num_answer_tokens < params.min_tokens)
 
 
-def _sample_row(raw: Row, draw: Draw) -> list[Sampled]:
-    logits = _changed_logits(raw, draw) if _changes_logits(draw) else raw
-    chosen = [int(logits.argmax())] * len(draw.seeds) if draw.params.is_greedy else _draw_tokens(logits, draw)
-    if draw.params.num_logprobs is None:
-        return [Sampled(token_id) for token_id in chosen]
-    ranking = _LogprobRanking(raw, draw.params.num_logprobs)
-    return [Sampled(token_id, ranking.of(token_id)) for token_id in chosen]
+def _changes(draw: Draw, vocab_size: int) -> LogitChanges:
+    params = draw.params
+    seen = _ids(draw.token_ids if params.repetition_penalty != 1.0 else (), vocab_size)
+    answer = _answer(draw)
+    counted = _ids(answer, vocab_size)
+    biased = _ids(tuple(params.logit_bias), vocab_size)
+    banned = _ids(params.stop_token_ids if draw.num_answer_tokens < params.min_tokens else (), vocab_size)
+    token_ids = _ids(np.concatenate((seen, counted, biased, banned)), vocab_size)
+    bias, is_seen, minus = np.zeros(len(token_ids)), np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids))
+    bias[token_ids.searchsorted(biased)] = [params.logit_bias[token_id] for token_id in biased.tolist()]
+    is_seen[token_ids.searchsorted(seen)] = True
+    counts = np.bincount(answer)[counted]
+    minus[token_ids.searchsorted(counted)] = params.frequency_penalty * counts + params.presence_penalty
+    minus[token_ids.searchsorted(banned)] = np.inf
+    return LogitChanges(token_ids, bias, is_seen, minus, params.repetition_penalty)
 
 
-def _draw_tokens(logits: Row, draw: Draw) -> list[int]:
-    token_ids, scaled = _candidates(logits / draw.params.temperature, draw.params)
-    position = len(draw.token_ids)
-    noises = (gumbel_noise(seed, position, token_ids, len(logits)) for seed in draw.seeds)
-    return [int(token_ids[(scaled + noise).argmax()]) for noise in noises]
+def _answer(draw: Draw) -> Any:
+    """Return the tokens that frequency and presence penalties count."""
+    is_penalised = draw.params.frequency_penalty or draw.params.presence_penalty
+    return np.array(draw.token_ids[draw.num_prompt_tokens :] if is_penalised else (), np.int64)
 
 
-def _candidates(scaled: Row, params: SamplingParams) -> tuple[TokenIds, Row]:
-    """Return what top-k, top-p and min-p leave, by falling logit where they sort at all."""
-    token_ids: TokenIds = np.flatnonzero(scaled > -np.inf)
-    scaled = scaled[token_ids]
-    if params.top_k or params.top_p < 1.0:
-        order = np.argsort(-scaled, kind="stable")[: params.top_k or None]  # ties: the lower id first
-        token_ids, scaled = token_ids[order], scaled[order]
-    if params.top_p < 1.0:
-        probabilities = np.exp(scaled - scaled[0])
-        before = np.cumsum(probabilities) - probabilities
-        num_kept = max(1, int((before < params.top_p * probabilities.sum()).sum()))
-        token_ids, scaled = token_ids[:num_kept], scaled[:num_kept]
-    if params.min_p > 0.0:
-        is_kept = scaled >= scaled.max() + np.log(params.min_p)
-        token_ids, scaled = token_ids[is_kept], scaled[is_kept]
-    return token_ids, scaled
-
-
-def _changed_logits(raw: Row, draw: Draw) -> Row:
-    logits, params = raw.copy(), draw.params
-    for token_id, bias in params.logit_bias.items():
-        if token_id < len(logits):
-            logits[token_id] += bias
-    if params.repetition_penalty != 1.0:
-        seen = np.unique(np.array(draw.token_ids, np.int64))
-        logits[seen] = np.where(
-            logits[seen] > 0, logits[seen] / params.repetition_penalty, logits[seen] * params.repetition_penalty
-        )
-    if params.frequency_penalty or params.presence_penalty:
-        answer: Any = np.array(draw.token_ids[draw.num_prompt_tokens :], np.int64)
-        token_ids, counts = np.unique(answer, return_counts=True)
-        logits[token_ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if draw.num_answer_tokens < params.min_tokens:
-        logits[[token_id for token_id in params.stop_token_ids if token_id < len(logits)]] = -np.inf
-    return logits
-
-
-class _LogprobRanking:
-    """Log probabilities of one row of raw logits."""
-
-    def __init__(self, raw: Row, num_top: int) -> None:
-        highest = raw.max()
-        self._logprobs: Row = raw - (highest + np.log(np.exp(raw - highest).sum()))
-        order = np.argsort(-raw, kind="stable")[:num_top] if num_top else ()
-        self._top = [self._logprob(int(token_id)) for token_id in order]
-
-    def of(self, token_id: int) -> PositionLogprobs:
-        return PositionLogprobs(self._logprob(token_id), self._top)
-
-    def _logprob(self, token_id: int) -> Logprob:
-        """Rank 1 is the likeliest; equals share the better rank."""
-        logprob = self._logprobs[token_id]
-        return Logprob(token_id, float(logprob), 1 + int((self._logprobs > logprob).sum()))
+def _ids(token_ids: Any, vocab_size: int) -> Any:
+    """Return those of the vocabulary, int64, by rising id, each once."""
+    ids = np.asarray(token_ids, np.int64)
+    is_there = np.zeros(vocab_size, np.bool_)  # marks: a long context need not be sorted
+    is_there[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return np.flatnonzero(is_there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.safetensors"))
+        return weight_files(self.folder)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -37,6 +38,23 @@ class Checkpoint:
         """Name -> path of the files that a tokenizer is made of."""
         names = ("tokenizer.json", "tokenizer_config.json")
         return {name: str(self.folder / name) for name in names if (self.folder / name).exists()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers reads: others may hold the same weights under other names (Mistral's do).
+
+    Raises ModelUnusable if their index is broken, or names files that are not here.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnusable(f"{index} is no index of weights ({error!r}); download the checkpoint anew") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelUnusable(f"{folder} lacks {len(missing)} files, {missing[0]} first; download the checkpoint anew")
+    return [folder / name for name in names]
 
 
 def find_checkpoint(model: str, served_model_name: str, report: Progress) -> Checkpoint:

@@ -16,6 +16,7 @@ from engine.execution.probe import probe_geometry, run_largest_step
 from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
 from engine.models.stored import stored_dtypes
 from engine.models.support import check_model_class
+from engine.models.transformers_experts import use_own_experts
 from engine.models.transformers_model import TransformersModel, use_own_linears
 from engine.ops.base import Ops
 from engine.settings import EngineConfig
@@ -46,9 +47,10 @@ def load_compatible(
     stays_bf16 = on_cpu and config.dtype == "auto" and stored_dtypes(checkpoint.weight_files) == {"BF16"}
     model = _read_weights(checkpoint, model_config, torch.bfloat16 if stays_bf16 else dtype).to(device)
     if on_cpu and dtype == torch.float32:
+        use_own_experts(model, ops)
         use_own_linears(model, ops)
     report("trying the model out", 0.6)
-    geometry, windows = _try_out(model, config)
+    geometry, windows = _try_out(model, config, device)
     return Compatible(TransformersModel(model, geometry.num_layers, ops), type(model).__name__, geometry, windows)
 
 
@@ -77,11 +79,11 @@ def _model_class(model_config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _try_out(model: Any, config: EngineConfig) -> tuple[KVGeometry, list[int | None]]:
+def _try_out(model: Any, config: EngineConfig, device: torch.device) -> tuple[KVGeometry, list[int | None]]:
     try:
-        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size)
+        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size, device)
     except UnsupportedAttention as error:
         raise ModelUnusable(f"{error}; serve a decoder-only model with plain or sliding-window attention") from error
-    if model.device.type == "cuda":
-        run_largest_step(model, config.max_num_batched_tokens)
+    if device.type == "cuda":
+        run_largest_step(model, config.max_num_batched_tokens, device)
     return geometry, windows

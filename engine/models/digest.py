@@ -16,14 +16,15 @@ _CACHE_NAME = "digests.json"
 
 
 class DigestCache:
-    """Digests of files, remembered in `folder` (None: not at all)."""
+    """Digests of files, remembered by this object and in `folder` (None: not there)."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / _CACHE_NAME
+        self._fresh: dict[str, dict[str, int | str]] = {}
 
     def digest(self, files: Sequence[Path]) -> str:
         """Return the hex BLAKE2b of the files' names and contents, in the order given."""
-        known = self._load()
+        known = self._load() | self._fresh
         entries = {str(path.resolve()): _identity(path) for path in files}
         fresh = {
             path: {**identity, "digest": _hash_file(Path(path))}
@@ -32,6 +33,7 @@ class DigestCache:
         }
         if fresh:
             known |= fresh
+            self._fresh |= fresh
             self._save(fresh)
         whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for path in files:

@@ -30,7 +30,7 @@ _LOCK_SECONDS = 900.0
 """How long another worker may take to write, before this one keeps weights of its own."""
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 30 * 24 * 3600.0
-"""Since a file was last opened: every change of model, backend or kernels leaves one behind."""
+"""Since a file was last opened, if nobody maps it: every change of model, backend or kernels leaves one behind."""
 
 Entries = Callable[[], Iterator[tuple[str, Weight | torch.Tensor]]]
 """Yields each weight once, by our names; a consumer holds one at a time."""
@@ -85,7 +85,7 @@ def _open(path: Path, key: PackedKey, ops: Ops) -> LeanWeights | None:
     try:
         file = TensorFile(path)
         weights = _weights_in(file, ops) if file.metadata["key"] == key.digest else None
-    except (FileNotFoundError, KeyError, ValueError):  # a BadTensorFile is a ValueError
+    except (FileNotFoundError, BlockingIOError, KeyError, ValueError):  # a BadTensorFile is a ValueError
         return None
     with suppress(OSError):  # of somebody else's file: then its owner forgets it by his own use
         os.utime(path)
@@ -133,8 +133,10 @@ def _tidy(path: Path) -> None:
     for left_behind in path.parent.glob(f"{path.stem}.*.unfinished"):
         left_behind.unlink(missing_ok=True)
     for other in path.parent.glob("*.safetensors"):
-        if time.time() - other.stat().st_mtime > _KEPT_SECONDS:
-            other.unlink(missing_ok=True)  # who maps it keeps it
+        with suppress(BlockingIOError, FileNotFoundError), other.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _KEPT_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who maps it has a shared lock
+                other.unlink()
 
 
 @contextmanager

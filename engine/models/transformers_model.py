@@ -1,7 +1,8 @@
 """How does any decoder of transformers run on the op layer? The compatibility route.
 
 Its attention goes through `engine.execution.attention`; on a CPU its linear layers are ours too, so that a row's bits
-do not depend on the rows beside it. What else it computes is transformers' and torch's business.
+do not depend on the rows beside it, and so are experts (see transformers_experts). What else it computes is
+transformers' and torch's business.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from engine.ops.sampling import Drawn, SamplingRow
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -185,5 +187,12 @@ class Ops(Protocol):
         """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
 
         A window counts the token itself; `softcap` squashes scores to softcap * tanh(score / softcap) first (Gemma 2).
+        """
+        ...
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        """Draw tokens from each row of `logits` [len(rows), vocab_size].
+
+        What is drawn depends on that row's logits and on what it asks for alone. Raises UnusableLogits.
         """
         ...

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from engine.ops.base import Activation, HeadNorm, KVPool, Rotary, Run, Step, Weight
+from engine.ops.plain_sampling import sample
 from engine.ops.rowwise import gelu_tanh, silu
+from engine.ops.sampling import Drawn, SamplingRow
 from engine.ops.torch_attention import AttentionCall, TorchStep, attend
 
 _CPU_TILE = 32
@@ -58,13 +61,14 @@ class TorchOps:
 
     @property
     def name(self) -> str:
-        """Of the arithmetic: a CPU's is float32; a GPU's linear layers compute in their weights' dtype."""
+        """Of the arithmetic: a CPU's is float32; a GPU's linear layers compute in their weights' dtype; numpy draws."""
         version = torch.__version__.split("+")[0]
+        draws = f"numpy-{np.__version__}"
         if self.device.type == "cpu":
             vectors = torch.backends.cpu.get_cpu_capability().lower()
-            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}"
+            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{draws}"
         major, minor = torch.cuda.get_device_capability(self.device)
-        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}"
+        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{draws}"
 
     @property
     def kv_order(self) -> str:
@@ -167,6 +171,9 @@ class TorchOps:
     ) -> torch.Tensor:
         assert isinstance(step, TorchStep), "a step is made by the ops that run it"
         return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        return sample(logits, rows)
 
 
 def _processor() -> str:

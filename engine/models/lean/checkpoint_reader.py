@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from engine.models.checkpoint import ModelUnusable
+from engine.models.checkpoint import ModelUnusable, weight_files
 from engine.models.lean.config import NotLean
 from engine.models.lean.sources import LinearSource, Plan, Source
 from engine.models.lean.tensor_file import BadTensorFile, TensorFile, TensorPlace
@@ -23,12 +22,12 @@ class CheckpointReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, TensorFile] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             file = self._open(path)
             self._files |= dict.fromkeys(file.places, file)
 
     def check(self, plan: Plan) -> None:
-        """Raise ModelUnusable if the plan needs what is not here, and NotLean if here is what it does not know."""
+        """Raise ModelUnusable if the plan needs what is not here, NotLean if here is what it does not know or mix."""
         needed = {name for source in plan.values() for name in _tensors(source)}
         if missing := sorted(needed - self._files.keys()):
             raise ModelUnusable(
@@ -40,6 +39,10 @@ class CheckpointReader:
             raise NotLean(
                 f"{self._folder} has {len(unknown)} weights that the decoder does not know, {unknown[0]} first"
             )
+        for source in plan.values():
+            if isinstance(source, LinearSource):
+                self._check_dtypes(source.weights)
+                self._check_dtypes(source.biases)
 
     def linear(self, source: LinearSource, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the fused matrix, as `stack` does, and the fused bias, float32."""
@@ -55,10 +58,9 @@ class CheckpointReader:
     def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> torch.Tensor:
         """Return tensors one above the other in fresh memory; `dtype` None: as stored, but float16 as float32."""
         places = [self._files[name].places[name] for name in names]
-        if len({(place.dtype_name, place.shape[1:]) for place in places}) > 1:
+        if len({place.shape[1:] for place in places}) > 1:
             raise ModelUnusable(
-                f"{self._folder} stores {', '.join(names)} in different dtypes or widths ({places}); "
-                "save it again with one dtype"
+                f"{self._folder} stores {', '.join(names)} in different widths ({places}); download the checkpoint anew"
             )
         try:
             stacked = self._read(names, places)
@@ -67,6 +69,14 @@ class CheckpointReader:
         if dtype is None:
             dtype = torch.float32 if stacked.dtype == torch.float16 else stacked.dtype
         return stacked.to(dtype)
+
+    def _check_dtypes(self, names: Sequence[str]) -> None:
+        dtypes = {self._files[name].places[name].dtype_name for name in names}
+        if len(dtypes) > 1:
+            raise NotLean(
+                f"{self._folder} stores {', '.join(names)}, which the decoder fuses, in different dtypes "
+                f"({', '.join(sorted(dtypes))})"
+            )
 
     def _read(self, names: Sequence[str], places: Sequence[TensorPlace]) -> torch.Tensor:
         counts = [place.shape[0] for place in places]
@@ -80,20 +90,6 @@ class CheckpointReader:
             return TensorFile(path)
         except BadTensorFile as error:
             raise _unusable(self._folder, error) from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers reads: others may hold the same weights under other names (Mistral's do)."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.exists():
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelUnusable(f"{index} is no index of weights ({error!r}); download the checkpoint anew") from error
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ModelUnusable(f"{folder} lacks {len(missing)} files, {missing[0]} first; download the checkpoint anew")
-    return [folder / name for name in names]
 
 
 def _tensors(source: Source) -> tuple[str, ...]:

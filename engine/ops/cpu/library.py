@@ -13,6 +13,7 @@ from engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
 _FLOAT = ctypes.c_float
+_DOUBLE = ctypes.c_double
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_set_num_threads": (ctypes.c_int, _POINTER, ctypes.c_int),
@@ -30,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_rope_and_kv_write": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "tandem_kv_write": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
     "tandem_paged_attention": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT),
+    "tandem_sample": (_POINTER, _INT, _INT, _POINTER, _INT),
 }
 
 
@@ -75,6 +77,24 @@ class Turning(ctypes.Structure):
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
         ("epsilon", _FLOAT),
+    ]
+
+
+class SamplingCall(ctypes.Structure):
+    """What one row of logits is drawn from for, and where its results go; `SamplingRow` in cpp/sampling.hpp."""
+
+    _fields_ = [
+        *((name, _DOUBLE) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+        ("top_k", _INT),
+        ("position", _INT),
+        ("seeds", _POINTER),
+        ("num_seeds", _INT),
+        *((name, _POINTER) for name in ("changed", "bias", "is_seen", "minus")),
+        ("num_changed", _INT),
+        ("allowed", _POINTER),
+        *((name, _INT) for name in ("num_allowed_words", "has_logprobs", "num_top")),
+        *((name, _POINTER) for name in ("token_ids", "ranks", "logprobs")),
+        ("status", _INT),
     ]
 
 

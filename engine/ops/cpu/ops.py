@@ -13,7 +13,9 @@ import torch
 from engine.ops.base import Activation, HeadNorm, KVPool, Rotary, Run, Step, Weight
 from engine.ops.cpu.compile import NATIVE, sources_digest
 from engine.ops.cpu.library import Cache, StepTable, Turning, load_library
+from engine.ops.cpu.sampling import sample
 from engine.ops.cpu.weight import CpuWeight, pack, unpack
+from engine.ops.sampling import Drawn, SamplingRow
 
 _MAX_TURNINGS = 1024
 
@@ -180,6 +182,9 @@ class CpuOps:
             *(_own_step(step).address, self._cache(pool, layer), window or 0, scale, softcap or 0.0),
         )
         return out
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        return sample(self._library, logits, rows)
 
     def _cache(self, pool: KVPool, layer: int) -> int:
         """Return the address of the layer's `Cache`, made once per pool."""

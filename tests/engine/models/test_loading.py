@@ -222,6 +222,29 @@ def test_digests_are_of_contents_and_computed_once_per_file(tmp_path: Path) -> N
     assert not [path for path in state.iterdir() if path.name != "digests.json"]
 
 
+def test_without_a_folder_a_file_is_read_once_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def hash_file(path: Path) -> str:
+        read.append(path)
+        return "abc"
+
+    monkeypatch.setattr("engine.models.digest._hash_file", hash_file)
+    file, other = tmp_path / "w.safetensors", tmp_path / "config.json"
+    file.write_bytes(b"weights")
+    other.write_bytes(b"{}")
+    digests = DigestCache(None)
+    assert digests.digest([file]) == digests.digest([file]) != digests.digest([file, other])
+    assert read == [file.resolve(), other.resolve()]
+
+
+def test_weights_that_lie_twice_in_a_folder_count_once(folder: Path) -> None:
+    info = _load(folder).info
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    again = _load(folder).info
+    assert (again.num_parameters, again.weights_digest) == (info.num_parameters, info.weights_digest)
+
+
 def test_the_pool_is_sized_as_told_or_by_free_memory() -> None:
     geometry = KVGeometry(2, 2, 16, 16, torch.float32)
     base = EngineConfig("m", max_num_seqs=4)

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoConfig,
+    OlmoeConfig,
     PhiConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
@@ -38,9 +44,13 @@ _GPT2: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 _PLAIN = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
+_MIXTURE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "hidden_act": "gelu"}
 CONFIGS: dict[str, Callable[[], Any]] = {
+    "olmo": lambda: OlmoConfig(**{**_PLAIN, "tie_word_embeddings": True}),  # not one weight but what we pack
     "olmo2": lambda: Olmo2Config(**_PLAIN),
     "granite": lambda: GraniteConfig(**_PLAIN, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2),
+    "olmoe": lambda: OlmoeConfig(**_PLAIN, num_experts=6, num_experts_per_tok=3),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**_PLAIN, **_MIXTURE, shared_expert_intermediate_size=32, num_experts=5),
     "starcoder2": lambda: Starcoder2Config(**_PLAIN, sliding_window=16),
     "phi": lambda: PhiConfig(**_PLAIN),
     "cohere": lambda: CohereConfig(**{**_PLAIN, "tie_word_embeddings": True}),
@@ -112,6 +122,24 @@ def test_families_without_code_of_ours_are_served_by_way_of_transformers(
 
 
 @kernels
+@pytest.mark.parametrize("kind", ["olmoe", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_a_mixture_does_not_depend_on_how_many_ask_an_expert(
+    kind: str, dtype: torch.dtype, kernels: str, tmp_path: Path
+) -> None:
+    mixtures = {
+        "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48),
+    }
+    folder, token_ids = made(tmp_path, (CONFIGS | mixtures)[kind](), dtype), some_tokens()
+    whole = logits_of(folder, token_ids, [NUM_TOKENS], route="transformers", kernels=kernels)
+    in_parts = logits_of(folder, token_ids, [3, 33, 33, 1], route="transformers", kernels=kernels)
+    assert torch.equal(whole, in_parts)
+    expected = reference(folder, token_ids)
+    assert (whole - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@kernels
 @pytest.mark.parametrize("route", ["lean", "transformers"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_bf16_checkpoint_stays_bf16_and_is_computed_as_if_it_were_widened(
@@ -141,6 +169,18 @@ def test_the_routes_agree_and_are_told_apart(kernels: Any, tmp_path: Path) -> No
         for route in routes
     }
     assert len(classes) == 2
+
+
+def test_a_checkpoint_of_mixed_dtypes_goes_by_way_of_transformers(tmp_path: Path) -> None:
+    folder, token_ids = made(tmp_path, LlamaConfig(**_SHAPE)), some_tokens()
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    save_file(tensors | {name: tensors[name].bfloat16()}, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = reference(folder, token_ids)
+    logits = logits_of(folder, token_ids, [NUM_TOKENS], kernels="torch")
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    with pytest.raises(ModelUnusable, match="in different dtypes"):
+        load_model(EngineConfig(str(folder), device="cpu", route="lean"), lambda *_: None)
 
 
 def test_what_a_route_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> None:

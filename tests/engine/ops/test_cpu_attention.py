@@ -163,6 +163,21 @@ def test_threads_and_block_sizes_change_no_bits() -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("window", [None, 1100])
+def test_threads_that_share_a_context_change_no_bits(window: int | None) -> None:
+    ops, results = cpu_ops(), []
+    requests = [_request(Shape(), num_tokens, seed=num_tokens) for num_tokens in (513, 3000)]
+    try:
+        for num_threads in (1, 2, 5, 16):
+            ops.set_num_threads(num_threads)
+            world = World(ops, Shape(window=window))
+            world.attend([(request, 0, len(request) - 1) for request in requests])
+            results.append(torch.cat(world.attend([(request, len(request) - 1, len(request)) for request in requests])))
+    finally:
+        ops.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[8]], ids=str)
 def test_machines_that_fuse_products_agree_on_every_bit(shape: Shape) -> None:
     if not has_fma():

@@ -2,7 +2,8 @@
 //
 // A context is walked in parts of 512 tokens, counted from its first; each part has a softmax of its own and the parts
 // are joined in order. So a token's result depends on its position, its query and what it sees, never on how many
-// others were computed beside it, how its prompt was cut into chunks, or how long a block is.
+// others were computed beside it, how its prompt was cut into chunks, or how long a block is. Nor on who met which part:
+// where threads outnumber heads and runs, several share a context and keep its parts until all can be joined.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,6 +17,7 @@ namespace tandem {
 constexpr int kPartTokens = 512;
 constexpr int kSoon = 2;            // chunks: what is prefetched while one is read
 constexpr int kQueriesPerItem = 60;  // their scores of a part, 120 KB, stay in L2
+constexpr int kPiecesPerThread = 2;
 
 struct Run {  // tokens [start, start + count) of one request, at `row` and after; its blocks from table[first_block]
   int64_t row, start, count, first_block;
@@ -35,69 +37,141 @@ struct Attention {
 
   void run() const {
     static std::vector<Item> items;
+    static std::vector<Piece> pieces;
     items.clear();
     const int64_t per_head = num_heads / cache.num_kv_heads;
     const int64_t rows = std::max<int64_t>(1, kQueriesPerItem / per_head);
     for (int64_t r = 0; r < num_runs; r++)
       for (int64_t first = (runs[r].count - 1) / rows * rows; first >= 0; first -= rows)  // the longest work first
         for (int64_t head = 0; head < cache.num_kv_heads; head++)
-          items.push_back({&runs[r], head, first, std::min(rows, runs[r].count - first)});
-    in_parallel((int)items.size(), [&](int i) { Worker(*this, items[i]).run(); });
+          items.push_back(item_of(runs[r], head, first, std::min(rows, runs[r].count - first)));
+    cut(items, pieces);
+    in_parallel((int)pieces.size(), [&](int i) { Worker(*this, *pieces[i].item).run(pieces[i].first, pieces[i].end); });
+    items.erase(std::remove_if(items.begin(), items.end(), [](const Item& item) { return !item.parts; }), items.end());
+    in_parallel((int)items.size(), [&](int i) { Worker(*this, items[i]).join_parts(); });
   }
 
  private:
   struct Item {
     const Run* run;
     int64_t head, first, rows;
+    int64_t first_part, end_part;
+    float* parts;  // where each part's result is kept; null if one thread meets them all and joins as it goes
   };
+
+  struct Piece {
+    const Item* item;
+    int64_t first, end;  // parts
+  };
+
+  Item item_of(const Run& run, int64_t head, int64_t first, int64_t rows) const {
+    const int64_t position = run.start + first, low = window ? std::max<int64_t>(0, position - window + 1) : 0;
+    return {&run, head, first, rows, low / kPartTokens, (position + rows - 1) / kPartTokens + 1, nullptr};
+  }
+
+  int64_t padded_dim() const { return (cache.head_dim + kWide - 1) / kWide * kWide; }
+
+  // Of one part: its maximum and sum, and what was gathered, for each query.
+  int64_t floats_per_part(const Item& item) const {
+    return item.rows * (num_heads / cache.num_kv_heads) * (padded_dim() + 2);
+  }
+
+  // Cuts items that are longer than a piece should be, if there is anyone to share them with.
+  void cut(std::vector<Item>& items, std::vector<Piece>& pieces) const {
+    static std::vector<float> space;
+    const int64_t num_threads = threads()->num_threads();
+    int64_t num_parts = 0;
+    for (const Item& item : items) num_parts += item.end_part - item.first_part;
+    const int64_t share = std::max<int64_t>(1, num_parts / (kPiecesPerThread * num_threads));
+    const int64_t longest = num_threads == 1 ? num_parts : share;
+    pieces.clear();
+    size_t need = 0;
+    for (const Item& item : items) {
+      const int64_t length = item.end_part - item.first_part, num_pieces = (length + longest - 1) / longest;
+      const auto bound = [&](int64_t piece) { return item.first_part + length * piece / num_pieces; };
+      for (int64_t i = 0; i < num_pieces; i++) pieces.push_back({&item, bound(i), bound(i + 1)});
+      if (num_pieces > 1) need += length * floats_per_part(item);
+    }
+    if (space.size() < need) space.resize(need);
+    float* at = space.data();
+    for (Item& item : items)
+      if (item.end_part - item.first_part > longest)
+        item.parts = std::exchange(at, at + (item.end_part - item.first_part) * floats_per_part(item));
+  }
 
   // One head's queries of some rows of a run.
   class Worker {
    public:
     Worker(const Attention& all, const Item& item)
         : a_(all), item_(item), table_(all.tables + item.run->first_block), dim_(all.cache.head_dim),
-          padded_((dim_ + kWide - 1) / kWide * kWide), per_head_(all.num_heads / all.cache.num_kv_heads),
+          padded_(all.padded_dim()), per_head_(all.num_heads / all.cache.num_kv_heads),
           num_(item.rows * per_head_), first_(item.run->start + item.first), last_(first_ + item.rows - 1) {
       static thread_local std::vector<float> space;
-      const size_t need = num_ * (dim_ + kPartTokens + 2 * padded_ + 3) + kChunk * dim_;
+      const size_t need = num_ * (dim_ + kPartTokens + 2 * (padded_ + 2)) + kChunk * dim_;
       if (space.size() < need) space.resize(need);
       float* at = space.data();
       const auto take = [&](int64_t size) { return std::exchange(at, at + size); };
       queries_ = take(num_ * dim_);
       scores_ = take(num_ * kPartTokens);
-      part_ = take(num_ * padded_);
-      total_ = take(num_ * padded_);
-      maximum_ = take(num_);
-      sum_ = take(num_);
-      weight_ = take(num_);
+      part_ = result_at(take(num_ * (padded_ + 2)));
+      total_ = result_at(take(num_ * (padded_ + 2)));
       chunk_ = take(kChunk * dim_);
     }
 
-    void run() {
-      for (int64_t i = 0; i < num_; i++) {
+    void run(int64_t first_part, int64_t end_part) {
+      for (int64_t i = 0; i < num_; i++)
         memcpy(queries_ + i * dim_, a_.query + row_of(i) * a_.query_stride + head_of(i) * dim_, dim_ * sizeof(float));
-        maximum_[i] = -INFINITY;
-        sum_[i] = 0;
+      if (!item_.parts) begin();
+      for (int64_t number = first_part; number < end_part; number++) {
+        if (item_.parts) part_ = kept(number);
+        meet(number * kPartTokens);
+        if (!item_.parts) join();
       }
-      std::fill_n(total_, num_ * padded_, 0.0f);
-      const int64_t low = a_.window ? std::max<int64_t>(0, first_ - a_.window + 1) : 0;
-      for (int64_t part = low / kPartTokens * kPartTokens; part <= last_; part += kPartTokens) {
-        const int64_t from = std::max(low, part), chunk = from / kChunk * kChunk;
-        const int64_t end = std::min(last_ + 1, part + kPartTokens);
-        score(part, from, end);
-        for (int64_t i = 0; i < num_; i++) soften(i, part, chunk, end);
-        std::fill_n(part_, num_ * padded_, 0.0f);
-        gather(part, from, end);
-        for (int64_t i = 0; i < num_; i++) join(i);
+      if (!item_.parts) end();
+    }
+
+    void join_parts() {
+      begin();
+      for (int64_t number = item_.first_part; number < item_.end_part; number++) {
+        part_ = kept(number);
+        join();
       }
-      for (int64_t i = 0; i < num_; i++) {
-        float* to = a_.out + row_of(i) * a_.out_stride + head_of(i) * dim_;
-        const float share = 1.0f / sum_[i];
-        for (int64_t d = 0; d < dim_; d++) to[d] = total_[i * padded_ + d] * share;
-      }
+      end();
     }
 
    private:
+    struct Result {  // of each query
+      float *maximum, *sum, *gathered;
+    };
+
+    Result result_at(float* at) const { return {at, at + num_, at + 2 * num_}; }
+    Result kept(int64_t number) const {
+      return result_at(item_.parts + (number - item_.first_part) * a_.floats_per_part(item_));
+    }
+
+    void begin() {
+      std::fill_n(total_.maximum, num_, -INFINITY);
+      std::fill_n(total_.sum, num_, 0.0f);
+      std::fill_n(total_.gathered, num_ * padded_, 0.0f);
+    }
+
+    void meet(int64_t part) {
+      const int64_t low = a_.window ? std::max<int64_t>(0, first_ - a_.window + 1) : 0;
+      const int64_t from = std::max(low, part), end = std::min(last_ + 1, part + kPartTokens);
+      score(part, from, end);
+      for (int64_t i = 0; i < num_; i++) soften(i, part, from / kChunk * kChunk, end);
+      std::fill_n(part_.gathered, num_ * padded_, 0.0f);
+      gather(part, from, end);
+    }
+
+    void end() {
+      for (int64_t i = 0; i < num_; i++) {
+        float* to = a_.out + row_of(i) * a_.out_stride + head_of(i) * dim_;
+        const float share = 1.0f / total_.sum[i];
+        for (int64_t d = 0; d < dim_; d++) to[d] = total_.gathered[i * padded_ + d] * share;
+      }
+    }
+
     int64_t row_of(int64_t i) const { return item_.run->row + item_.first + i / per_head_; }
     int64_t head_of(int64_t i) const { return item_.head * per_head_ + i % per_head_; }
 
@@ -161,8 +235,7 @@ struct Attention {
             if (t > position || t < oldest) scores[t] = -INFINITY;
         for (int p = 0; p < kParts; p++) largest.part[p] = larger(largest.part[p], load(scores + token + p * kLanes));
       }
-      const float maximum = largest_of(largest);
-      weight_[i] = 0;
+      const float maximum = part_.maximum[i] = largest_of(largest);
       if (maximum == -INFINITY) {
         std::fill(scores + from, scores + (end + kChunk - 1) / kChunk * kChunk, 0.0f);
         return;
@@ -176,15 +249,7 @@ struct Attention {
           store(at, e);
           sum.part[p] += e;
         }
-      const float higher = std::max(maximum_[i], maximum);
-      const float old = maximum_[i] == -INFINITY ? 0.0f : exp_of(maximum_[i] - higher);
-      weight_[i] = exp_of(maximum - higher);
-      sum_[i] = sum_[i] * old + sum_of(sum) * weight_[i];
-      maximum_[i] = higher;
-      for (int64_t d = 0; d < padded_; d += kLanes) {
-        float* total = total_ + i * padded_ + d;
-        store(total, load(total) * old);
-      }
+      part_.sum[i] = sum_of(sum);
     }
 
     void gather(int64_t part, int64_t from, int64_t end) {
@@ -200,16 +265,22 @@ struct Attention {
           if (num < kChunk) break;
         }
         values.num_tokens = token - first;
-        values_of_all(num_, scores_ + first - part, kPartTokens, values, dim_, part_, padded_);
+        values_of_all(num_, scores_ + first - part, kPartTokens, values, dim_, part_.gathered, padded_);
       }
     }
 
-    void join(int64_t i) {
-      if (weight_[i] == 0) return;
-      const Vec weight = splat(weight_[i]);
-      for (int64_t d = 0; d < padded_; d += kLanes) {
-        float* total = total_ + i * padded_ + d;
-        store(total, multiply_add(load(part_ + i * padded_ + d), weight, load(total)));
+    void join() {
+      for (int64_t i = 0; i < num_; i++) {
+        if (part_.maximum[i] == -INFINITY) continue;
+        const float higher = std::max(total_.maximum[i], part_.maximum[i]);
+        const float old = total_.maximum[i] == -INFINITY ? 0.0f : exp_of(total_.maximum[i] - higher);
+        const float weight = exp_of(part_.maximum[i] - higher);
+        total_.maximum[i] = higher;
+        total_.sum[i] = total_.sum[i] * old + part_.sum[i] * weight;
+        for (int64_t d = i * padded_; d < (i + 1) * padded_; d += kLanes) {
+          float* total = total_.gathered + d;
+          store(total, multiply_add(load(part_.gathered + d), splat(weight), load(total) * old));
+        }
       }
     }
 
@@ -217,7 +288,8 @@ struct Attention {
     const Item& item_;
     const int64_t* table_;
     const int64_t dim_, padded_, per_head_, num_, first_, last_;
-    float *queries_, *scores_, *part_, *total_, *maximum_, *sum_, *weight_, *chunk_;
+    float *queries_, *scores_, *chunk_;
+    Result part_, total_;
   };
 };
 

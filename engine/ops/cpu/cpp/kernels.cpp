@@ -6,6 +6,7 @@
 #include "elementwise.hpp"
 #include "linear.hpp"
 #include "packing.hpp"
+#include "sampling.hpp"
 #include "threads.hpp"
 
 using namespace tandem;
@@ -104,6 +105,9 @@ void tandem_paged_attention(const float* query, int64_t query_stride, float* out
   Attention{query,         query_stride,   out,          heads * cache->head_dim, heads, *cache,
             step->runs,    step->num_runs, step->tables, window,                  scale, softcap}
       .run();
+}
+void tandem_sample(const float* logits, int64_t stride, int64_t size, SamplingRow* rows, int64_t num_rows) {
+  sample(logits, stride, size, rows, num_rows);
 }
 
 }  // extern "C"

@@ -59,6 +59,19 @@ static inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
+// Is any lane of a comparison true?
+static inline bool any_of(IntVec is_true) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_movemask_epi8((__m256i)is_true);
+#else
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; i++) all |= is_true[i];
+  return all;
+#endif
+}
+
 struct Wide {
   Vec part[kParts];
 };

@@ -80,6 +80,13 @@ def test_a_bias_of_another_length_is_refused(make_kind: MakeKind, load_folder: L
         load_folder(folder, TorchOps())
 
 
+def test_dtypes_that_cannot_be_fused_are_left_to_the_other_route(spoiled: Path, load_folder: LoadFolder) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    _change_weights(spoiled, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+    with pytest.raises(NotLean, match=r"k_proj.*in different dtypes \(BF16, F32\)"):
+        load_folder(spoiled, TorchOps())
+
+
 def test_float16_is_kept_as_float32(make_kind: MakeKind, load_folder: LoadFolder) -> None:
     ops = TorchOps()
     decoder = load_folder(make_kind("llama2", torch.float16), ops)

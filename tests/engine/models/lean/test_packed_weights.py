@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import threading
@@ -125,6 +126,20 @@ def test_a_file_unused_for_long_goes_when_another_is_written(make_kind: MakeKind
     os.utime(old, (0, 0))
     _load(folder, tmp_path, TorchOps(), weights_digest="d2")
     assert not old.exists() and _file(tmp_path)
+
+
+def test_a_file_that_is_mapped_stays_however_long_ago_it_was_opened(make_kind: MakeKind, tmp_path: Path) -> None:
+    folder = make_kind("llama2")
+    in_use = _load(folder, tmp_path, TorchOps())
+    old = _file(tmp_path)
+    expected = _logits(in_use)
+    os.utime(old, (0, 0))
+    _load(folder, tmp_path, TorchOps(), weights_digest="d2")
+    assert old.exists() and torch.equal(_logits(in_use), expected)
+    del in_use
+    gc.collect()
+    _load(folder, tmp_path, TorchOps(), weights_digest="d3")
+    assert not old.exists()
 
 
 def test_a_state_directory_that_cannot_be_written_costs_the_sharing_alone(make_kind: MakeKind, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cpus = tuple(sorted(os.sched_getaffinity(0))[: 1 if options.quick else _NUM_THREADS])
     conditions = {
         "client": "none: each engine's step loop is driven from its own process",
-        "requests": f"greedy, random token ids; {len(cpus)} threads on cores {cpus}; keys and values in float32",
+        "requests": f"greedy, random token ids; {len(cpus)} threads on cores {cpus}; keys and values in float32; "
+        "no speculation",
         "engines": [kind.name for kind in kinds],
         "peers": places.versions() or "none installed",
         "left out": missing or "nobody",

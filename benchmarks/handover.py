@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("handover", __doc__, "a tiny shape, few requests: does it still work?").parse_args(arguments)
     conditions = {
         "requests": f"greedy, one at a time, {_NUM_OUTPUT_TOKENS} tokens each; random words, so no prefix is shared; "
-        "the prompt cache is looked up and filled all the same; spans exported over OTLP",
+        "no speculation; the prompt cache is looked up and filled all the same; spans exported over OTLP",
         "disaggregated": "one core and one thread for prefill, one for decode; --local-prefill never",
         "aggregated": "one core and one thread, the one that decode has there; no KV service",
         "all else": "client, gateway, KV service and workers' fronts on prefill's core: what carries a token would "

@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cpus = tuple(sorted(os.sched_getaffinity(0))[:_NUM_THREADS])
     conditions = {
         "requests": f"{plan.load.num_streams} streams without end; prompts of {plan.load.prompt_tokens} tokens at even "
-        f"intervals, {plan.load.prompt_answer_tokens} tokens of answer each; greedy, float32, nothing cached",
+        f"intervals, {plan.load.prompt_answer_tokens} tokens of answer each; greedy, float32, nothing cached, "
+        "no speculation",
         "cores": f"{cpus}, of which the client and the services take their part",
         "in_time": f"TTFT <= {in_time.ttft_seconds:g} s, ITL <= {options.itl_target:g} ms",
         "peers": places.versions() or "none installed",

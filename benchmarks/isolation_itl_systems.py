@@ -164,6 +164,7 @@ async def _tandem(
     common |= {
         "TANDEM_KV_STORE_BYTES": str(_STORE_BYTES),
         "TANDEM_CONTROL_LOCAL_PREFILL": "never",
+        "TANDEM_DECODE_SPECULATION": "off",
         "TANDEM_CONTROL_PROBE_INTERVAL_SECONDS": "86400",
         "TANDEM_CONTROL_PROBE_VALID_SECONDS": "172800",
     }

@@ -105,6 +105,7 @@ async def _bring_up(
         "TANDEM_CONTROL_PROBE_INTERVAL_SECONDS": "86400",
         "TANDEM_CONTROL_PROBE_VALID_SECONDS": "172800",
         "TANDEM_CONTROL_LOCAL_PREFILL": "never",
+        "TANDEM_DECODE_SPECULATION": "off",  # random weights repeat themselves, which no model does
     }
     served = Served(folder / arrangement.name, (*flags, *arrangement.flags), environment, arrangement.roles)
     await stack.enter_async_context(served)

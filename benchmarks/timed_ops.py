@@ -95,6 +95,10 @@ class TimedOps:
     def kv_order(self) -> str:
         return self._ops.kv_order
 
+    @property
+    def is_rowwise(self) -> bool:
+        return self._ops.is_rowwise
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         return self._ops.pack(weight, bias)
 

@@ -94,8 +94,22 @@ class Flight:
         finish_reason = FINISH_REASONS.get(output.finish_reason)
         if fresh or finish_reason:
             logprobs = tuple(_logprobs(position) for position in output.logprobs[num_known:])
-            self._events.put_nowait(TokenDelta(choice.index, tuple(fresh), logprobs, finish_reason))
+            self._pass_on(choice, tuple(fresh), logprobs, finish_reason)
         choice.is_over = finish_reason is not None
+
+    def _pass_on(
+        self,
+        choice: Choice,
+        fresh: tuple[int, ...],
+        logprobs: tuple[PositionLogprobs, ...],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        """Pass on one token at a time: a stop string may end the answer, and its count, at any of them."""
+        for index in range(len(fresh) - 1):
+            self._events.put_nowait(
+                TokenDelta(choice.index, fresh[index : index + 1], logprobs[index : index + 1], None)
+            )
+        self._events.put_nowait(TokenDelta(choice.index, fresh[-1:], logprobs[-1:], finish_reason))
 
     def output_came(self, leg: Leg, output: pb.TokenOutput) -> None:
         """Note what an output says of its worker."""

@@ -201,5 +201,9 @@ def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:
     yield Phase("kv.transfer", ledger.transfer_start_ns, ledger.transfer_end_ns, pulled)
     yield Phase("decode.queue", ledger.transfer_end_ns or ledger.submitted_ns, ledger.scheduled_ns, {})
     yield Phase("decode.first_token", ledger.scheduled_ns, ledger.first_token_ns, {})
-    made: dict[str, str | int] = {"gen_ai.usage.output_tokens": ledger.num_generated_tokens}
+    made: dict[str, str | int] = {
+        "gen_ai.usage.output_tokens": ledger.num_generated_tokens,
+        "tandem.tokens.drafted": ledger.num_draft_tokens,
+        "tandem.tokens.accepted": ledger.num_accepted_tokens,
+    }
     yield Phase("decode.stream", ledger.first_token_ns, ledger.finished_ns, made)

@@ -63,8 +63,14 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
         itl_target_ms=config.itl_target_ms,
+        max_draft_tokens=_max_draft_tokens(config, loaded),
         window=loaded.window,
     )
+
+
+def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Return 0 where a row's bits depend on the rows beside it: a token that was guessed could be another one."""
+    return config.max_draft_tokens if config.speculation == "auto" and loaded.is_rowwise else 0
 
 
 def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache) -> Ready:

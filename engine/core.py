@@ -68,6 +68,8 @@ class Runner(Protocol):
     ) -> Mapping[str, Sequence[Sampled]]:
         """Compute all runs; return, by request id, one token per choice seed for each run that samples.
 
+        Of a run with drafts: those that equal the token drawn at their place, up to the first that does not, and the
+        token drawn there.
         Calls `kv_written` at most once, as soon as readers of the pool may have the keys and values of all runs.
         Raises RequestsFailed if only some requests are to blame; anything else ends the engine.
         """

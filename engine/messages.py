@@ -253,6 +253,10 @@ class RequestOutput:
     num_loaded_tokens: int = 0
     """Those of them that were copied from `AddRequest.prefix`."""
     num_generated_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Tokens of the answer that were guessed ahead."""
+    num_accepted_tokens: int = 0
+    """Those of them that the model drew, too."""
     num_preemptions: int = 0
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
@@ -307,7 +311,7 @@ class EngineStats:
     counters: dict[str, float]
     """Totals since start: steps, prompt_tokens_computed, prompt_tokens_cached, tokens_generated, preemptions,
     step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded, blocks_corrupt,
-    blocks_recovered (loaded for requests that were preempted)."""
+    blocks_recovered (loaded for requests that were preempted), draft_tokens, draft_tokens_accepted."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.scheduling.scheduler_config import MAX_DRAFT_TOKENS
+
 Device = Literal["auto", "cpu", "cuda"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 Route = Literal["auto", "lean", "transformers"]
+Speculation = Literal["auto", "off"]
 Kernels = Literal["auto", "cpp", "torch"]
 
 
@@ -46,6 +49,10 @@ class EngineConfig:
     """Prompt chunks are cut so that a step with answers in it takes no longer, if the chunk can help it; 0: not cut."""
     max_num_seqs: int = 64
     """Requests in one step."""
+    speculation: Speculation = "auto"
+    """auto: tokens of answers are guessed ahead where that pays, by measurement; no token changes. off: never."""
+    max_draft_tokens: int = 8
+    """Tokens guessed ahead of one answer in one step, at most."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False
@@ -67,6 +74,8 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "kv_memory_limit_bytes", "num_threads"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
+        if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens is {self.max_draft_tokens}, must be from 1 to {MAX_DRAFT_TOKENS}")
         if not self.itl_target_ms >= 0:
             raise ValueError(f"itl_target_ms is {self.itl_target_ms}, must be at least 0")
         if self.max_num_batched_tokens < self.max_num_seqs:

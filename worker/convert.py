@@ -89,6 +89,8 @@ def ledger(output: messages.RequestOutput, submit: pb.Submit) -> pb.PhaseLedger:
         num_cached_tokens=output.num_cached_tokens,
         num_loaded_tokens=output.num_loaded_tokens,
         num_generated_tokens=output.num_generated_tokens,
+        num_draft_tokens=output.num_draft_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
         num_preemptions=output.num_preemptions,
         submitted_ns=output.times.added_ns,
         scheduled_ns=output.times.scheduled_ns,

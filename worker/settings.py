@@ -41,6 +41,10 @@ class WorkerSettings:
         0.0, "longest gap between two tokens that prompt chunks beside them may cause, in milliseconds; 0: no limit"
     )
     max_num_seqs: int = setting(64, "requests that run at once")
+    speculation: Literal["auto", "off"] = setting(
+        "auto", "whether tokens of answers are guessed ahead where that pays; it changes no token"
+    )
+    max_draft_tokens: int = setting(8, "tokens guessed ahead of one answer in one step, at most; 1 to 32")
     max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
     cpus: tuple[int, ...] = setting((), "cores the engine process is pinned to; all it may use if empty")

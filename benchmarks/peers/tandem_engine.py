@@ -23,6 +23,7 @@ class TandemEngine:
 
         block_size = 16
         settings = {
+            "speculation": "off",  # random weights repeat themselves, which no model does
             "max_num_seqs": what.max_batch,
             "max_num_batched_tokens": max(_MAX_NUM_BATCHED_TOKENS, what.max_batch),
             # One more each: the scheduler keeps a spare block per request.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
@@ -40,7 +40,10 @@ class ModelRunner:
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
     ) -> dict[str, list[Sampled]]:
-        """Compute all runs, leave their KV in their blocks, and draw the tokens that follow."""
+        """Compute all runs, leave their KV in their blocks, and draw the tokens that follow.
+
+        The KV of drafts that were wrong lies behind the tokens that count, where the next step writes.
+        """
 
         def when_written() -> None:
             self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
@@ -48,7 +51,9 @@ class ModelRunner:
 
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
-        return sample(logits, [_draw(run) for run in output.runs if run.samples], self._ops.sample)
+        drawn = sample(logits, [_draw(run) for run in output.runs if run.samples], self._ops.sample)
+        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
+        return drawn
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
@@ -97,13 +102,25 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
 def _draw(run: ScheduledRun) -> Draw:
     request = run.request
     return Draw(
-        request.request_id, request.sampling, request.choice_seeds, request.token_ids, request.num_prompt_tokens
+        request.request_id,
+        request.sampling,
+        request.choice_seeds,
+        request.token_ids,
+        request.num_prompt_tokens,
+        run.draft_tokens,
     )
 
 
+def _accepted_blocks(run: ScheduledRun, drawn: Mapping[str, Sequence[Sampled]], block_size: int) -> Sequence[int]:
+    """Return the blocks that drafts which were right completed."""
+    if not run.draft_tokens:
+        return ()
+    num_accepted = len(drawn[run.request.request_id]) - 1
+    return run.request.block_table[run.end // block_size : (run.end + num_accepted) // block_size]
+
+
 def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
-    """Yield blocks that this run completed, and a prefill's partly filled tail with its last token."""
-    end = run.first_position + run.num_tokens
+    """Yield blocks that this run's known tokens completed, and a prefill's partly filled tail with its last token."""
     is_over = run.samples and run.request.mode == "prefill"
-    last = -(-end // block_size) if is_over else end // block_size
+    last = -(-run.end // block_size) if is_over else run.end // block_size
     yield from run.request.block_table[run.first_position // block_size : last]

@@ -8,7 +8,7 @@ engine/ops/sampling.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]
 
 @dataclass(frozen=True)
 class Draw:
-    """One request's next token: one per seed, all from the same logits."""
+    """One request's next token: one per seed, all from the same logits. Or, with drafts, its next tokens."""
 
     request_id: str
     params: SamplingParams
@@ -38,6 +38,18 @@ class Draw:
     token_ids: Sequence[int]
     """Everything before; its length is the position of the token to be drawn."""
     num_prompt_tokens: int
+    draft_tokens: Sequence[int] = ()
+    """Guesses of the next tokens, with one seed: so many more rows of logits, each behind one more of them."""
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.draft_tokens)
+
+    def after(self, num_drafts: int) -> Draw:
+        """Return the draw of the token behind so many drafts, which were right."""
+        if not num_drafts:
+            return self
+        return replace(self, token_ids=[*self.token_ids, *self.draft_tokens[:num_drafts]], draft_tokens=())
 
     @property
     def num_answer_tokens(self) -> int:
@@ -47,17 +59,53 @@ class Draw:
 def sample(
     logits: torch.Tensor, draws: Sequence[Draw], sample_op: SampleOp = plain_sampling.sample
 ) -> dict[str, list[Sampled]]:
-    """Draw tokens from `logits` [len(draws), vocab_size].
+    """Draw tokens from `logits` [rows of all draws, vocab_size]; returns them by request id.
 
-    Raises RequestsFailed naming requests whose logits are NaN or infinite, or leave no token to draw.
+    They are one per seed; or with drafts as many as were guessed right, and the one that follows them. So every token
+    is what it would be without drafts. Raises RequestsFailed naming requests whose logits are NaN or infinite, or leave
+    no token to draw.
     """
     if not draws:
         return {}
+    rows = [_row(draw.after(index), logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
+    drawn, message = _drawn(logits.float(), rows, sample_op)
+    taken: dict[str, list[Sampled]] = {}
+    failed: list[str] = []
+    first = 0
+    for draw in draws:
+        sampled = _taken(draw, drawn[first : first + draw.num_rows])
+        if sampled is None:
+            failed.append(draw.request_id)
+        else:
+            taken[draw.request_id] = sampled
+        first += draw.num_rows
+    if failed:
+        raise RequestsFailed(failed, message)
+    return taken
+
+
+def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[Drawn | None], str]:
+    """Return what each row gives; None for those whose logits are of no use, with what is wrong with them."""
     try:
-        drawn = sample_op(logits.float(), [_row(draw, logits.shape[-1]) for draw in draws])
+        return list(sample_op(logits, rows)), ""
     except UnusableLogits as error:
-        raise RequestsFailed([draws[row].request_id for row in error.rows], error.message) from error
-    return {draw.request_id: _sampled(each) for draw, each in zip(draws, drawn, strict=True)}
+        usable = [row for row in range(len(rows)) if row not in error.rows]
+        drawn: list[Drawn | None] = [None] * len(rows)
+        for row, each in zip(usable, sample_op(logits[usable], [rows[row] for row in usable]), strict=True):
+            drawn[row] = each
+        return drawn, error.message
+
+
+def _taken(draw: Draw, drawn: Sequence[Drawn | None]) -> list[Sampled] | None:
+    """Return the tokens of a request's rows up to the first that was not guessed; None if one of them has none."""
+    sampled: list[Sampled] = []
+    for each, draft in zip(drawn, [*draw.draft_tokens, None], strict=True):
+        if each is None:
+            return None
+        sampled += _sampled(each)
+        if sampled[-1].token_id != draft:
+            break
+    return sampled
 
 
 def _row(draw: Draw, vocab_size: int) -> SamplingRow:

@@ -31,6 +31,8 @@ class Compatible:
     geometry: KVGeometry
     windows: Sequence[int | None]
     """Of each layer."""
+    is_rowwise: bool
+    """Whether a row's bits depend on that row alone."""
 
 
 def load_compatible(
@@ -44,14 +46,18 @@ def load_compatible(
 ) -> Compatible:
     """Read the weights and try the model out; raises ModelUnusable if it is not built for what the model does."""
     on_cpu = device.type == "cpu"
+    has_own_linears = on_cpu and dtype == torch.float32
     stays_bf16 = on_cpu and config.dtype == "auto" and stored_dtypes(checkpoint.weight_files) == {"BF16"}
     model = _read_weights(checkpoint, model_config, torch.bfloat16 if stays_bf16 else dtype).to(device)
-    if on_cpu and dtype == torch.float32:
+    if has_own_linears:
         use_own_experts(model, ops)
         use_own_linears(model, ops)
     report("trying the model out", 0.6)
     geometry, windows = _try_out(model, config, device)
-    return Compatible(TransformersModel(model, geometry.num_layers, ops), type(model).__name__, geometry, windows)
+    has_stacked_experts = any(parameter.ndim > 2 for parameter in model.parameters())  # transformers multiplies them
+    is_rowwise = ops.is_rowwise and has_own_linears and not has_stacked_experts
+    wrapped = TransformersModel(model, geometry.num_layers, ops)
+    return Compatible(wrapped, type(model).__name__, geometry, windows, is_rowwise)
 
 
 def _read_weights(checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype) -> Any:

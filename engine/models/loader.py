@@ -45,6 +45,8 @@ class LoadedModel:
     """Of weights in files that are mapped."""
     window: int | None = None
     """Positions that any token of any layer sees; None: some layer sees all."""
+    is_rowwise: bool = True
+    """A row's bits depend on that row alone, all of the model's code considered."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class _Built:
     geometry: KVGeometry
     windows: Sequence[int | None]
     """Of each layer."""
+    is_rowwise: bool
 
 
 def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
@@ -101,7 +104,8 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
     geometry = replace(built.geometry, order=job.ops.kv_order)
     mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
-    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, _widest(built.windows))
+    window = _widest(built.windows)
+    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_rowwise)
 
 
 def _widest(windows: Sequence[int | None]) -> int | None:
@@ -142,7 +146,7 @@ def _build_lean(job: _Job, family: Family) -> _Built:
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
     windows = [layer.window for layer in decoder.config.layers]
-    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows)
+    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, job.ops.is_rowwise)
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
@@ -154,7 +158,7 @@ def _build_compatible(job: _Job) -> _Built:
 
     built = load_compatible(job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report)
     route = f"transformers-{transformers.__version__}"
-    return _Built(built.model, built.architecture, route, built.geometry, built.windows)
+    return _Built(built.model, built.architecture, route, built.geometry, built.windows, built.is_rowwise)
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:

@@ -113,6 +113,11 @@ class Ops(Protocol):
         """Of a block's bytes, for the KV layout."""
         ...
 
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether a row's bits really depend on that row alone: only then may tokens be guessed ahead."""
+        ...
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         """Lay out `weight` [out_features, in_features], float32 or bfloat16, which stays what it is in memory."""
         ...

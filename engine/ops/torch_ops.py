@@ -74,6 +74,10 @@ class TorchOps:
     def kv_order(self) -> str:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
+    @property
+    def is_rowwise(self) -> bool:
+        return True
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchWeight:
         """Return the weight as it is; the caller gives it away."""
         assert weight.dtype in (torch.float32, torch.bfloat16), "the loader stores nothing else"

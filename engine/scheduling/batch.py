@@ -10,13 +10,21 @@ from engine.scheduling.request import Request
 
 @dataclass(frozen=True)
 class ScheduledRun:
-    """Tokens [first_position, first_position + num_tokens) of one request, computed in one step."""
+    """Known tokens [first_position, first_position + num_tokens) of one request, and drafts, computed in one step."""
 
     request: Request
     first_position: int
     num_tokens: int
     samples: bool
     """The run ends with the last known token: one token per choice seed follows it."""
+    draft_tokens: tuple[int, ...] = ()
+    """Guesses of the tokens that follow, computed behind the known ones: as many of them are drawn as were right, and
+    one more. Of answers only."""
+
+    @property
+    def end(self) -> int:
+        """The position behind the last known token."""
+        return self.first_position + self.num_tokens
 
     @property
     def is_decode(self) -> bool:
@@ -33,7 +41,7 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        return sum(run.num_tokens for run in self.runs)
+        return sum(run.num_tokens + len(run.draft_tokens) for run in self.runs)
 
 
 PromptLimit = Callable[["Batch", int, int], int]
@@ -50,31 +58,38 @@ class Batch:
         prompt_limit: PromptLimit = lambda batch, first_position, num_tokens: num_tokens,
     ) -> None:
         self.runs: dict[Request, ScheduledRun] = {}
-        self._num_tokens_left = max_num_tokens
+        self.num_tokens_left = max_num_tokens
         self._max_num_seqs = max_num_seqs
         self._prompt_limit = prompt_limit
 
     @property
     def is_full(self) -> bool:
-        return not self._num_tokens_left or len(self.runs) >= self._max_num_seqs
+        return not self.num_tokens_left or len(self.runs) >= self._max_num_seqs
 
     @property
     def takes_prompts(self) -> bool:
         """Whether the first tokens of a prompt could join."""
-        return not self.is_full and self._prompt_limit(self, 0, self._num_tokens_left) > 0
+        return not self.is_full and self._prompt_limit(self, 0, self.num_tokens_left) > 0
 
     def add(self, request: Request) -> None:
         """Run as many of a request's uncomputed tokens as the limits allow, if they allow any."""
         first = request.num_computed_tokens
-        num_tokens = min(request.num_tokens_to_compute, self._num_tokens_left)
+        num_tokens = min(request.num_tokens_to_compute, self.num_tokens_left)
         if not request.is_decoding:
             num_tokens = self._prompt_limit(self, first, num_tokens)
         if num_tokens:
             samples = num_tokens == request.num_tokens_to_compute
             self.runs[request] = ScheduledRun(request, first, num_tokens, samples)
-            self._num_tokens_left -= num_tokens
+            self.num_tokens_left -= num_tokens
+
+    def add_drafts(self, request: Request, draft_tokens: tuple[int, ...]) -> None:
+        """Let guesses run behind a request's last known token, which is in this step; there must be room for them."""
+        assert len(draft_tokens) <= self.num_tokens_left, "more drafts than the budget has room for"
+        run = self.runs[request]
+        self.runs[request] = ScheduledRun(request, run.first_position, run.num_tokens, run.samples, draft_tokens)
+        self.num_tokens_left -= len(draft_tokens)
 
     def remove(self, request: Request) -> None:
         """Give a request's tokens back to the budget, if it has any in this step."""
         if run := self.runs.pop(request, None):
-            self._num_tokens_left += run.num_tokens
+            self.num_tokens_left += run.num_tokens + len(run.draft_tokens)

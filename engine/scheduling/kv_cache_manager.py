@@ -64,6 +64,16 @@ class KVCacheManager:
         request.block_table.extend(new)
         return True
 
+    def room_for_drafts(self, request: Request, num_drafts: int, num_reserve_blocks: int) -> int:
+        """Return how many of so many drafts have slots behind a request's tokens, having made room if there is any.
+
+        New blocks are taken only while `num_reserve_blocks` are left for others.
+        """
+        num_missing = self.num_blocks_for(request.num_tokens + num_drafts) - len(request.block_table)
+        if num_missing > 0 and num_missing + num_reserve_blocks <= self.pool.num_available:
+            self.grow(request, request.num_tokens + num_drafts)
+        return min(num_drafts, len(request.block_table) * self.pool.block_size - request.num_tokens)
+
     def drop_behind_window(self, request: Request) -> None:
         """Give back the blocks that no token from `num_computed_tokens` on attends to."""
         if self._window is None or request.mode == "prefill":

@@ -7,7 +7,7 @@ model counts, as `reprefill_tokens` too, and there should be none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.messages import FinishReason, PhaseTimes, RequestOutput
 from engine.scheduling.request import Request, Sampled
@@ -25,6 +25,8 @@ COUNTERS = (
     "prompt_tokens_loaded",
     "blocks_corrupt",
     "blocks_recovered",
+    "draft_tokens",
+    "draft_tokens_accepted",
 )
 
 
@@ -38,8 +40,9 @@ class Ledger:
     def count(self, name: str, amount: float = 1) -> None:
         self.counters[name] += amount
 
-    def scheduled(self, request: Request) -> None:
-        request.scheduled_ns = request.scheduled_ns or self._clock()
+    def scheduled(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            request.scheduled_ns = request.scheduled_ns or self._clock()
 
     def found(self, request: Request, num_tokens: int) -> None:
         """Count the first `num_tokens` of a request, found in the prefix cache, as far as they are new to us."""
@@ -69,11 +72,17 @@ class Ledger:
         request.num_cached_tokens = min(request.num_cached_tokens, num_not_computed)
         self.count("prompt_tokens_computed", num_new)
 
-    def sampled(self, request: Request, num_choices: int = 1) -> None:
-        """Count one more token of each choice."""
-        request.num_generated_tokens += 1
+    def sampled(self, request: Request, num_tokens: int = 1, num_choices: int = 1) -> None:
+        """Count more tokens of each choice."""
+        request.num_generated_tokens += num_tokens
         request.first_token_ns = request.first_token_ns or self._clock()
-        self.count("tokens_generated", num_choices)
+        self.count("tokens_generated", num_tokens * num_choices)
+
+    def drafted(self, request: Request, num_tokens: int, num_accepted: int) -> None:
+        request.num_draft_tokens += num_tokens
+        request.num_accepted_tokens += num_accepted
+        self.count("draft_tokens", num_tokens)
+        self.count("draft_tokens_accepted", num_accepted)
 
     def preempted(self, request: Request) -> None:
         request.num_preemptions += 1
@@ -102,6 +111,8 @@ class Ledger:
             num_cached_tokens=request.num_cached_tokens,
             num_loaded_tokens=request.num_loaded_tokens,
             num_generated_tokens=request.num_generated_tokens,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
             num_preemptions=request.num_preemptions,
             times=PhaseTimes(request.added_ns, request.scheduled_ns, request.first_token_ns, finished_ns),
         )

@@ -27,6 +27,11 @@ class Pacer:
         self._started = 0.0
         self._copying_seconds = 0.0
 
+    @property
+    def has_target(self) -> bool:
+        """Whether steps with answers in them are to end within some time."""
+        return self._target_seconds > 0
+
     def begin(self) -> None:
         self._started = self._timer()
         self._copying_seconds = 0.0
@@ -43,7 +48,7 @@ class Pacer:
 
     def prompt_limit(self, batch: Batch, first_position: int, num_wanted: int) -> int:
         """Return how many of a prompt's tokens from `first_position` on may join a batch; 0: none in this step."""
-        if not self._target_seconds:
+        if not self.has_target:
             return num_wanted
         work = work_of(batch.runs.values(), self._window)
         if not work.num_decodes:

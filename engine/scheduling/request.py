@@ -93,6 +93,9 @@ class Request:
     num_loaded_tokens: int = 0
     num_generated_tokens: int = 0
     """Sampled here; tokens that came with the request or with StartDecode are not counted."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of its draft tokens: those that the model drew, too."""
     num_preemptions: int = 0
     added_ns: int = 0
     scheduled_ns: int = 0

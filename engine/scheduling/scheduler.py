@@ -7,7 +7,8 @@ The life of a request is drawn at `RequestState`. Its blocks:
     answers               one more block whenever the last is full; the running request of the lowest rank is preempted
                           if there is none. Never one that is importing or held, nor a prefill: others pull from those.
 
-A step's tokens: answers first; then prompts begun, then the queue, in chunks as `pacing` allows. A request that was
+A step's tokens: answers first; then prompts begun, then the queue, in chunks as `pacing` allows; then guesses of what
+answers go on with (`speculation`), which change no token and take no block that others need. A request that was
 preempted computes its tokens again, but for blocks that are still here, or that `recovery` has brought back.
 """
 
@@ -27,6 +28,7 @@ from engine.messages import (
     Reserved,
     SealedBlocks,
 )
+from engine.scheduling import answers
 from engine.scheduling.admission import RequestRefused, build_request, check_places, kv_full, max_kv_tokens
 from engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
@@ -40,6 +42,7 @@ from engine.scheduling.recovery import Recovery
 from engine.scheduling.request import Request, RequestState, Sampled
 from engine.scheduling.running import RunningRequests
 from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.speculation.speculator import Speculator
 from engine.scheduling.waiting_queue import WaitingQueue
 
 __all__ = ["ScheduledRun", "Scheduler", "SchedulerOutput"]
@@ -65,6 +68,7 @@ class Scheduler:
         self._ledger = Ledger(clock)
         self._recovery = Recovery(self.pacer.model, config.block_size, config.window)
         self.prefixes = PrefixExchange(self._kv, self._ledger, load, self._recovery, timer)
+        self.speculator = Speculator(config, self._kv, self.pacer)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running = RunningRequests(config.max_num_seqs, self._waiting.served)
@@ -173,9 +177,9 @@ class Scheduler:
         has_preempted = self._waiting.num_preempted > num_preempted
         if not has_preempted:  # else they would be let in again at once
             self._schedule_waiting(batch)
+        self.speculator.draft(batch, self._running)
         self._is_stalled = not batch.runs and not has_preempted
-        for request in batch.runs:
-            self._ledger.scheduled(request)
+        self._ledger.scheduled(batch.runs)
         self._running.seat(batch.runs)
         return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
 
@@ -187,18 +191,21 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
     ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
-        """Take in what a step computed: `sampled` has one token per choice of each run that samples."""
+        """Take in what a step computed: `sampled` has what `Runner.execute` returned."""
         self.pacer.end(output.runs)
         outputs, self._early_outputs = self._early_outputs, []
         sealed: list[SealedBlocks | None] = []
         self._ledger.count("steps")
         for run in output.runs:
-            self._take_computed(run)
-            tokens = sampled[run.request.request_id] if run.samples else ()
+            drawn = sampled[run.request.request_id] if run.samples else ()
             if run.request.mode == "prefill":
+                self._take_computed(run)
                 sealed.append(self._seal(run))
-            if tokens:
-                outputs += self._take_answer(run.request, tokens)
+                outputs += self._hand_over(run.request, drawn) if drawn else ()
+            elif drawn:
+                outputs.append(self._take_answer(run, drawn))
+            else:
+                self._take_computed(run)
         return outputs, [event for event in sealed if event is not None]
 
     def count(self, name: str, amount: float = 1) -> None:
@@ -299,46 +306,38 @@ class Scheduler:
 
     def _take_computed(self, run: ScheduledRun) -> None:
         self._ledger.computed(run.request, run.first_position, run.num_tokens)
-        run.request.num_computed_tokens = run.first_position + run.num_tokens
-        self.prefixes.register(run.request)
-        self._kv.drop_behind_window(run.request)
+        run.request.num_computed_tokens = run.end
+        self._keep_computed(run.request)
+
+    def _keep_computed(self, request: Request) -> None:
+        self.prefixes.register(request)
+        self._kv.drop_behind_window(request)
 
     def _seal(self, run: ScheduledRun) -> SealedBlocks | None:
-        num_written_tokens = run.first_position + run.num_tokens
-        return seal(run.request, num_written_tokens, self.pool.generations, self.pool.block_size)
+        return seal(run.request, run.end, self.pool.generations, self.pool.block_size)
 
-    def _take_answer(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
-        assert len(sampled) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"
-        if request.mode == "prefill":
-            return self._hand_over(request, sampled)
-        return [self._take_token(request, sampled[0])]
-
-    def _take_token(self, request: Request, sampled: Sampled) -> RequestOutput:
-        reason = request.finish_reason_with((sampled.token_id,), self.config.context_length)
-        self._ledger.sampled(request)
-        self._waiting.charge(request, 1)
-        output = self._ledger.output(request, (sampled,), reason, is_last=reason is not None)
-        request.token_ids.append(sampled.token_id)
+    def _take_answer(self, run: ScheduledRun, drawn: Sequence[Sampled]) -> RequestOutput:
+        request = run.request
+        self.speculator.observe(run, len(drawn))
+        output, reason = answers.take_tokens(run, drawn, self.config.context_length, self._ledger)
+        self._waiting.charge(request, len(output.token_ids))
+        self._keep_computed(request)
         if reason is not None:
             self._running.remove(request)
             self._finish(request)
         return output
 
-    def _hand_over(self, request: Request, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+    def _hand_over(self, request: Request, drawn: Sequence[Sampled]) -> list[RequestOutput]:
         """Hold the blocks of a prefill that is done and return its first tokens, one per choice."""
+        assert len(drawn) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"
         self._running.remove(request)
         if request.is_release_due:
             self._finish(request)
         else:
             request.state = RequestState.HELD
             self._kv.hold(request)
-        self._ledger.sampled(request, len(sampled))
-        self._waiting.charge(request, len(sampled))
-        reasons = [request.finish_reason_with((token.token_id,), self.config.context_length) for token in sampled]
-        return [
-            self._ledger.output(request, (token,), reason, choice_index=index, is_last=True)
-            for index, (token, reason) in enumerate(zip(sampled, reasons, strict=True))
-        ]
+        self._waiting.charge(request, len(drawn))
+        return answers.first_tokens(request, drawn, self.config.context_length, self._ledger)
 
     def _finish(self, request: Request) -> None:
         if request.state is RequestState.HELD:
@@ -346,4 +345,5 @@ class Scheduler:
         else:
             self._kv.free(request)
         request.state = RequestState.FINISHED
+        self.speculator.forget(request)
         del self._requests[request.request_id]

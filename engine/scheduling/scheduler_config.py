@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_DRAFT_TOKENS = 32
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -26,12 +28,16 @@ class SchedulerConfig:
     """Requests in the queue before the next is refused."""
     itl_target_ms: float = 0.0
     """Prompt chunks are cut so that a step with answers in it takes no longer, if the chunk can help it; 0: not cut."""
+    max_draft_tokens: int = 0
+    """Tokens guessed ahead of one answer in one step; 0: none."""
     window: int | None = None
     """No layer attends to more than so many tokens, the attending one counted; None: a layer attends to all."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name != "itl_target_ms" and value is not None and value < 1:
+            if name not in ("itl_target_ms", "max_draft_tokens") and value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if not self.itl_target_ms >= 0:
             raise ValueError(f"itl_target_ms is {self.itl_target_ms}, must be at least 0")
+        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens is {self.max_draft_tokens}, must be from 0 to {MAX_DRAFT_TOKENS}")

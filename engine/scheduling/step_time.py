@@ -1,11 +1,13 @@
 """How long will a step take?
 
     seconds = c0 + c1 * answers + c2 * keys they attend to + c3 * prompt tokens + c4 * pairs of these and their keys
+                 + c5 * draft tokens
 
-The five coefficients, none below zero, are fitted to the steps that were taken: least squares over moments that fade
-(each step weighs 1/32 more than the one before), those of steps with and without prompt tokens apart, so that hours of
-answers do not wash out what a prompt costs. Errors are relative to what a step took: so short steps count as much as
-long ones, and one that took k times too long (another process had the core) pulls with a weight of 1 / k^2.
+The coefficients, none below zero, are fitted to the steps that were taken: least squares over moments that fade (each
+step weighs 1/32 more than the one before), those of steps with prompt tokens, with drafts and with neither apart, so
+that hours of answers do not wash out what a prompt or a draft costs. Errors are relative to what a step took: so short
+steps count as much as long ones, and one that took k times too long (another process had the core) pulls with a weight
+of 1 / k^2.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from dataclasses import dataclass
 from engine.scheduling.batch import ScheduledRun
 
 _FADE = 31 / 32
-_SCALES = (1.0, 8.0, 8192.0, 64.0, 65536.0)  # of the features, so that all are about as large
+_SCALES = (1.0, 8.0, 8192.0, 64.0, 65536.0, 8.0)  # of the features, so that all are about as large
 _REFIT_AFTER = 8  # steps; a fit costs some 50 us
+_LEAST_DRAFTED = 4  # steps
 _MOST_SPREAD = 0.15
 
 
@@ -32,6 +35,8 @@ class StepWork:
     num_prompt_tokens: int = 0
     num_prompt_pairs: float = 0.0
     """Pairs of a prompt token and one that it attends to."""
+    num_draft_tokens: int = 0
+    """Of answers, besides their known tokens. Their keys are not counted: they are read once for all rows of a run."""
 
 
 def visible_keys(position: int, window: int | None) -> int:
@@ -46,17 +51,18 @@ def prompt_pairs(num_keys: int, num_tokens: float) -> float:
 
 def work_of(runs: Iterable[ScheduledRun], window: int | None = None) -> StepWork:
     """Return what the runs of a step add up to."""
-    num_decodes = num_decode_keys = num_prompt_tokens = 0
+    num_decodes = num_decode_keys = num_prompt_tokens = num_draft_tokens = 0
     pairs = 0.0
     for run in runs:
         num_keys = visible_keys(run.first_position, window)
         if run.is_decode:
             num_decodes += 1
             num_decode_keys += num_keys
+            num_draft_tokens += len(run.draft_tokens)
         else:
             num_prompt_tokens += run.num_tokens
             pairs += prompt_pairs(num_keys, run.num_tokens)
-    return StepWork(num_decodes, num_decode_keys, num_prompt_tokens, pairs)
+    return StepWork(num_decodes, num_decode_keys, num_prompt_tokens, pairs, num_draft_tokens)
 
 
 class StepTimeModel:
@@ -65,6 +71,7 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._answers = _Moments()
         self._prompts = _Moments()
+        self._drafted = _Moments()
         self._coefficients = [0.0] * len(_SCALES)
         self._num_steps = 0
         self._num_unfitted = 0
@@ -87,8 +94,7 @@ class StepTimeModel:
         if self._num_steps >= _REFIT_AFTER:
             error = abs(1 - _dot(self._fitted(), features) / seconds)
             self._spread += (min(error, 4 * self._spread + 0.02) - self._spread) / 16
-        moments = self._prompts if work.num_prompt_tokens else self._answers
-        moments.add([feature / seconds for feature in features])
+        self._moments_of(work).add([feature / seconds for feature in features])
         self._num_steps += 1
         self._num_unfitted += 1
 
@@ -97,6 +103,10 @@ class StepTimeModel:
         if not self._num_steps:
             return None
         return _dot(self._fitted(), _features(work))
+
+    def draft_seconds(self) -> float | None:
+        """Return what each draft adds to a step; None before a few had some: one alone may have been disturbed."""
+        return self._fitted()[5] / _SCALES[5] if self._drafted.num_rows >= _LEAST_DRAFTED else None
 
     def prompt_seconds(self, first_position: int, num_tokens: int, window: int | None = None) -> float | None:
         """Return what prompt tokens add to the steps they run in."""
@@ -117,9 +127,14 @@ class StepTimeModel:
         root = linear + math.sqrt(linear * linear + 2 * per_pair * seconds)
         return int(2 * seconds / root) if root > 2e-9 * seconds else 1_000_000_000
 
+    def _moments_of(self, work: StepWork) -> _Moments:
+        if work.num_prompt_tokens:
+            return self._prompts
+        return self._drafted if work.num_draft_tokens else self._answers
+
     def _fitted(self) -> list[float]:
         if self._num_unfitted and (self._num_steps < 4 * _REFIT_AFTER or self._num_unfitted >= _REFIT_AFTER):
-            self._coefficients = _fit(self._answers, self._prompts)
+            self._coefficients = _fit(self._answers, self._prompts, self._drafted)
             self._num_unfitted = 0
         return self._coefficients
 
@@ -148,6 +163,7 @@ def _features(work: StepWork) -> tuple[float, ...]:
         work.num_decode_keys / _SCALES[2],
         work.num_prompt_tokens / _SCALES[3],
         work.num_prompt_pairs / _SCALES[4],
+        work.num_draft_tokens / _SCALES[5],
     )
 
 
@@ -157,7 +173,7 @@ def _fit(*moments: _Moments) -> list[float]:
     products = [[sum(m.products[i][j] for m in moments) for j in range(size)] for i in range(size)]
     sums = [sum(m.sums[i] for m in moments) for i in range(size)]
     ridge = 1e-7 * sum(products[i][i] for i in range(size))  # splits what cannot be told apart yet
-    kept = list(range(size))
+    kept = [i for i in range(size) if products[i][i] > 0]  # else: nothing of it was in any step
     while True:
         matrix = [[products[i][j] + (ridge if i == j else 0.0) for j in kept] for i in kept]
         solution = _solve(matrix, [sums[i] for i in kept])

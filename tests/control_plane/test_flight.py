@@ -113,11 +113,29 @@ async def test_a_stopped_choice_delivers_and_bills_nothing_more() -> None:
     flight.take(flight.choices[1], output(0, NUM_TOKENS))
     flight.take(flight.choices[0], output(2, 5))
     deltas = aiter(flight)
-    assert (await anext(deltas)).token_ids == tuple(ANSWER[:2])
+    assert [(await anext(deltas)).token_ids for _ in range(2)] == [(token_id,) for token_id in ANSWER[:2]]
     await flight.stop_choice(0)
-    assert [(delta.choice_index, len(delta.token_ids)) async for delta in deltas] == [(1, NUM_TOKENS)]
+    assert [(delta.choice_index, len(delta.token_ids)) async for delta in deltas] == [(1, 1)] * NUM_TOKENS
     assert flight.usage.num_completion_tokens == 2 + NUM_TOKENS
     assert line.told == ["cancel"]
+
+
+async def test_tokens_that_came_together_are_delivered_and_billed_one_by_one() -> None:
+    """Else a stop string within what was guessed ahead would bill tokens that plain decoding would not."""
+    flight = new_flight()
+    (choice,) = flight.choices
+    logprobs = [pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=token, rank=1)) for token in ANSWER[:3]]
+    flight.take(choice, output(0, 3, finish_reason=pb.FINISH_REASON_LENGTH, logprobs=logprobs))
+    deltas = aiter(flight)
+    first = await anext(deltas)
+    assert (first.token_ids, first.finish_reason) == ((ANSWER[0],), None)
+    assert [each.chosen.token_id for each in first.logprobs] == [ANSWER[0]]
+    assert flight.usage.num_completion_tokens == 1
+    rest = [await anext(deltas), await anext(deltas)]
+    assert [each.token_ids for each in rest] == [(ANSWER[1],), (ANSWER[2],)]
+    assert [each.finish_reason for each in rest] == [None, "length"]
+    assert flight.usage.num_completion_tokens == 3
+    await flight.aclose()
 
 
 async def test_silence_until_the_deadline_is_an_error() -> None:

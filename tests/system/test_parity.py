@@ -92,6 +92,20 @@ async def test_decode_computes_only_what_follows_token_one(world: World, route: 
     assert (await world.fleet.stats(ROUTES[route][0])).counters["reprefill_tokens"] == 0
 
 
+@pytest.mark.parametrize("route", ROUTES)
+async def test_tokens_that_were_guessed_ahead_are_those_of_transformers(world: World, route: str) -> None:
+    """Of the second of two equal requests most tokens are guessed from the first one's answer."""
+    prompt = world.prompt(37)
+    for _ in range(2):
+        request = token_request(world.model_id, prompt, NUM_TOKENS, account=f"twice, {route}")
+        flight = await world.run(request, route)
+        assert flight.choices[0].tokens == greedy(world.folder, prompt, NUM_TOKENS)
+    ledger = flight.choices[0].ledger
+    assert ledger is not None
+    assert 0 < ledger.num_accepted_tokens <= ledger.num_draft_tokens
+    await world.fleet.pools_are_full()
+
+
 async def test_a_seed_gives_the_same_tokens_by_every_route_and_beside_any_neighbours(world: World) -> None:
     prompt = world.prompt(40)
 

@@ -63,6 +63,10 @@ class CpuOps:
     def kv_order(self) -> str:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
+    @property
+    def is_rowwise(self) -> bool:
+        return True
+
     def set_num_threads(self, num_threads: int) -> None:
         """Compute with that many threads, the caller's included, from now on.
 

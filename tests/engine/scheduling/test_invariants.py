@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -10,6 +12,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.core import RequestsFailed
 from engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
+from engine.scheduling.request import Request
+from engine.scheduling.speculation.drafters import Guess
+from engine.scheduling.speculation.ngrams import FIRM
 from tests.engine.scheduling.world import ROOT, STOP, World, extent, kv_of, slab
 
 CONTEXT_LENGTH = 24
@@ -27,6 +32,23 @@ class Expected:
     num_last: int = 0
 
 
+class Guesser:
+    """Guesses right and wrong at random."""
+
+    def __init__(self, token_at: Callable[[int], int]) -> None:
+        self._token_at = token_at
+        self._random = random.Random(0)
+
+    def guess(self, request: Request, max_tokens: int) -> Guess | None:
+        num_tokens = self._random.randint(0, max_tokens)
+        positions = range(request.num_tokens, request.num_tokens + num_tokens)
+        token_ids = [self._token_at(each) if self._random.random() < 0.8 else 7 for each in positions]
+        return Guess(token_ids, 16, [FIRM] * num_tokens) if token_ids else None
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
 class EngineMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
@@ -36,8 +58,17 @@ class EngineMachine(RuleBasedStateMachine):
         num_seqs=st.integers(1, 4),
         itl_target_ms=st.sampled_from([0.0, 4.0]),
         window=st.none() | st.integers(1, 12),
+        max_draft_tokens=st.sampled_from([0, 1, 5]),
     )
-    def start(self, num_blocks: int, budget: int, num_seqs: int, itl_target_ms: float, window: int | None) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        num_seqs: int,
+        itl_target_ms: float,
+        window: int | None,
+        max_draft_tokens: int,
+    ) -> None:
         self.world = World(
             num_blocks,
             context_length=CONTEXT_LENGTH,
@@ -47,6 +78,8 @@ class EngineMachine(RuleBasedStateMachine):
             itl_target_ms=itl_target_ms,
             window=window,
             step_seconds=lambda work: 0.001 * (1 + work.num_decodes + work.num_prompt_tokens),
+            max_draft_tokens=max_draft_tokens,
+            drafter=Guesser(lambda position: self.token_at(position)),
         )
         self.world.runner.stop_positions = {17}
         self.alive: dict[str, Expected] = {}
@@ -188,7 +221,8 @@ class EngineMachine(RuleBasedStateMachine):
         if expected.mode == "prefill":
             assert output.token_ids == [self.token_at(first) + 100 * output.choice_index]
         else:
-            assert output.token_ids in ([], [self.token_at(output.position)])
+            end = output.position + len(output.token_ids)
+            assert output.token_ids == [self.token_at(position) for position in range(output.position, end)]
         expected.answer += output.token_ids
         expected.num_last += output.is_last
         if expected.num_last == expected.num_choices:

@@ -27,6 +27,7 @@ from engine.scheduling.request import Sampled
 from engine.scheduling.sampling_params import SamplingParams
 from engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.speculation.drafters import Drafter
 from engine.scheduling.step_time import StepWork, work_of
 
 ROOT = hash_root(b"model", 4)
@@ -91,9 +92,17 @@ class FakeRunner:
         del self.regions[region_id]
 
     def _sample(self, run: ScheduledRun) -> list[Sampled]:
-        position = run.request.num_tokens
-        token_id = STOP if position in self.stop_positions else 1000 + position
-        return [Sampled(token_id + 100 * choice) for choice in range(len(run.request.choice_seeds))]
+        token_id = self.token_at(run.request.num_tokens)
+        sampled = [Sampled(token_id + 100 * choice) for choice in range(len(run.request.choice_seeds))]
+        for position, draft in enumerate(run.draft_tokens, run.request.num_tokens):
+            if draft != self.token_at(position):
+                break
+            sampled.append(Sampled(self.token_at(position + 1)))
+        return sampled
+
+    def token_at(self, position: int) -> int:
+        """Return what is drawn there, for the first choice."""
+        return STOP if position in self.stop_positions else 1000 + position
 
     def _read_and_write(self, output: SchedulerOutput) -> None:
         for run in output.runs:
@@ -102,18 +111,19 @@ class FakeRunner:
                 found = self._kv[run.request.block_table[position // 4]][position % 4]
                 assert found in (None, expected[position]), f"{run.request.request_id} reads a wrong slot"
         for run in output.runs:
-            expected = kv_of(run.request.token_ids)
-            for position in range(run.first_position, run.first_position + run.num_tokens):
+            expected = kv_of([*run.request.token_ids[: run.end], *run.draft_tokens])
+            for position in range(run.first_position, run.end + len(run.draft_tokens)):
                 self._kv[run.request.block_table[position // 4]][position % 4] = expected[position]
 
     def _check(self, output: SchedulerOutput) -> None:
         written: list[int] = []
         for run in output.runs:
-            end = run.first_position + run.num_tokens
+            end = run.end + len(run.draft_tokens)
             assert run.num_tokens > 0
             assert run.first_position == run.request.num_computed_tokens
             assert end <= len(run.request.block_table) * 4, "tokens without a slot"
-            assert run.samples == (end == run.request.num_tokens)
+            assert run.samples == (run.end == run.request.num_tokens)
+            assert not run.draft_tokens or (run.is_decode and run.request.mode != "prefill")
             written += run.request.block_table[run.first_position // 4 : (end - 1) // 4 + 1]
         assert len(written) == len(set(written)), "two requests write one block"
 
@@ -132,8 +142,13 @@ class World:
         itl_target_ms: float = 0.0,
         window: int | None = None,
         step_seconds: Callable[[StepWork], float] | None = None,
+        max_draft_tokens: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
-        """With `step_seconds` time is simulated: it passes while steps and copies run, and not otherwise."""
+        """With `step_seconds` time is simulated: it passes while steps and copies run, and not otherwise.
+
+        With `max_draft_tokens` answers are guessed ahead, by `drafter` alone if there is one.
+        """
         self.runner = FakeRunner(num_blocks, window)
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -145,6 +160,7 @@ class World:
             max_num_waiting=max_num_waiting,
             itl_target_ms=itl_target_ms,
             window=window,
+            max_draft_tokens=max_draft_tokens,
         )
         if step_seconds is None:
             self.core = EngineCore(config, self.runner)
@@ -153,6 +169,8 @@ class World:
             runner.step_seconds = step_seconds
             self.core = EngineCore(config, runner, lambda: 1 + int(runner.seconds * 1e9), lambda: runner.seconds)
         self.pool = self.core.scheduler.pool
+        if drafter is not None:
+            self.core.scheduler.speculator.use([drafter])
 
     def add(
         self,

@@ -35,6 +35,7 @@ typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 static inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 
 static inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
+// Not `Vec{} + value`: that adds a zero first, and takes two of the units that multiply for each row of a product.
 static inline Vec splat(float value) { return value - Vec{}; }
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 

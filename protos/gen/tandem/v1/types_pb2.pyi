@@ -1082,6 +1082,8 @@ class PhaseLedger(message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
     NUM_LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
     num_prompt_tokens: builtins.int
     num_computed_tokens: builtins.int
     """prompt tokens this phase ran through the model"""
@@ -1104,6 +1106,10 @@ class PhaseLedger(message.Message):
     """"shm", "grpc" """
     num_loaded_tokens: builtins.int
     """of the cached ones: copied from the host's store"""
+    num_draft_tokens: builtins.int
+    """guessed ahead of the answer"""
+    num_accepted_tokens: builtins.int
+    """of those: drawn by the model, too"""
     def __init__(
         self,
         *,
@@ -1122,10 +1128,12 @@ class PhaseLedger(message.Message):
         num_preemptions: builtins.int = ...,
         transport: builtins.str = ...,
         num_loaded_tokens: builtins.int = ...,
+        num_draft_tokens: builtins.int = ...,
+        num_accepted_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "num_bytes_pulled", b"num_bytes_pulled", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_reprefill_tokens", b"num_reprefill_tokens", "scheduled_ns", b"scheduled_ns", "submitted_ns", b"submitted_ns", "transfer_end_ns", b"transfer_end_ns", "transfer_start_ns", b"transfer_start_ns", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "num_accepted_tokens", b"num_accepted_tokens", "num_bytes_pulled", b"num_bytes_pulled", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_generated_tokens", b"num_generated_tokens", "num_loaded_tokens", b"num_loaded_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_reprefill_tokens", b"num_reprefill_tokens", "scheduled_ns", b"scheduled_ns", "submitted_ns", b"submitted_ns", "transfer_end_ns", b"transfer_end_ns", "transfer_start_ns", b"transfer_start_ns", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,186 @@
+"""Which guesses are worth their row in the next step?
+
+A guess pays while what it should bring, the chance that it is right, is to the seconds it adds as the tokens of the
+step are to its seconds, and a margin more. What a step takes and what a guess adds to it is measured (`step_time`). So
+guessing ends by itself where guesses are wrong, and in steps of so many answers that rows are dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.scheduling.admission import max_kv_tokens
+from engine.scheduling.batch import Batch, ScheduledRun
+from engine.scheduling.kv_cache_manager import KVCacheManager
+from engine.scheduling.pacing import Pacer
+from engine.scheduling.request import Request
+from engine.scheduling.running import RunningRequests
+from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.speculation.acceptance import MOST_CHANCE, Acceptance, Rates
+from engine.scheduling.speculation.drafters import Drafter, EarlierAnswers, Guess, OwnText
+from engine.scheduling.speculation.rest import Gain, Rest
+from engine.scheduling.step_time import work_of
+
+_MARGIN = 0.1
+_FIRST_SHARE = 1 / 16  # of a step's seconds, that a guess is thought to add before that was measured
+_ASKED_AGAIN_AFTER = 64  # steps in which no guess could pay: what one adds is measured again, at one answer
+_PRICED_STEPS = 8  # that go by one prediction
+_SURE = 0.9  # who is as sure as this of a guess looks for no better one
+
+
+class _Offer(NamedTuple):
+    request: Request
+    guess: Guess
+    acceptance: Acceptance
+    chances: list[float]
+
+
+class Speculator:
+    """Adds drafts to steps, and learns from what became of them."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, pacer: Pacer) -> None:
+        self._config = config
+        self._kv = kv
+        self._pacer = pacer
+        self._standings: dict[Request, _Standing] = {}
+        self._tried: dict[Request, _Offer] = {}
+        self._num_too_dear = 0
+        self._num_priced = self._num_steps_priced = 0
+        self._seconds: float | None = None
+        self._seconds_each: float | None = None
+        self.use([OwnText(), EarlierAnswers()])
+
+    def use(self, drafters: Sequence[Drafter]) -> None:
+        """Guess by these; before the first request."""
+        self._drafters = drafters
+        self._rates = [Rates() for _ in drafters]
+        self._gain = Gain()
+
+    def draft(self, batch: Batch, running: RunningRequests) -> None:
+        """Put guesses behind the answers of a step that has all else, leaving a block for each that may need one."""
+        self._tried.clear()
+        if not self._config.max_draft_tokens or not batch.num_tokens_left:
+            return
+        runs = [run for run in batch.runs.values() if run.is_decode and run.request.mode != "prefill"]
+        if not runs or (self._pacer.has_target and len(runs) < len(batch.runs)):
+            return
+        awake = [run.request for run in runs if self._standing(run.request).rest.is_over(run.request.num_tokens)]
+        if not awake or (step := self._step(runs)) is None:
+            return
+        if step.least_chance >= MOST_CHANCE:
+            self._num_too_dear += 1
+            if self._num_too_dear % _ASKED_AGAIN_AFTER:
+                return
+            step, awake = _Step(1, 1.0, _FIRST_SHARE), awake[:1]
+        least = step.least_chance
+        self._add_best([(request, self._offer(request, least)) for request in awake], step, batch, running)
+
+    def _step(self, runs: Sequence[ScheduledRun]) -> _Step | None:
+        """Return what a step without guesses takes; None while nothing like it was measured."""
+        if self._num_priced != len(runs) or self._num_steps_priced == _PRICED_STEPS:
+            model = self._pacer.model
+            self._num_priced, self._num_steps_priced = len(runs), 0
+            self._seconds = model.predict(work_of(runs, self._config.window))
+            self._seconds_each = model.draft_seconds()
+        self._num_steps_priced += 1
+        if not self._seconds:
+            self._num_priced = 0
+            return None
+        each = _FIRST_SHARE * self._seconds if self._seconds_each is None else self._seconds_each
+        return _Step(len(runs), self._seconds, each)
+
+    def observe(self, run: ScheduledRun, num_drawn: int) -> None:
+        """So many tokens were drawn for a run."""
+        if run.draft_tokens:
+            offer, num_right = self._tried.pop(run.request), num_drawn - 1
+            offer.acceptance.observe(offer.guess, len(run.draft_tokens), num_right)
+            self._standings[run.request].rest.looked(run.end + num_right, num_right)
+
+    def forget(self, request: Request) -> None:
+        """The request is over."""
+        self._standings.pop(request, None)
+        self._tried.pop(request, None)
+        if self._config.max_draft_tokens:
+            for drafter in self._drafters:
+                drafter.forget(request)
+
+    def _standing(self, request: Request) -> _Standing:
+        standing = self._standings.get(request)
+        if standing is None:
+            acceptances = [Acceptance(rates) for rates in self._rates]
+            standing = self._standings[request] = _Standing(acceptances, Rest(self._gain))
+        return standing
+
+    def _offer(self, request: Request, least: float) -> _Offer | None:
+        """Return the likeliest guess, if there is any."""
+        max_tokens = min(self._config.max_draft_tokens, max_kv_tokens(request, self._config) - request.num_tokens)
+        best: _Offer | None = None
+        if max_tokens < 1:
+            return best
+        for drafter, acceptance in zip(self._drafters, self._standings[request].acceptances, strict=True):
+            if guess := _before_stop(drafter.guess(request, max_tokens), request):
+                chances = acceptance.chances(guess, least)
+                if best is None or chances[0] > best.chances[0]:
+                    best = _Offer(request, guess, acceptance, chances)
+                if chances[0] > _SURE:
+                    break
+        return best
+
+    def _add_best(
+        self, looked: Sequence[tuple[Request, _Offer | None]], step: _Step, batch: Batch, running: RunningRequests
+    ) -> None:
+        """Add guesses, the likeliest first, as long as they pay."""
+        counts = [0] * len(looked)
+        ranked = [(chance, -i) for i, (_, offer) in enumerate(looked) if offer for chance in offer.chances]
+        for chance, number in sorted(ranked, reverse=True):
+            if chance <= step.least_chance:
+                break
+            step.add(chance)
+            counts[-number] += 1
+        for (request, offer), count in zip(looked, counts, strict=True):
+            rest = self._standings[request].rest
+            if not offer or not self._add(offer, count or rest.num_probes, batch, running):
+                rest.looked(request.num_tokens, 0)
+
+    def _add(self, offer: _Offer, num_wanted: int, batch: Batch, running: RunningRequests) -> int:
+        num_tokens = min(num_wanted, batch.num_tokens_left)
+        num_tokens = self._kv.room_for_drafts(offer.request, num_tokens, running.num_growing) if num_tokens else 0
+        if num_tokens:
+            batch.add_drafts(offer.request, tuple(offer.guess.token_ids[:num_tokens]))
+            self._tried[offer.request] = offer
+        return num_tokens
+
+
+class _Standing(NamedTuple):
+    """How the guesses of one request have done."""
+
+    acceptances: list[Acceptance]
+    rest: Rest
+
+
+def _before_stop(guess: Guess | None, request: Request) -> Guess | None:
+    """Return what is worth computing of a guess: nothing follows a stop token."""
+    if guess is not None:
+        for stop in request.sampling.stop_token_ids:
+            if stop in guess.token_ids:
+                guess = guess.cut(guess.token_ids.index(stop))
+    return guess if guess is not None and guess.token_ids else None
+
+
+class _Step:
+    """A step as it grows: what it should bring, and what it should take."""
+
+    def __init__(self, num_tokens: float, seconds: float, seconds_each: float) -> None:
+        self._num_tokens = num_tokens
+        self._seconds = seconds
+        self._seconds_each = seconds_each
+
+    @property
+    def least_chance(self) -> float:
+        """A guess has to be likelier to pay."""
+        return (1 + _MARGIN) * self._seconds_each * self._num_tokens / self._seconds
+
+    def add(self, chance: float) -> None:
+        self._num_tokens += chance
+        self._seconds += self._seconds_each

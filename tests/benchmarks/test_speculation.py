@@ -1,0 +1,47 @@
+"""Does the benchmark of speculation ask both sides the same, count alike, and notice another answer?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import speculation
+from benchmarks.speculation import Prompt, Task, main, measured
+from tests.engine.scheduling.test_drafted_steps import Script, seconds_of
+from tests.engine.scheduling.world import World
+
+
+def world_of(speculation: str, wrong: bool = False) -> World:
+    world = World(max_draft_tokens=8 if speculation == "auto" else 0, drafter=Script(3), step_seconds=seconds_of)
+    if wrong and speculation == "auto":
+        world.runner.stop_positions = {6}
+    return world
+
+
+def test_tokens_behind_the_first_and_their_steps_are_counted() -> None:
+    task = Task("t", [Prompt([1, 2, 3], max_tokens=9), Prompt([4, 5], max_tokens=5)], 0.0, 1.5)
+    off, auto = measured(task, lambda speculation: world_of(speculation).core)
+    assert (off.num_tokens, off.num_steps, off.num_drafted) == (12, 12, 0)
+    assert (auto.num_tokens, auto.num_drafted, auto.num_accepted) == (12, 9, 9)
+    assert auto.num_steps == 3
+
+
+def test_another_answer_ends_the_measurement() -> None:
+    task = Task("t", [Prompt([1, 2, 3], max_tokens=9, stop_token_ids=(99,))], 0.0, 1.5)
+    with pytest.raises(RuntimeError, match="t-0: with guesses the answer is another one"):
+        measured(task, lambda speculation: world_of(speculation, wrong=True).core)
+
+
+def test_a_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tasks(is_quick: bool, say: Any) -> Any:
+        yield "@tandem/demo", [Task("copying", speculation._held_out("copying", 2), 0.0, 1.5)]
+
+    monkeypatch.setattr(speculation, "_tasks", tasks)
+    file = tmp_path / "figures.json"
+    assert main(["--quick", "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["copying.accepted_tokens"] <= figures["copying.draft_tokens"]
+    assert figures["copying.off_tokens_per_second"] > 0

@@ -49,7 +49,8 @@ class RegionReader:
         copy = Copy(request, asyncio.get_running_loop().create_future(), [each.region_id for each in extents])
         if extents:
             self._copies[request.key, slab.index] = copy
-            self._engine.send(messages.ImportSlab(request.key, slab.index, slab.first_block + skipped, extents))
+            first = slab.first_block + skipped
+            self._engine.send(messages.ImportSlab(request.key, slab.index, first, extents, slab.group))
         else:
             copy.done.set_result(None)
         return copy
@@ -129,6 +130,7 @@ class _Staged:
         skipped = first_block - slab.first_block
         staged = kv.Slab(
             index=slab.index,
+            group=slab.group,
             first_block=first_block,
             num_blocks=len(self._sizes),
             checksums=slab.checksums[skipped:],

@@ -40,7 +40,8 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     num_blocks = choose_num_blocks(
         config, loaded.geometry, loaded.info.context_length, loaded.device, loaded.mapped_bytes
     )
-    report(f"making room for {num_blocks * config.block_size:,} tokens of KV cache", 0.9)
+    num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
+    report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     runner = ModelRunner(loaded.model, loaded.ops, cache, _checksums(cache) if config.verify_kv else None)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
@@ -54,6 +55,7 @@ def _checksums(cache: PagedKVCache) -> BlockChecksums:
 
 
 def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> SchedulerConfig:
+    groups = loaded.geometry.groups
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -65,6 +67,8 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
         itl_target_ms=config.itl_target_ms,
         max_draft_tokens=_max_draft_tokens(config, loaded),
         window=loaded.window,
+        num_window_groups=len(groups) - 1 if groups else None,
+        group_window=groups[-1].window if groups else None,
     )
 
 

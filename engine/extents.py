@@ -20,7 +20,8 @@ class ExtentRef:
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """A full block of a prompt, number `index` of its block table, that lies ready in a mapped region."""
+    """A full block of a prompt, number `index` of its group's block table, that lies ready in a mapped region."""
 
     index: int
     extent: ExtentRef
+    group: int = 0

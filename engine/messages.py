@@ -13,6 +13,7 @@ from typing import Literal
 
 from engine.extents import ExtentRef as ExtentRef
 from engine.extents import PrefixBlock as PrefixBlock
+from engine.layout import LayoutInfo as LayoutInfo
 from engine.scheduling.sampling_params import SamplingParams
 
 Mode = Literal["aggregated", "prefill", "decode"]
@@ -53,12 +54,13 @@ class AddRequest:
 
 @dataclass(frozen=True)
 class ImportSlab:
-    """Copy blocks into a decode request's reserved slots; `first_block` counts in its block table."""
+    """Copy blocks into a decode request's reserved slots; `first_block` counts in the group's block table."""
 
     request_id: str
     slab_index: int
     first_block: int
     extents: list[ExtentRef]
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,20 +132,6 @@ class LoadProgress:
     stage: str
     """A plain sentence for people: "reading 310 MB of weights"."""
     fraction: float
-
-
-@dataclass(frozen=True)
-class LayoutInfo:
-    """The one FULL group of this pool; see KvLayout in protos/tandem/v1/types.proto."""
-
-    num_layers: int
-    tokens_per_block: int
-    num_kv_heads: int
-    k_head_size: int
-    v_head_size: int
-    dtype: str
-    order: str
-    bytes_per_block: int
 
 
 @dataclass(frozen=True)
@@ -263,7 +251,10 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class SealedBlocks:
-    """Blocks of a prefill request that are complete, in block-table order from `first_block`."""
+    """Blocks of a prefill request and one group that are complete, in block-table order from `first_block`.
+
+    Of a group with a window, beside others without, only those that the answer sees.
+    """
 
     request_id: str
     first_block: int
@@ -273,6 +264,7 @@ class SealedBlocks:
     """Every block of the prompt is sealed now, a partly filled tail included."""
     checksums: list[int] = field(default_factory=list)
     """xxh3-64, one per slot, from engines that verify; else empty."""
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -284,7 +276,7 @@ class BlocksSealed:
 
 @dataclass(frozen=True)
 class FilledBlocks:
-    """Full blocks that were computed here, in block-table order; others may want their content under these hashes."""
+    """Full blocks of one group that were computed here, in block-table order; others may want them by these hashes."""
 
     request_id: str
     parent: str
@@ -295,6 +287,7 @@ class FilledBlocks:
     generations: list[int]
     checksums: list[int] = field(default_factory=list)
     """As in SealedBlocks."""
+    group: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kv_transfer_svc.transport.link import Link
 from runtime import tracing
 from runtime.errors import InternalError, InvalidRequest, TandemError
 from runtime.kv.layout import check_memory_kind
+from runtime.kv.slabs import first_handed_over
 from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -39,7 +40,7 @@ class Pull:
         self._traceparent = tracing.current_traceparent()
         self._store = store
         self._arena = arena
-        self._blocks: list[list[pb.Extent]] = []  # of each group, from first_block on
+        self._blocks: list[list[pb.Extent]] = []  # of each group, from `_first_of` it on
         self._layout = record.layout or pb.KvLayout()
 
     @property
@@ -123,19 +124,22 @@ class Pull:
         """Take memory for every block still to come: pulls that take it piece by piece can wait for each other."""
         counts = []
         for group in self._layout.groups:
-            num_blocks = -(-self.record.handle.num_tokens // group.tokens_per_block) - self.first_block
+            num_blocks = -(-self.record.handle.num_tokens // group.tokens_per_block) - self._first_of(group)
             counts.append((max(0, num_blocks), group.bytes_per_block))
         extents = await self._arena.allocate([size for count, size in counts for _ in range(count)])
         for count, _ in counts:
             self._blocks.append(extents[:count])
             extents = extents[count:]
 
+    def _first_of(self, group: pb.KvGroup) -> int:
+        return max(self.first_block, first_handed_over(group, self.record.handle.num_tokens))
+
     def _destination(self, slab: kv.Slab) -> list[pb.Extent]:
         """Where a slab's blocks lie here: in whole blocks, or in the part of them that its layers take."""
         for extent in slab.extents:
             check_memory_kind(extent)
         group = self._layout.groups[slab.group]
-        first = slab.first_block - self.first_block
+        first = slab.first_block - self._first_of(group)
         blocks = self._blocks[slab.group][first : first + slab.num_blocks] if first >= 0 else []
         if len(blocks) != slab.num_blocks or slab.first_layer not in group.layers:
             raise InvalidRequest(

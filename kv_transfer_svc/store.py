@@ -285,6 +285,6 @@ def _check_close(slabs: Sequence[kv.Slab], record: Record, closed: kv.Closed | N
         raise InvalidRequest(f"the {name} is closed with {num_blocks} blocks, a slab reaches {end}", field="num_blocks")
     # A copy begins where its readers' own blocks end.
     first_block = min((slab.first_block for slab in everything), default=num_blocks) if record.is_copy else 0
-    missing = first_missing_block(everything, record.layout, first_block, num_blocks)
+    missing = first_missing_block(everything, record.layout, record.handle.num_tokens, first_block, num_blocks)
     if missing is not None:
         raise InvalidRequest(f"the {name} is closed with block {missing} of {num_blocks} unsealed", field="num_blocks")

@@ -71,12 +71,14 @@ class Sealer:
         return kv.Closed(num_slabs=self.num_slabs, num_blocks=self._num_blocks, first_tokens=first_tokens)
 
     def _slab(self, sealed: messages.SealedBlocks) -> kv.Slab:
-        group = self._layout.groups[0]
+        group = self._layout.groups[sealed.group]
         size = group.bytes_per_block
         slab = kv.Slab(
             index=self.num_slabs,
+            group=sealed.group,
             first_block=sealed.first_block,
             num_blocks=len(sealed.slots),
+            first_layer=group.layers[0],
             num_layers=len(group.layers),
             extents=[
                 pb.Extent(

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -45,6 +46,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "gemma2": lambda: Gemma2Config(**_SHAPE, sliding_window=WINDOW, query_pre_attn_scalar=16),
     "olmo2": lambda: Olmo2Config(**{key: value for key, value in _SHAPE.items() if key != "head_dim"}),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SHAPE | {"num_hidden_layers": 6}, sliding_window=WINDOW, query_pre_attn_scalar=16
+    ),
 }
 
 

@@ -34,19 +34,24 @@ def model_card(ready: messages.Ready) -> pb.ModelCard:
 
 
 def kv_layout(layout: messages.LayoutInfo) -> pb.KvLayout:
-    """Return the pool's layout: one FULL group over all layers, not sharded."""
-    group = pb.KvGroup(
-        kind=pb.KV_GROUP_KIND_FULL,
-        layers=range(layout.num_layers),
-        tokens_per_block=layout.tokens_per_block,
-        num_kv_heads=layout.num_kv_heads,
-        k_head_size=layout.k_head_size,
-        v_head_size=layout.v_head_size,
-        dtype=layout.dtype,
-        order=layout.order,
-        bytes_per_block=layout.bytes_per_block,
-    )
-    return pb.KvLayout(version=1, groups=[group], shard=pb.KvShard(tp_size=1, num_heads=layout.num_kv_heads))
+    """Return the pool's layout, not sharded: one FULL group over all layers, or one and WINDOW groups beside it."""
+    parts = [(part.layers, part.window) for part in layout.groups] or [(list(range(layout.num_layers)), None)]
+    groups = [
+        pb.KvGroup(
+            kind=pb.KV_GROUP_KIND_WINDOW if window else pb.KV_GROUP_KIND_FULL,
+            layers=layers,
+            window=window or 0,
+            tokens_per_block=layout.tokens_per_block,
+            num_kv_heads=layout.num_kv_heads,
+            k_head_size=layout.k_head_size,
+            v_head_size=layout.v_head_size,
+            dtype=layout.dtype,
+            order=layout.order,
+            bytes_per_block=layout.bytes_per_block,
+        )
+        for layers, window in parts
+    ]
+    return pb.KvLayout(version=1, groups=groups, shard=pb.KvShard(tp_size=1, num_heads=layout.num_kv_heads))
 
 
 def fingerprint(model: messages.ModelInfo) -> pb.Fingerprint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from worker.card import kv_layout
 from worker.engine_link import EngineLink
 from worker.engine_regions import EngineRegions
 from worker.kv_link import KvLink, lost_is_unavailable
+from worker.longest_prefix import longest_prefix
 from worker.requests import ActiveRequest
 
 log = get_logger(__name__)
@@ -52,6 +53,7 @@ COUNTERS = (
 class _Run:
     """Filled blocks in a row, on their way to the store."""
 
+    group: int
     account_tag: bytes
     parent_hash: bytes
     blocks: tuple[kv.StoredBlock, ...]
@@ -73,6 +75,7 @@ class PromptCache:
         self._region_id = ""
         self._bytes_per_block = 0
         self._block_size = 0
+        self._windows: dict[int, int] = {}  # by group, how many blocks its window reaches back
         self._lent: set[str] = set()
         self._unpublished: deque[_Run] = deque()
         self._num_unpublished = 0
@@ -81,7 +84,13 @@ class PromptCache:
 
     def ready(self, ready: messages.Ready) -> None:
         """The engine has loaded: from now on blocks have a form."""
-        self._digest = layout_digest(kv_layout(ready.layout))
+        layout = kv_layout(ready.layout)
+        self._digest = layout_digest(layout)
+        self._windows = {
+            number: -(-(group.window - 1) // group.tokens_per_block)
+            for number, group in enumerate(layout.groups)
+            if group.window
+        }
         self._region_id = ready.region_id
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
@@ -170,20 +179,30 @@ class PromptCache:
             self.admitted([request.key])
 
     async def _prefix(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> list[messages.PrefixBlock]:
-        submit = request.submit
+        def load(group: int, first: int, end: int) -> Awaitable[list[messages.PrefixBlock]]:
+            return self._load(request, group, block_hashes[first:end], first)
+
+        found = await longest_prefix(load, len(block_hashes), self._windows)
+        await self._regions.map(block.extent.region_id for block in found)
+        self.counters["prompt_cache_blocks_found"] += len(found)
+        return found
+
+    async def _load(
+        self, request: ActiveRequest, group: int, block_hashes: Sequence[bytes], first: int
+    ) -> list[messages.PrefixBlock]:
+        """Ask for blocks of a group, from `first` on; return the leading ones that can be had."""
         reply = await self._link.client().load(
             kv.LoadRequest(
                 layout_digest=self._digest,
+                group=group,
                 block_hashes=block_hashes,
                 reader_id=self._reader_id(request.key),
                 reader_incarnation=self._incarnation,
-                source_address=submit.prefix_source,
+                source_address=request.submit.prefix_source,
                 bytes_per_block=self._bytes_per_block,
             )
         )
-        await self._regions.map(block.extent.region_id for block in reply.blocks)
-        self.counters["prompt_cache_blocks_found"] += len(reply.blocks)
-        return [messages.PrefixBlock(block.index, _extent_ref(block)) for block in reply.blocks]
+        return [messages.PrefixBlock(first + block.index, _extent_ref(block), group) for block in reply.blocks]
 
     async def _give_back(self, request_id: str) -> None:
         try:
@@ -201,7 +220,7 @@ class PromptCache:
         """Offer blocks to the store, soon; what it is too slow for is dropped."""
         if not (self._is_enabled and self._link.address):
             return
-        if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS:
+        if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)
             return
         self._unpublished += self._runs(request.submit, filled)
@@ -229,7 +248,7 @@ class PromptCache:
         for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (submit.account_tag, blocks[num_public:])):
             for start in range(0, len(part), _MAX_BLOCKS_PER_CALL):
                 run = part[start : start + _MAX_BLOCKS_PER_CALL]
-                yield _Run(tag, parent, tuple(run))
+                yield _Run(filled.group, tag, parent, tuple(run))
                 parent = run[-1].block_hash
 
     def _extent(self, slot: int, generation: int) -> pb.Extent:
@@ -256,6 +275,7 @@ class PromptCache:
                     kv.PublishRequest(
                         incarnation=self._incarnation,
                         layout_digest=self._digest,
+                        group=run.group,
                         blocks=run.blocks,
                         account_tag=run.account_tag,
                         parent_hash=run.parent_hash,

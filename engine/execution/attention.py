@@ -83,15 +83,16 @@ def paged_attention(
     assert isinstance(step, AttentionStep), "refused above"
     layer: Any = module.layer_idx
     step.windows_seen.append((layer, sliding_window))
-    step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), step.step, step.pool, layer)
+    of_group, index = step.pool.place(step.step, layer)
+    step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), of_group, step.pool, index)
     step.when_written(layer)
     _, num_heads, num_tokens, head_dim = query.shape
     attended = step.ops.paged_attention(
         query[0].transpose(0, 1).reshape(num_tokens, -1).float(),
         num_heads,
-        step.step,
+        of_group,
         step.pool,
-        layer,
+        index,
         scale=head_dim**-0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,

@@ -1,9 +1,9 @@
 """Where do the keys and values of computed tokens lie?
 
-The pool is block-major: one block, all its layers, is one run of bytes, so that moving a block is one copy. What lies
-where in a block is the op layer's business (`engine.ops.base`), and its name part of the layout.
+The pool is block-major: one block, all layers of its group, is one run of bytes, so that moving a block is one copy.
+What lies where in a block is the op layer's business (`engine.ops.base`), and its name part of the layout.
 
-    pool    [num_blocks, num_layers, 2 (keys, values), num_kv_heads * block_size * head_dim]
+    pool    [num_blocks, layers_per_block, 2 (keys, values), num_kv_heads * block_size * head_dim]
     region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
 
 On a CPU the region is the pool. On CUDA the pool is the device's and the region a copy of it that `stage` keeps up.
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from engine.execution.crew import share
+from engine.execution.kv_groups import LayerGroup
 from engine.execution.regions import OwnedRegion
-from engine.messages import LayoutInfo
+from engine.layout import GroupInfo, LayoutInfo
 from engine.ops.base import KVPool
 
 _PAGE_BYTES = 4096
@@ -38,10 +39,30 @@ class KVGeometry:
     dtype: torch.dtype
     order: str = "layer,(key:head,dim,token|value:head,token,dim)"
     """`Ops.kv_order` of the op layer that writes it."""
+    groups: tuple[LayerGroup, ...] = ()
+    """Layers that share a block table; none: all of them do."""
+
+    @property
+    def num_groups(self) -> int:
+        return max(1, len(self.groups))
+
+    @property
+    def layers_per_block(self) -> int:
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """See `KVPool.places`."""
+        of_layer = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(of_layer[layer] for layer in sorted(of_layer))
 
     @property
     def bytes_per_block(self) -> int:
-        numbers = (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        numbers = (self.layers_per_block, 2, self.num_kv_heads, self.block_size, self.head_dim)
         return math.prod(numbers) * self.dtype.itemsize
 
     def layout(self) -> LayoutInfo:
@@ -55,6 +76,7 @@ class KVGeometry:
             dtype=dtype_name(self.dtype),
             order=self.order,
             bytes_per_block=self.bytes_per_block,
+            groups=[GroupInfo(list(group.layers), group.window) for group in self.groups],
         )
 
 
@@ -84,7 +106,14 @@ class PagedKVCache:
         self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
         self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
         rows = self._rows.view(-1).view(geometry.dtype).view(num_blocks, -1)
-        self.pool = KVPool(rows, geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, geometry.block_size)
+        self.pool = KVPool(
+            rows,
+            geometry.layers_per_block,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.block_size,
+            geometry.places,
+        )
 
     @property
     def device(self) -> torch.device:

@@ -111,16 +111,18 @@ def _draw(run: ScheduledRun) -> Draw:
     )
 
 
-def _accepted_blocks(run: ScheduledRun, drawn: Mapping[str, Sequence[Sampled]], block_size: int) -> Sequence[int]:
-    """Return the blocks that drafts which were right completed."""
+def _accepted_blocks(run: ScheduledRun, drawn: Mapping[str, Sequence[Sampled]], block_size: int) -> Iterator[int]:
+    """Yield the blocks that drafts which were right completed."""
     if not run.draft_tokens:
-        return ()
+        return
     num_accepted = len(drawn[run.request.request_id]) - 1
-    return run.request.block_table[run.end // block_size : (run.end + num_accepted) // block_size]
+    for table in run.request.tables:
+        yield from table[run.end // block_size : (run.end + num_accepted) // block_size]
 
 
 def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
     """Yield blocks that this run's known tokens completed, and a prefill's partly filled tail with its last token."""
     is_over = run.samples and run.request.mode == "prefill"
     last = -(-run.end // block_size) if is_over else run.end // block_size
-    yield from run.request.block_table[run.first_position // block_size : last]
+    for table in run.request.tables:
+        yield from table[run.first_position // block_size : last]

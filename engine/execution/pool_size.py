@@ -21,14 +21,15 @@ def choose_num_blocks(
 ) -> int:
     """Return the pool's size: as told in blocks, in bytes, or by the memory that is free once the weights are loaded.
 
-    Not told, it never exceeds what a full batch of longest requests could use. `mapped_bytes` of weights lie in mapped
-    files: the system calls their memory free. Raises ModelUnusable if no block fits.
+    A block is of one group of layers; told in blocks, there are as many for each. Not told, it never exceeds what a
+    full batch of longest requests could use. `mapped_bytes` of weights lie in mapped files: the system calls their
+    memory free. Raises ModelUnusable if no block fits.
     """
     if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
+        return config.num_kv_blocks * geometry.num_groups
     if config.kv_memory_bytes is not None:
         return _fitting(config.kv_memory_bytes, geometry)
-    most_useful = config.max_num_seqs * -(-context_length // geometry.block_size)
+    most_useful = config.max_num_seqs * -(-context_length // geometry.block_size) * geometry.num_groups
     limit_bytes = config.kv_memory_limit_bytes
     free_bytes = _free_for_kv(device, mapped_bytes)
     return min(most_useful, _fitting(free_bytes if limit_bytes is None else min(free_bytes, limit_bytes), geometry))

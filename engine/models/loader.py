@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.execution.kv_cache import KVGeometry
+from engine.execution.kv_groups import choose_groups
 from engine.execution.model import Model
 from engine.messages import ModelInfo
 from engine.models.card import Numerics, describe, weights_digest
@@ -102,7 +103,9 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
         numerics_class(job.ops, built.route, device, dtype, model_config.model_type), built.architecture, dtype, device
     )
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
-    geometry = replace(built.geometry, order=job.ops.kv_order)
+    longest_context = getattr(model_config, "max_position_embeddings", None)
+    groups = choose_groups(built.windows, longest_context)
+    geometry = replace(built.geometry, order=job.ops.kv_order, groups=groups)
     mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
     window = _widest(built.windows)
     return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_rowwise)

@@ -16,7 +16,7 @@ differ do not exchange blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -46,6 +46,8 @@ class Step:
     slots: torch.Tensor
     """[num_tokens], int64: block * block_size + place in the block."""
     runs: Sequence[Run]
+    groups: Sequence[Step] = field(default=(), kw_only=True)
+    """The same tokens in the blocks of each group of layers (`KVPool.places`); empty: one group has all layers."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,19 @@ class KVPool:
     rows: torch.Tensor
     """[num_blocks, elements_per_block], of the pool's dtype."""
     num_layers: int
+    """That one block has room for."""
     num_kv_heads: int
     head_dim: int
     block_size: int
+    places: Sequence[tuple[int, int]] = ()
+    """Of each of the model's layers, its group and which one it is in a block of that group; empty: it is as it is."""
+
+    def place(self, step: Step, layer: int) -> tuple[Step, int]:
+        """Return the step and the index that ops are to be given for one of the model's layers."""
+        if not self.places:
+            return step, layer
+        group, index = self.places[layer]
+        return step.groups[group], index
 
     @property
     def elements_per_layer(self) -> int:

@@ -9,6 +9,7 @@ from engine.scheduling.block_hash import NUM_HASH_BYTES, BlockHash
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.window_groups import most_blocks
 
 RefusalReason = Literal["invalid", "context", "queue_full", "kv_full", "unsupported"]
 
@@ -39,7 +40,7 @@ def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int,
         block_hashes=_block_hashes(command, config.block_size),
         max_found_blocks=command.max_found_blocks,
         max_left_blocks=command.max_left_blocks,
-        prefix={block.index: block.extent for block in command.prefix},
+        prefix={(block.group, block.index): block.extent for block in command.prefix},
         choice_seeds=tuple(command.choice_seeds),
         priority=command.priority,
         fairness_key=command.fairness_key,
@@ -117,13 +118,15 @@ def _check_choices(command: AddRequest) -> None:
 
 def _check_pool(request: Request, config: SchedulerConfig) -> None:
     num_kv_tokens = max_kv_tokens(request, config)
-    pool_tokens = config.num_blocks * config.block_size
-    if num_kv_tokens > pool_tokens:
+    num_needed = most_blocks(config, num_kv_tokens)
+    if num_needed > config.num_blocks:
         num_answer_tokens = num_kv_tokens - request.num_prompt_tokens + 1
+        in_groups = f" in {num_needed:,} blocks of all groups of layers" if config.num_window_groups else ""
         message = (
             f"{request.num_prompt_tokens:,} prompt tokens and up to {num_answer_tokens:,} answer tokens need "
-            f"{num_kv_tokens:,} KV slots, this worker has {pool_tokens:,} ({config.num_blocks:,} blocks of "
-            f"{config.block_size}); lower max_tokens, shorten the prompt or give the worker more KV memory"
+            f"{num_kv_tokens:,} KV slots{in_groups}, this worker has {config.num_blocks * config.block_size:,} "
+            f"({config.num_blocks:,} blocks of {config.block_size}); lower max_tokens, shorten the prompt or give the "
+            "worker more KV memory"
         )
         raise RequestRefused("kv_full", message)
 

@@ -10,7 +10,7 @@ A block is always exactly one of these, so `num_blocks = num_free + num_cached +
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, MutableSequence, Sequence
 
 from engine.scheduling.block_hash import BlockHash
@@ -33,6 +33,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._held_references = [0] * num_blocks
         self._num_held = 0
+        self._counted: Counter[int] = Counter()
+        self._num_counted = 0
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._found: dict[BlockHash, int] = {}
 
@@ -48,6 +50,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """Those of them that nobody has a claim to, who may come to own a block that it shares."""
+        return self.num_available - self._num_counted
 
     @property
     def num_used(self) -> int:
@@ -97,9 +104,16 @@ class BlockPool:
         """Count those of `blocks` that sharing would take out of `num_available`."""
         return sum(not self._references[block] for block in blocks)
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to blocks that `find` returned."""
+    def share(self, blocks: Iterable[int], *, is_claim: bool = False) -> None:
+        """Add a reference to blocks that `find` returned.
+
+        With a claim it costs a spare block even if the block is used, and gives one back when it is freed: whoever
+        gives back blocks to get as many others can count on it, shared or not.
+        """
         for block in blocks:
+            if is_claim and self._references[block]:
+                self._counted[block] += 1
+                self._num_counted += 1
             self._cached.pop(block, None)
             self._refer(block, 1)
 
@@ -119,6 +133,9 @@ class BlockPool:
         """Take back one reference to each block of a table; the last blocks of a chain will be evicted first."""
         for block in reversed(blocks):
             assert self._references[block], f"block {block} was freed twice"
+            if self._counted[block]:
+                self._counted[block] -= 1
+                self._num_counted -= 1
             self._refer(block, -1, held=-1 if held else 0)
             if not self._references[block]:
                 self._put_back(block)
@@ -131,6 +148,9 @@ class BlockPool:
         assert all(self._hashes[block] is not None for block in self._cached), "a cached block has no hash"
         assert {h: b for b, h in enumerate(self._hashes) if h is not None} == self._found, "hashes do not match"
         assert self._num_held == sum(map(self._is_only_held, used)), "held blocks are miscounted"
+        assert self._num_counted == self._counted.total(), "claims are miscounted"
+        assert all(self._counted[block] < self._references[block] for block in used), "more claims than references"
+        assert self.num_spare >= 0, "more claims than blocks"
 
     def _hand_out(self) -> int:
         block = self._free.popleft() if self._free else self._evict()

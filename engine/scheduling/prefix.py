@@ -37,16 +37,17 @@ class PrefixExchange:
         """
         self._admitted.append(request.request_id)
         indices = self._kv.loadable(request)
-        extents = [request.prefix[index] for index in indices]
+        copies = self._kv.load_copies(request, indices)
         request.prefix = {}
         was_here = request.num_preemptions > 0
-        if not indices or (was_here and not self._recovery.is_loading_faster(indices[0], len(indices))):
+        if not copies or (was_here and not self._recovery.is_loading_faster(indices.start, len(indices), len(copies))):
             return 0.0
         started = self._timer()
-        num_blocks = self._load([request.block_table[index] for index in indices], extents)
+        num_blocks = self._load([block for block, _ in copies], [extent for _, extent in copies])
         seconds = self._timer() - started
         self._recovery.copies.observe(num_blocks, seconds)
-        self._kv.loaded(request, num_blocks)
+        if num_blocks:
+            self._kv.loaded(request, indices)
         if was_here:
             self._ledger.count("blocks_recovered", num_blocks)
         if request.mode != "decode":  # its prompt is accounted for where it was computed
@@ -56,7 +57,8 @@ class PrefixExchange:
     def preempt(self, request: Request) -> None:
         """A request is about to lose its blocks: ask for them, if loading them should be faster than computing them."""
         hashes = self._kv.offered_hashes(request)
-        if hashes and self._recovery.is_loading_faster(0, len(hashes)):
+        num_copies = self._kv.groups.num_copies(len(hashes))
+        if hashes and self._recovery.is_loading_faster(0, len(hashes), num_copies):
             self._preempted[request.request_id] = hashes
 
     def offer(self, request: Request | None, request_id: str, prefix: Sequence[PrefixBlock]) -> bool:
@@ -64,13 +66,13 @@ class PrefixExchange:
         if request is None or request.state is not RequestState.PREEMPTED:
             self._admitted.append(request_id)
             return False
-        request.prefix = {block.index: block.extent for block in prefix}
+        request.prefix = {(block.group, block.index): block.extent for block in prefix}
         return True
 
     def register(self, request: Request) -> None:
         """Let blocks that were computed here be found by their hashes, here and elsewhere."""
         if indices := self._kv.register_full_blocks(request):
-            self._filled.append(self._kv.describe(request, indices))
+            self._filled += self._kv.describe(request, indices)
 
     def take(self) -> tuple[list[FilledBlocks], list[str]]:
         """Return, once, the blocks filled since the last call and the requests that were admitted."""

@@ -42,9 +42,12 @@ class Recovery:
         self._block_size = block_size
         self._window = window
 
-    def is_loading_faster(self, first_block: int, num_blocks: int) -> bool:
-        """Compare loading so many blocks of a request with computing the tokens in them."""
-        load_seconds = self.copies.seconds(num_blocks)
+    def is_loading_faster(self, first_block: int, num_blocks: int, num_copies: int | None = None) -> bool:
+        """Compare loading so many blocks of a request with computing the tokens in them.
+
+        `num_copies` says how many blocks of all groups are to be copied, where there are several.
+        """
+        load_seconds = self.copies.seconds(num_blocks if num_copies is None else num_copies)
         size = self._block_size
         compute_seconds = self._model.prompt_seconds(first_block * size, num_blocks * size, self._window)
         return load_seconds is None or compute_seconds is None or load_seconds <= compute_seconds

@@ -58,8 +58,8 @@ class Request:
     """Only so many leading blocks may come from caches; None: all."""
     max_left_blocks: int | None = None
     """Only so many leading blocks may be found by others; None: all."""
-    prefix: dict[int, ExtentRef] = field(default_factory=dict)
-    """Where the content of full blocks lies ready, by index into `block_table`."""
+    prefix: dict[tuple[int, int], ExtentRef] = field(default_factory=dict)
+    """Where the content of full blocks lies ready, by group and index into its block table."""
     choice_seeds: tuple[int, ...] = ()
     """One token is sampled per seed; never empty once built: `sampling.seed` if none was given."""
     priority: int = 0
@@ -71,6 +71,8 @@ class Request:
 
     state: RequestState = RequestState.WAITING
     block_table: list[int] = field(default_factory=list)
+    window_tables: list[list[int]] = field(default_factory=list)
+    """Of groups of layers with a window, if others have none (`WindowGroups`); then `block_table` is the others'."""
     num_computed_tokens: int = 0
     num_given_tokens: int = field(init=False)
     """Length of `token_ids` when the request was added: the answer's first tokens come with it after a migration."""
@@ -79,11 +81,11 @@ class Request:
     num_registered_blocks: int = 0
     """Leading blocks that were offered to the prefix cache."""
     num_dropped_blocks: int = 0
-    """Leading entries of `block_table` that are not ours: given back, or never had, since they lie behind the window of
-    every layer. Nothing reads them; what they say means nothing."""
+    """Leading entries that are not ours: given back, or never had, since they lie behind the window of every layer. Of
+    `window_tables`, where there are any, else of `block_table`. Nothing reads them; what they say means nothing."""
     num_sealed_blocks: int = 0
-    imported_blocks: set[int] = field(default_factory=set)
-    """Indices into `block_table` whose content has come from elsewhere."""
+    imported_blocks: set[tuple[int, int]] = field(default_factory=set)
+    """Groups and indices into their block tables of blocks whose content has come from elsewhere."""
     is_release_due: bool = False
     """ReleaseHeld came before the prefill was done."""
 
@@ -105,6 +107,11 @@ class Request:
         self.num_given_tokens = len(self.token_ids)
         self.standing = self.priority
         self.choice_seeds = self.choice_seeds or (self.sampling.seed,)
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The block tables of all groups."""
+        return [self.block_table, *self.window_tables]
 
     @property
     def num_tokens(self) -> int:

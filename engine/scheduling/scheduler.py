@@ -44,6 +44,7 @@ from engine.scheduling.running import RunningRequests
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.speculation.speculator import Speculator
 from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.window_groups import most_blocks
 
 __all__ = ["ScheduledRun", "Scheduler", "SchedulerOutput"]
 
@@ -62,7 +63,7 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, generations)
         self.pacer = Pacer(config, timer)
-        self._kv = KVCacheManager(self.pool, config.window)
+        self._kv = KVCacheManager(self.pool, config)
         self._clock = clock
         self._timer = timer
         self._ledger = Ledger(clock)
@@ -106,7 +107,7 @@ class Scheduler:
     def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
         """Note that all blocks of a slab are here now, `num_blocks` of them copied."""
         indices = range(command.first_block, command.first_block + len(command.extents))
-        self._requests[command.request_id].imported_blocks.update(indices)
+        self._requests[command.request_id].imported_blocks.update((command.group, index) for index in indices)
         self._recovery.copies.observe(num_blocks, self._timer() - self._import_started)
         self._ledger.count("blocks_imported", num_blocks)
         self._ledger.count("bytes_imported", num_bytes)
@@ -185,8 +186,7 @@ class Scheduler:
 
     def seal_written(self, output: SchedulerOutput) -> list[SealedBlocks]:
         """Return the blocks of prefills that this step completed; `update`, after it, does not do so again."""
-        sealed = [self._seal(run) for run in output.runs if run.request.mode == "prefill"]
-        return [event for event in sealed if event is not None]
+        return [event for run in output.runs if run.request.mode == "prefill" for event in self._seal(run)]
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
@@ -194,19 +194,19 @@ class Scheduler:
         """Take in what a step computed: `sampled` has what `Runner.execute` returned."""
         self.pacer.end(output.runs)
         outputs, self._early_outputs = self._early_outputs, []
-        sealed: list[SealedBlocks | None] = []
+        sealed: list[SealedBlocks] = []
         self._ledger.count("steps")
         for run in output.runs:
             drawn = sampled[run.request.request_id] if run.samples else ()
             if run.request.mode == "prefill":
                 self._take_computed(run)
-                sealed.append(self._seal(run))
+                sealed += self._seal(run)
                 outputs += self._hand_over(run.request, drawn) if drawn else ()
             elif drawn:
                 outputs.append(self._take_answer(run, drawn))
             else:
                 self._take_computed(run)
-        return outputs, [event for event in sealed if event is not None]
+        return outputs, sealed
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to one of the totals since start."""
@@ -234,7 +234,8 @@ class Scheduler:
         check_places(self.config.max_num_seqs + self.config.max_num_waiting, num_live, num_of_key, request)
         num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self.config))
         if self._waiting.num_preempted or not self._kv.admit(request, num_tokens, request.num_tokens, num_live):
-            raise kv_full(self._kv.num_blocks_for(num_tokens), num_live, self._waiting.num_preempted, self.pool)
+            num_blocks = most_blocks(self.config, num_tokens)
+            raise kv_full(num_blocks, num_live, self._waiting.num_preempted, self.pool)
         request.state = RequestState.IMPORTING
         if not num_of_key:
             self._waiting.arrived(request, {other.fairness_key for other in live})
@@ -244,9 +245,9 @@ class Scheduler:
         request.num_computed_tokens = num_ready_tokens(request, self.pool.block_size)
         self._kv.register_full_blocks(request)
         self._kv.drop_behind_window(request)
-        if request.num_tokens_to_compute:
+        if request.num_tokens_to_compute and self._kv.groups.can_compute(request):
             self._start_running(request)
-        else:  # all is here but the token that follows: blocks that others may share cannot be written again
+        else:  # all is here but the token that follows, and others may share its block; or too little of windows came
             self._queue_again(request)
 
     # ------------------------------------------------------------------------------------------------- scheduling
@@ -313,8 +314,8 @@ class Scheduler:
         self.prefixes.register(request)
         self._kv.drop_behind_window(request)
 
-    def _seal(self, run: ScheduledRun) -> SealedBlocks | None:
-        return seal(run.request, run.end, self.pool.generations, self.pool.block_size)
+    def _seal(self, run: ScheduledRun) -> list[SealedBlocks]:
+        return seal(run.request, run.end, self._kv)
 
     def _take_answer(self, run: ScheduledRun, drawn: Sequence[Sampled]) -> RequestOutput:
         request = run.request

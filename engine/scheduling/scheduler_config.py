@@ -32,6 +32,10 @@ class SchedulerConfig:
     """Tokens guessed ahead of one answer in one step; 0: none."""
     window: int | None = None
     """No layer attends to more than so many tokens, the attending one counted; None: a layer attends to all."""
+    num_window_groups: int | None = None
+    """Groups of layers with a window that have block tables of their own, beside the others'; None: one for all."""
+    group_window: int | None = None
+    """Tokens that the layers of those groups attend to at most."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

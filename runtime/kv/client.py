@@ -290,7 +290,7 @@ def _check_complete(
     handle: pb.KvHandle, slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int
 ) -> None:
     """A block that never came would be decoded as if it had: the one mistake nobody could see later."""
-    missing = first_missing_block(slabs, layout, first_block, num_blocks)
+    missing = first_missing_block(slabs, layout, handle.num_tokens, first_block, num_blocks)
     if missing is not None:
         raise KvCorrupt(f"request {handle.request_id}: block {missing} of {num_blocks} is in no slab that was sent")
 

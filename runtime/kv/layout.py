@@ -30,11 +30,15 @@ def check_supported(layout: pb.KvLayout) -> None:
     if not layout.groups:
         raise InvalidRequest("the KV layout has no groups", field="layout.groups")
     for index, group in enumerate(layout.groups):
-        if group.kind != pb.KV_GROUP_KIND_FULL:
+        if group.kind not in (pb.KV_GROUP_KIND_FULL, pb.KV_GROUP_KIND_WINDOW):
             name = pb.KvGroupKind.Name(group.kind)
             raise Unsupported(
-                f"KV group {index} is {name}; only KV_GROUP_KIND_FULL is built", field="layout.groups.kind"
+                f"KV group {index} is {name}; only KV_GROUP_KIND_FULL and KV_GROUP_KIND_WINDOW are built",
+                field="layout.groups.kind",
             )
+        if (group.kind == pb.KV_GROUP_KIND_WINDOW) != (group.window > 0):
+            name = pb.KvGroupKind.Name(group.kind)
+            raise InvalidRequest(f"KV group {index} is {name} with a window of {group.window}", field="layout.groups")
         if not group.bytes_per_block or not group.tokens_per_block or not group.layers:
             raise InvalidRequest(f"KV group {index} has no layers, tokens or bytes per block", field="layout.groups")
     if layout.shard.tp_size > 1:

@@ -1,4 +1,4 @@
-"""Which part of a slab does a reader still need, and has it been given every block?"""
+"""Which blocks of a prompt are handed over, which part of a slab does a reader need, and has it been given all?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Sequence
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+
+
+def first_handed_over(group: pb.KvGroup, num_tokens: int) -> int:
+    """Return the first block of a prompt's that the token which follows it sees in a group's layers."""
+    return max(0, num_tokens - group.window + 1) // group.tokens_per_block if group.window else 0
 
 
 def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
@@ -24,9 +29,15 @@ def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
     return trimmed
 
 
-def first_missing_block(slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int) -> int | None:
-    """Return the first block in [first_block, num_blocks) of which some layers are in no slab; None if all are."""
+def first_missing_block(
+    slabs: Sequence[kv.Slab], layout: pb.KvLayout, num_tokens: int, first_needed: int, num_blocks: int
+) -> int | None:
+    """Return the first block in [first_needed, num_blocks) of which some layers are in no slab; None if all are.
+
+    Of groups with a window only the blocks that follow `first_handed_over` of a prompt of `num_tokens` are looked for.
+    """
     for index, group in enumerate(layout.groups):
+        first_block = max(first_needed, first_handed_over(group, num_tokens))
         of_group = [slab for slab in slabs if slab.group == index]
         if all(slab.num_layers == len(group.layers) for slab in of_group):
             missing = _first_gap(of_group, first_block, num_blocks)

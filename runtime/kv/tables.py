@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from runtime.kv.slabs import first_handed_over
 from tandem.v1 import types_pb2 as pb
 
 Item = TypeVar("Item")
@@ -26,5 +27,8 @@ def fill(table: _Table[Made], items: Sequence[Item], make_row: Callable[[Item], 
 
 
 def prompt_bytes(layout: pb.KvLayout, num_tokens: int) -> int:
-    """Return what so many tokens take of a pool."""
-    return sum(-(-num_tokens // group.tokens_per_block) * group.bytes_per_block for group in layout.groups)
+    """Return what a prompt of so many tokens takes of a pool while it is handed over."""
+    return sum(
+        (-(-num_tokens // group.tokens_per_block) - first_handed_over(group, num_tokens)) * group.bytes_per_block
+        for group in layout.groups
+    )

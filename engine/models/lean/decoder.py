@@ -100,15 +100,16 @@ class _Layer:
 
     def _attend(self, x: torch.Tensor, step: Step, pool: KVPool, kv_written: Callable[[], None]) -> torch.Tensor:
         num_heads = self._config.num_heads
+        step, index = pool.place(step, self._index)
         qkv = self._ops.linear(x, self._linears["qkv"])
-        query = self._ops.rope_and_kv_write(qkv, num_heads, step, pool, self._index, self._rotary, self._head_norm)
+        query = self._ops.rope_and_kv_write(qkv, num_heads, step, pool, index, self._rotary, self._head_norm)
         kv_written()
         return self._ops.paged_attention(
             query,
             num_heads,
             step,
             pool,
-            self._index,
+            index,
             scale=self._config.attention_scale,
             window=self._layer.window,
             softcap=self._config.attention_softcap,

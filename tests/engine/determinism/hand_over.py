@@ -75,7 +75,8 @@ class Pair:
         start = 0
         while start < len(extents):
             end = start + self._chance.randint(1, len(extents) - start)
-            slabs.append(ImportSlab(sealed.request_id, len(slabs), sealed.first_block + start, extents[start:end]))
+            first = sealed.first_block + start
+            slabs.append(ImportSlab(sealed.request_id, len(slabs), first, extents[start:end], sealed.group))
             start = end
         return slabs
 

@@ -1,7 +1,8 @@
 """What was drawn, and from which logits, bit for bit?
 
 The model handed to the runner keeps a hash of each row of logits that it returns; the runner around it knows from the
-step which request's they are. A row's name is (request id, absolute position of the token drawn from it).
+step which request's they are. A row's name is (request id, absolute position of the token drawn from it). Rows behind a
+draft that was wrong have none: nothing is drawn from them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Journal:
         for index, token_id in enumerate(output.token_ids):
             place = (output.request_id, output.position + index)
             logprobs = output.logprobs[index] if output.logprobs else None
-            self._keep("token", self.tokens, place, Drawn(token_id, logprobs, output.finish_reason))
+            reason = output.finish_reason if index == len(output.token_ids) - 1 else None
+            self._keep("token", self.tokens, place, Drawn(token_id, logprobs, reason))
 
     def add_row(self, request_id: str, position: int, digest: bytes) -> None:
         if request_id in self.names:
@@ -110,8 +112,15 @@ class RecordingRunner:
     ) -> Mapping[str, Sequence[Sampled]]:
         sampled = self._runner.execute(output, kv_written)
         runs = [run for run in output.runs if run.samples]
-        for run, digest in zip(runs, self._model.digests, strict=True):
-            self._journal.add_row(run.request.request_id, run.first_position + run.num_tokens, digest)
+        digests = iter(self._model.digests)
+        for run in runs:
+            request_id = run.request.request_id
+            num_used = len(sampled[request_id]) if run.draft_tokens else 1
+            for index in range(1 + len(run.draft_tokens)):
+                digest = next(digests)
+                if index < num_used:
+                    self._journal.add_row(request_id, run.end + index, digest)
+        assert next(digests, None) is None, "a row of logits that nobody asked for"
         self._journal.counters["shared_steps"] += len(output.runs) > 1
         self._journal.counters["chunks"] += len(output.runs) - len(runs)
         return sampled

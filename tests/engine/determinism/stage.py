@@ -67,7 +67,7 @@ class Stage:
 
     def num_blocks(self, ask: Ask) -> int:
         """Return the most blocks that a request can come to need, and two to spare."""
-        return -(-ask.max_kv_tokens // self.block_size) + 2
+        return (-(-ask.max_kv_tokens // self.block_size) + 2) * self.model.geometry.num_groups
 
     def empty_cache(self, num_blocks: int) -> PagedKVCache:
         geometry = replace(self.model.geometry, block_size=self.block_size)
@@ -118,12 +118,15 @@ class Engine:
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks)
         runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache), model, self.journal)
+        groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=stage.block_size,
             context_length=stage.model.info.context_length,
             vocab_size=stage.model.info.vocab_size,
             window=stage.model.window,
+            num_window_groups=len(groups) - 1 if groups else None,
+            group_window=groups[-1].window if groups else None,
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9), self._time)

@@ -14,24 +14,26 @@ class Store:
 
     def __init__(self, stage: Stage, num_blocks: int) -> None:
         self._cache = stage.empty_cache(num_blocks)
-        self._slots: dict[str, int] = {}
+        self._slots: dict[tuple[str, int], int] = {}
+        """By hash and group."""
 
     def keep(self, engine: Engine, filled: FilledBlocks) -> None:
         """Copy blocks of an engine that it has just told of."""
         for block_hash, slot in zip(filled.hashes, filled.slots, strict=True):
-            if block_hash not in self._slots and len(self._slots) < self._cache.num_blocks:
-                self._slots[block_hash] = len(self._slots)
-                self._cache.write_blocks(self._slots[block_hash], engine.cache.bytes_of(slot))
+            key = block_hash, filled.group
+            if key not in self._slots and len(self._slots) < self._cache.num_blocks:
+                self._slots[key] = len(self._slots)
+                self._cache.write_blocks(self._slots[key], engine.cache.bytes_of(slot))
 
     def prefix(self, hashes: list[str]) -> list[PrefixBlock]:
-        """Return where the leading blocks lie, as far as they are all here."""
+        """Return where the leading blocks lie, of each group as far as they are here."""
         found: list[PrefixBlock] = []
         size = self._cache.geometry.bytes_per_block
         for index, block_hash in enumerate(hashes):
-            if (slot := self._slots.get(block_hash)) is None:
-                break
-            extent = ExtentRef(_REGION_ID, slot * size, size, slot, self._cache.generations[slot])
-            found.append(PrefixBlock(index, extent))
+            for group in range(self._cache.geometry.num_groups):
+                if (slot := self._slots.get((block_hash, group))) is not None:
+                    extent = ExtentRef(_REGION_ID, slot * size, size, slot, self._cache.generations[slot])
+                    found.append(PrefixBlock(index, extent, group))
         return found
 
     def lend_to(self, reader: Engine) -> None:

@@ -137,6 +137,15 @@ def migrated(stage: Stage, asks: Sequence[Ask]) -> None:
             engine.close()
 
 
+def speculating(stage: Stage, asks: Sequence[Ask]) -> None:
+    """Guesses run with answers: from the text itself and from earlier answers, some of which end in the same way."""
+    for group in stage.groups(asks, 1, 12):
+        most_drafts, most_seqs = stage.chance.randint(1, 8), stage.chance.randint(1, 8)
+        engine = stage.roomy(group, max_num_seqs=most_seqs, max_draft_tokens=most_drafts)
+        engine.play(group, caches=stage.chance.random() < 0.5)
+        engine.close()
+
+
 WAYS = (
     Way("in batches", in_batches, "shared_steps"),
     Way("in chunks", in_chunks, "chunks"),
@@ -147,6 +156,7 @@ WAYS = (
     Way("from the store", from_store, "prompt_tokens_loaded"),
     Way("preempted", preempted, "requests_preempted"),
     Way("migrated", migrated, "migrations"),
+    Way("speculating", speculating, "draft_tokens_accepted"),
 )
 ALONE = Way("alone", alone, "steps")
 

@@ -17,7 +17,7 @@ from engine.scheduling.sampling_params import SamplingParams
 
 NUM_ANSWER_TOKENS = 24
 MIN_MARGIN = 1e-3
-KINDS = ["llama", "mistral", "qwen2", "mixtral", "gemma2"]
+KINDS = ["llama", "mistral", "qwen2", "mixtral", "gemma2", "gemma3"]
 
 
 def _prompts(lengths: Sequence[int]) -> list[list[int]]:
@@ -80,16 +80,16 @@ def _disaggregated(prefill: AssembledEngine, decode: AssembledEngine, prompt: li
         sealed += step.sealed
     ready = prefill.ready
     size = ready.layout.bytes_per_block
-    extents = [
-        ExtentRef(ready.region_id, slot * size, size, slot, generation)
-        for event in sealed
-        for slot, generation in zip(event.slots, event.generations, strict=True)
-    ]
     mapping = MapRegion(ready.region_id, ready.region_bytes, ready.num_blocks, ready.generations_offset)
     decode.core.handle(mapping, prefill.region_fd)
     decode.core.handle(AddRequest("d", prompt, len(prompt), ask, mode="decode"))
-    (imported,) = decode.core.handle(ImportSlab("d", 0, 0, extents))
-    assert isinstance(imported, SlabImported) and imported.error == "" and imported.num_bytes == len(extents) * size
+    for event in sealed:
+        extents = [
+            ExtentRef(ready.region_id, slot * size, size, slot, generation)
+            for slot, generation in zip(event.slots, event.generations, strict=True)
+        ]
+        (imported,) = decode.core.handle(ImportSlab("d", 0, event.first_block, extents, event.group))
+        assert isinstance(imported, SlabImported) and imported.error == "" and imported.num_bytes == len(extents) * size
     prefill.core.handle(ReleaseHeld("p"))
     decode.core.handle(StartDecode("d", outputs[0].token_ids))
     while decode.core.has_work():
@@ -101,7 +101,7 @@ def _disaggregated(prefill: AssembledEngine, decode: AssembledEngine, prompt: li
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "gemma2", "gemma3"])
 @pytest.mark.parametrize("length", [1, 16, 50])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_disaggregated_equals_aggregated(

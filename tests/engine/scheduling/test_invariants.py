@@ -12,12 +12,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from engine.core import RequestsFailed
 from engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, RequestState
 from engine.scheduling.speculation.drafters import Guess
 from engine.scheduling.speculation.ngrams import FIRM
+from engine.scheduling.window_groups import blocks_of, most_blocks
 from tests.engine.scheduling.world import ROOT, STOP, World, extent, kv_of, slab
 
-CONTEXT_LENGTH = 24
+SHORT, LONG = 24, 72
+"""Tokens of context."""
 
 
 @dataclass
@@ -59,6 +61,8 @@ class EngineMachine(RuleBasedStateMachine):
         itl_target_ms=st.sampled_from([0.0, 4.0]),
         window=st.none() | st.integers(1, 12),
         max_draft_tokens=st.sampled_from([0, 1, 5]),
+        num_window_groups=st.integers(0, 2),
+        context_length=st.sampled_from([SHORT, LONG]),
     )
     def start(
         self,
@@ -67,16 +71,23 @@ class EngineMachine(RuleBasedStateMachine):
         num_seqs: int,
         itl_target_ms: float,
         window: int | None,
+        num_window_groups: int,
+        context_length: int,
         max_draft_tokens: int,
     ) -> None:
+        self.context_length = context_length
+        self.num_groups = 1 + (num_window_groups if window else 0)
+        has_groups = self.num_groups > 1
         self.world = World(
-            num_blocks,
-            context_length=CONTEXT_LENGTH,
+            num_blocks * self.num_groups if context_length == SHORT else 20 + 5 * self.num_groups,
+            context_length=context_length,
             max_num_batched_tokens=budget,
             max_num_seqs=num_seqs,
             max_num_waiting=4,
             itl_target_ms=itl_target_ms,
-            window=window,
+            window=None if has_groups else window,
+            num_window_groups=num_window_groups if has_groups else None,
+            group_window=window if has_groups else None,
             step_seconds=lambda work: 0.001 * (1 + work.num_decodes + work.num_prompt_tokens),
             max_draft_tokens=max_draft_tokens,
             drafter=Guesser(lambda position: self.token_at(position)),
@@ -90,11 +101,13 @@ class EngineMachine(RuleBasedStateMachine):
         target=requests,
         mode=st.sampled_from(["aggregated", "prefill", "decode"]),
         family=st.integers(0, 1),
-        num_tokens=st.integers(1, CONTEXT_LENGTH),
+        num_tokens=st.integers(1, SHORT) | st.integers(SHORT, LONG),
         max_tokens=st.integers(1, 12),
         num_choices=st.integers(1, 3),
         is_cached=st.booleans(),
         bounds=st.tuples(st.none() | st.integers(0, 4), st.none() | st.integers(0, 4)),
+        num_ready=st.integers(0, 6),
+        first_of_windows=st.integers(0, 4),
         priority=st.integers(0, 1),
     )
     def add(
@@ -106,6 +119,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_choices: int,
         is_cached: bool,
         bounds: tuple[int | None, int | None],
+        num_ready: int,
+        first_of_windows: int,
         priority: int,
     ) -> object:
         self.num_added += 1
@@ -122,23 +137,29 @@ class EngineMachine(RuleBasedStateMachine):
             choice_seeds=range(expected.num_choices) if mode == "prefill" else (),
             priority=priority,
             fairness_key=str(family),
+            prefix=[] if mode == "decode" else self.lay_ready(expected.prompt, num_ready, first_of_windows),
         )
         if not isinstance(events[0], Reserved):
             return multiple()
         self.alive[name] = expected
         return name
 
-    @rule(name=requests, first_block=st.integers(0, 5), num_blocks=st.integers(1, 6))
-    def import_slab(self, name: str, first_block: int, num_blocks: int) -> None:
-        if name not in self.alive:
+    @rule(name=requests, first_block=st.integers(0, 5), num_blocks=st.integers(1, 6), group=st.integers(0, 2))
+    def import_slab(self, name: str, first_block: int, num_blocks: int, group: int) -> None:
+        if name not in self.alive or group >= self.num_groups:
             return
-        kv = kv_of(self.alive[name].prompt)
+        kv = kv_of(self.alive[name].prompt, group)
         slots = []
         for start in range(first_block * 4, min(len(kv), (first_block + num_blocks) * 4), 4):
             self.num_slots += 1
             self.world.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
             slots.append(self.num_slots)
-        self.world.core.handle(slab(name, first_block, slots))
+        self.world.core.handle(slab(name, first_block, slots, group=group))
+
+    @rule(name=requests)
+    def import_all(self, name: str) -> None:
+        for group in range(self.num_groups):
+            self.import_slab(name, 0, 6, group)
 
     @rule(name=requests)
     def start_decode(self, name: str) -> None:
@@ -158,17 +179,21 @@ class EngineMachine(RuleBasedStateMachine):
     def release(self, name: str) -> None:
         self.world.core.scheduler.release_held(name)
 
-    @rule(name=requests, num_blocks=st.integers(0, 6))
-    def offer_prefix(self, name: str, num_blocks: int) -> None:
+    @rule(name=requests, num_blocks=st.integers(0, 6), first_of_windows=st.integers(0, 4))
+    def offer_prefix(self, name: str, num_blocks: int, first_of_windows: int) -> None:
         """Answer a preemption, asked for or not, sooner or later."""
         tokens = [*self.alive[name].prompt, *self.alive[name].answer] if name in self.alive else []
-        kv = kv_of(tokens)
+        self.world.core.handle(OfferPrefix(name, self.lay_ready(tokens, num_blocks, first_of_windows)))
+
+    def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
         prefix = []
-        for index in range(min(num_blocks, len(kv) // 4)):
-            self.num_slots += 1
-            self.world.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
-            prefix.append(PrefixBlock(index, extent(self.num_slots)))
-        self.world.core.handle(OfferPrefix(name, prefix))
+        for group in range(self.num_groups):
+            kv = kv_of(tokens, group)
+            for index in range(first_of_windows if group else 0, min(num_blocks, len(kv) // 4)):
+                self.num_slots += 1
+                self.world.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
+                prefix.append(PrefixBlock(index, extent(self.num_slots), group))
+        return prefix
 
     @rule(name=requests, seconds=st.integers(1, 6))
     def let_time_pass(self, name: str, seconds: int) -> None:
@@ -188,6 +213,17 @@ class EngineMachine(RuleBasedStateMachine):
     def every_block_is_in_one_place(self) -> None:
         if hasattr(self, "world"):
             self.world.pool.check()
+
+    @invariant()
+    def no_request_has_blocks_behind_its_window_or_more_than_it_may(self) -> None:
+        if not hasattr(self, "world") or self.num_groups == 1:
+            return
+        scheduler = self.world.core.scheduler
+        for request in scheduler._requests.values():
+            if request.state in (RequestState.RUNNING, RequestState.HELD):
+                assert request.num_dropped_blocks == scheduler._kv.groups.first_seen(request.num_computed_tokens)
+            assert len(blocks_of(request)) <= most_blocks(scheduler.config, 4 * len(request.block_table))
+        assert scheduler._kv.groups.num_promised <= self.world.pool.num_spare
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -234,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         if expected.mode == "prefill":
             assert output.num_computed_tokens + output.num_cached_tokens == first
             return
-        full = min(first + expected.max_tokens, CONTEXT_LENGTH + 1)
+        full = min(first + expected.max_tokens, self.context_length + 1)
         assert end == full if output.finish_reason == "length" else self.token_at(end - 1) == STOP
         assert expected.answer == [self.token_at(position) for position in range(end - len(expected.answer), end)]
         if expected.mode == "aggregated":

@@ -37,8 +37,10 @@ STOP = 99
 class FakeRunner:
     """Keeps the whole contract of `Runner` but computes nothing. Records each step as (id, first, number of tokens)."""
 
-    def __init__(self, num_blocks: int, window: int | None = None) -> None:
+    def __init__(self, num_blocks: int, window: int | None = None, group_window: int | None = None) -> None:
         self.window = window
+        self.group_window = group_window
+        """Of all tables but the first."""
         self.seconds = 0.0
         """What the steps and copies so far took."""
         self.step_seconds: Callable[[StepWork], float] = lambda work: 0.0
@@ -106,14 +108,17 @@ class FakeRunner:
 
     def _read_and_write(self, output: SchedulerOutput) -> None:
         for run in output.runs:
-            expected = kv_of(run.request.token_ids)
-            for position in range(visible_from(run.first_position, self.window), run.first_position):
-                found = self._kv[run.request.block_table[position // 4]][position % 4]
-                assert found in (None, expected[position]), f"{run.request.request_id} reads a wrong slot"
+            for group, table in enumerate(run.request.tables):
+                expected = kv_of(run.request.token_ids, group)
+                window = self.group_window if group else self.window
+                for position in range(visible_from(run.first_position, window), run.first_position):
+                    found = self._kv[table[position // 4]][position % 4]
+                    assert found in (None, expected[position]), f"{run.request.request_id} reads a wrong slot"
         for run in output.runs:
-            expected = kv_of([*run.request.token_ids[: run.end], *run.draft_tokens])
-            for position in range(run.first_position, run.end + len(run.draft_tokens)):
-                self._kv[run.request.block_table[position // 4]][position % 4] = expected[position]
+            for group, table in enumerate(run.request.tables):
+                expected = kv_of([*run.request.token_ids[: run.end], *run.draft_tokens], group)
+                for position in range(run.first_position, run.end + len(run.draft_tokens)):
+                    self._kv[table[position // 4]][position % 4] = expected[position]
 
     def _check(self, output: SchedulerOutput) -> None:
         written: list[int] = []
@@ -121,10 +126,11 @@ class FakeRunner:
             end = run.end + len(run.draft_tokens)
             assert run.num_tokens > 0
             assert run.first_position == run.request.num_computed_tokens
-            assert end <= len(run.request.block_table) * 4, "tokens without a slot"
             assert run.samples == (run.end == run.request.num_tokens)
             assert not run.draft_tokens or (run.is_decode and run.request.mode != "prefill")
-            written += run.request.block_table[run.first_position // 4 : (end - 1) // 4 + 1]
+            for table in run.request.tables:
+                assert end <= len(table) * 4, "tokens without a slot"
+                written += table[run.first_position // 4 : (end - 1) // 4 + 1]
         assert len(written) == len(set(written)), "two requests write one block"
 
 
@@ -141,6 +147,8 @@ class World:
         max_num_waiting: int = 8,
         itl_target_ms: float = 0.0,
         window: int | None = None,
+        num_window_groups: int | None = None,
+        group_window: int | None = None,
         step_seconds: Callable[[StepWork], float] | None = None,
         max_draft_tokens: int = 0,
         drafter: Drafter | None = None,
@@ -149,7 +157,7 @@ class World:
 
         With `max_draft_tokens` answers are guessed ahead, by `drafter` alone if there is one.
         """
-        self.runner = FakeRunner(num_blocks, window)
+        self.runner = FakeRunner(num_blocks, window, group_window)
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=4,
@@ -161,6 +169,8 @@ class World:
             itl_target_ms=itl_target_ms,
             window=window,
             max_draft_tokens=max_draft_tokens,
+            num_window_groups=num_window_groups,
+            group_window=group_window,
         )
         if step_seconds is None:
             self.core = EngineCore(config, self.runner)
@@ -184,11 +194,13 @@ class World:
         choice_seeds: Sequence[int] = (),
         priority: int = 0,
         fairness_key: str = "",
-        prefix: Mapping[int, int] | None = None,
+        prefix: Mapping[int, int] | Sequence[PrefixBlock] = (),
         max_found_blocks: int | None = None,
         max_left_blocks: int | None = None,
     ) -> list[EngineEvent]:
         """`prefix` says in which remote slot each block of the prompt lies ready."""
+        if isinstance(prefix, Mapping):
+            prefix = [PrefixBlock(index, extent(slot)) for index, slot in prefix.items()]
         command = AddRequest(
             request_id=request_id,
             token_ids=list(prompt),
@@ -197,7 +209,7 @@ class World:
             mode=mode,
             hash_root=root.hex() if root else "",
             block_hashes=[block_hash.hex() for block_hash in hash_blocks(root, prompt, 4)] if root else [],
-            prefix=[PrefixBlock(index, extent(slot)) for index, slot in (prefix or {}).items()],
+            prefix=list(prefix),
             max_found_blocks=max_found_blocks,
             max_left_blocks=max_left_blocks,
             choice_seeds=list(choice_seeds),
@@ -240,13 +252,13 @@ def visible_from(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def kv_of(token_ids: Sequence[int]) -> list[int | None]:
-    """Return what stands for the keys and values of each token."""
-    return [hash(tuple(token_ids[: end + 1])) for end in range(len(token_ids))]
+def kv_of(token_ids: Sequence[int], group: int = 0) -> list[int | None]:
+    """Return what stands for the keys and values of each token in one group's layers."""
+    return [hash((group, *token_ids[: end + 1])) for end in range(len(token_ids))]
 
 
-def slab(request_id: str, first_block: int, slots: Sequence[int], slab_index: int = 0) -> ImportSlab:
-    return ImportSlab(request_id, slab_index, first_block, [extent(slot) for slot in slots])
+def slab(request_id: str, first_block: int, slots: Sequence[int], slab_index: int = 0, group: int = 0) -> ImportSlab:
+    return ImportSlab(request_id, slab_index, first_block, [extent(slot) for slot in slots], group)
 
 
 def extent(slot: int) -> ExtentRef:

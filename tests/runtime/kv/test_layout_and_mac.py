@@ -6,6 +6,7 @@ from runtime.errors import FingerprintMismatch, InvalidRequest, Unauthenticated,
 from runtime.kv.layout import check_layout, check_memory_kind, check_supported, layout_digest
 from runtime.kv.mac import sign_handle, verify_handle
 from runtime.kv.slabs import first_missing_block, trim_slab
+from runtime.kv.tables import prompt_bytes
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 
@@ -17,6 +18,16 @@ def layout() -> pb.KvLayout:
         kind=pb.KV_GROUP_KIND_FULL, layers=[0, 1], tokens_per_block=16, dtype="bfloat16", bytes_per_block=64
     )
     return pb.KvLayout(version=1, groups=[group], shard=pb.KvShard(tp_size=1, num_heads=2))
+
+
+def mixed_layout() -> pb.KvLayout:
+    """Return layer 1 of `layout` with a window, in a group of its own."""
+    mixed = layout()
+    mixed.groups.add().CopyFrom(mixed.groups[0])
+    mixed.groups[0].layers[:] = [0]
+    mixed.groups[1].layers[:] = [1]
+    mixed.groups[1].kind, mixed.groups[1].window = pb.KV_GROUP_KIND_WINDOW, 20
+    return mixed
 
 
 def test_equal_layouts_have_equal_digests_and_others_do_not() -> None:
@@ -50,11 +61,15 @@ def test_a_mismatch_names_the_field(field: str, change: object) -> None:
 
 def test_what_is_not_built_is_refused_by_name() -> None:
     check_supported(layout())
-    window, sharded = layout(), layout()
-    window.groups[0].kind = pb.KV_GROUP_KIND_WINDOW
+    check_supported(mixed_layout())
+    latent, boundless, sharded = layout(), mixed_layout(), layout()
+    latent.groups[0].kind = pb.KV_GROUP_KIND_LATENT
+    boundless.groups[1].window = 0
     sharded.shard.tp_size = 2
-    with pytest.raises(Unsupported, match="KV_GROUP_KIND_WINDOW"):
-        check_supported(window)
+    with pytest.raises(Unsupported, match="KV_GROUP_KIND_LATENT"):
+        check_supported(latent)
+    with pytest.raises(InvalidRequest, match="KV_GROUP_KIND_WINDOW with a window of 0"):
+        check_supported(boundless)
     with pytest.raises(Unsupported, match="tp_size 2"):
         check_supported(sharded)
     with pytest.raises(InvalidRequest, match="no groups"):
@@ -96,13 +111,27 @@ def test_a_block_is_missing_until_all_its_layers_are_in_some_slab() -> None:
     def slab(first_block: int, num_blocks: int, num_layers: int) -> kv.Slab:
         return kv.Slab(first_block=first_block, num_blocks=num_blocks, num_layers=num_layers)
 
-    assert first_missing_block([], layout(), 0, 0) is None
-    assert first_missing_block([], layout(), 0, 3) == 0
-    assert first_missing_block([slab(0, 2, 2)], layout(), 0, 3) == 2
-    assert first_missing_block([slab(0, 3, 2)], layout(), 0, 3) is None
-    assert first_missing_block([slab(1, 2, 2)], layout(), 1, 3) is None
-    assert first_missing_block([slab(2, 1, 2), slab(0, 1, 2)], layout(), 0, 3) == 1
-    assert first_missing_block([slab(2, 1, 2), slab(0, 2, 2)], layout(), 0, 3) is None
-    assert first_missing_block([slab(0, 3, 2), slab(0, 3, 1)], layout(), 0, 4) == 3
-    assert first_missing_block([slab(0, 3, 1)], layout(), 0, 3) == 0
-    assert first_missing_block([slab(0, 3, 1), slab(0, 3, 1)], layout(), 0, 3) is None
+    assert first_missing_block([], layout(), 48, 0, 0) is None
+    assert first_missing_block([], layout(), 48, 0, 3) == 0
+    assert first_missing_block([slab(0, 2, 2)], layout(), 48, 0, 3) == 2
+    assert first_missing_block([slab(0, 3, 2)], layout(), 48, 0, 3) is None
+    assert first_missing_block([slab(1, 2, 2)], layout(), 48, 1, 3) is None
+    assert first_missing_block([slab(2, 1, 2), slab(0, 1, 2)], layout(), 48, 0, 3) == 1
+    assert first_missing_block([slab(2, 1, 2), slab(0, 2, 2)], layout(), 48, 0, 3) is None
+    assert first_missing_block([slab(0, 3, 2), slab(0, 3, 1)], layout(), 48, 0, 4) == 3
+    assert first_missing_block([slab(0, 3, 1)], layout(), 48, 0, 3) == 0
+    assert first_missing_block([slab(0, 3, 1), slab(0, 3, 1)], layout(), 48, 0, 3) is None
+
+
+def test_of_a_group_with_a_window_only_the_blocks_that_the_next_token_sees_are_missing() -> None:
+    def slab(group: int, first_block: int, num_blocks: int) -> kv.Slab:
+        return kv.Slab(group=group, first_block=first_block, num_blocks=num_blocks, num_layers=1)
+
+    # The token behind 66 others sees those from 47 on: of five blocks the last three.
+    full = slab(0, 0, 5)
+    assert first_missing_block([full], mixed_layout(), 66, 0, 5) == 2
+    assert first_missing_block([full, slab(1, 3, 2)], mixed_layout(), 66, 0, 5) == 2
+    assert first_missing_block([full, slab(1, 2, 3)], mixed_layout(), 66, 0, 5) is None
+    assert first_missing_block([slab(0, 1, 4), slab(1, 2, 3)], mixed_layout(), 66, 0, 5) == 0
+    assert first_missing_block([slab(0, 4, 1), slab(1, 4, 1)], mixed_layout(), 66, 4, 5) is None
+    assert prompt_bytes(mixed_layout(), 66) == (5 + 3) * 64

@@ -102,8 +102,9 @@ class _KvGroupKindEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_KvGroupKin
     DESCRIPTOR: descriptor.EnumDescriptor
     KV_GROUP_KIND_UNSPECIFIED: _KvGroupKind.ValueType  # 0
     KV_GROUP_KIND_FULL: _KvGroupKind.ValueType  # 1
-    """the only one built; the others are refused by name"""
+    """all blocks of a prompt are handed over"""
     KV_GROUP_KIND_WINDOW: _KvGroupKind.ValueType  # 2
+    """those that the token behind the prompt sees; what follows is not built, refused by name"""
     KV_GROUP_KIND_LATENT: _KvGroupKind.ValueType  # 3
     KV_GROUP_KIND_STATE: _KvGroupKind.ValueType  # 4
     KV_GROUP_KIND_CROSS: _KvGroupKind.ValueType  # 5
@@ -115,8 +116,9 @@ class KvGroupKind(_KvGroupKind, metaclass=_KvGroupKindEnumTypeWrapper):
 
 KV_GROUP_KIND_UNSPECIFIED: KvGroupKind.ValueType  # 0
 KV_GROUP_KIND_FULL: KvGroupKind.ValueType  # 1
-"""the only one built; the others are refused by name"""
+"""all blocks of a prompt are handed over"""
 KV_GROUP_KIND_WINDOW: KvGroupKind.ValueType  # 2
+"""those that the token behind the prompt sees; what follows is not built, refused by name"""
 KV_GROUP_KIND_LATENT: KvGroupKind.ValueType  # 3
 KV_GROUP_KIND_STATE: KvGroupKind.ValueType  # 4
 KV_GROUP_KIND_CROSS: KvGroupKind.ValueType  # 5

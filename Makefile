@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test simulate chaos determinism check services peers format protos clean
+.PHONY: help run test simulate chaos determinism schemathesis check services peers format protos clean
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 	@$(BIN)/tandem up $(ARGS)
@@ -26,6 +26,9 @@ chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes
 determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" for a certain run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.engine.determinism $(ARGS)
 
+schemathesis: $(VENV)/.dev ## send 5,000 requests made from the OpenAPI document (ARGS="--cases 300 --seed 7")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.faces.generated_requests $(ARGS)
+
 check: $(VENV)/.dev ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,7 +37,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, protos
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python protos/compile.py --check
 
-services: ## install what some tests need: a C compiler (apt), workerd (npm)
+services: ## install what some tests need: a C compiler (apt), workerd and other clients (npm)
 	@infra/services.sh
 
 peers: ## install the engines that benchmarks measure ours beside (ARGS="openvino" for one of them)
@@ -48,7 +51,7 @@ protos: $(VENV)/.dev ## generate Python from the .proto files
 	$(BIN)/python protos/compile.py
 
 clean: ## remove what was built
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/worker/node_modules
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/worker/node_modules tests/clients/node_modules
 
 # Two marks, so that a newcomer's `make run` does not wait for test tools.
 

@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect
 from control_plane.completion import TextService
 from control_plane.faces import binding, openai, operations, workers_ai
 from control_plane.faces.errors import on_client_left, on_http_exception, on_tandem_error
+from control_plane.faces.openapi import routes as openapi
+from control_plane.faces.remote_proxy import RemoteProxy
 from control_plane.faces.request_context import RequestContext
 from control_plane.faces.services import FleetView, HttpSettings, Readiness, Services
 from control_plane.generation import ModelCatalog
@@ -33,8 +35,9 @@ def create_app(
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
             *workers_ai.routes(),
             *binding.routes(),
+            *openapi.routes(),
         ],
-        middleware=[Middleware(RequestContext)],
+        middleware=[Middleware(RequestContext), Middleware(RemoteProxy)],
         exception_handlers={
             TandemError: on_tandem_error,
             HTTPException: on_http_exception,

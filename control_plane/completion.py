@@ -19,11 +19,13 @@ from control_plane.generation import (
     ModelCatalog,
     ModelDescription,
     TokenDelta,
+    TokenRequest,
     TokenStream,
     Usage,
 )
+from control_plane.prompt_logprobs import prompt_logprobs
 from control_plane.public_prefixes import PublicPrefixes
-from control_plane.text.choice import ChoiceText, TextDelta
+from control_plane.text.choice import ChoiceText, TextDelta, TextLogprobs
 from control_plane.text.request import (
     ChatRequest,
     CompletionRequest,
@@ -80,8 +82,17 @@ class TextService:
         except BaseException as error:
             record.failed(error)
             raise
-        prompt = Prompt(request, model, tokenizer, tuple(token_ids))
+        prompt = Prompt(request, model, tokenizer, token_only)
         return TextStream(tokens, prompt, record, deadline, timeout_seconds)
+
+    async def prompt_logprobs(self, prompt: Prompt, num_logprobs: int) -> tuple[TextLogprobs, ...]:
+        """Return those of every token of a prompt but the first; raises TandemError."""
+        timeout_seconds = prompt.request.caller.timeout_seconds or self._default_timeout_seconds
+        async with _until(prompt.token_request.deadline, timeout_seconds):
+            found = await prompt_logprobs(self._dispatcher, prompt.token_request, num_logprobs)
+        text = ChoiceText(prompt.tokenizer)
+        text.push(TokenDelta(0, prompt.token_ids[:1]))
+        return text.push(TokenDelta(0, prompt.token_ids[1:], tuple(found), "length")).logprobs
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,11 @@ class Prompt:
     request: CompletionRequest | ChatRequest
     model: ModelDescription
     tokenizer: TextTokenizer
-    token_ids: tuple[int, ...]
+    token_request: TokenRequest
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.token_request.token_ids
 
     @property
     def text(self) -> str:

@@ -149,6 +149,7 @@ class Gateway:
             app,
             loop="asyncio",
             http="httptools",
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,

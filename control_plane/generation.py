@@ -14,6 +14,7 @@ from control_plane.cache_policy import EVERYTHING, CachePolicy
 from engine.scheduling.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
+WireFormat = Literal["native", "openai"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class Usage:
 
     def __post_init__(self) -> None:
         assert self.num_prompt_tokens == self.num_computed_tokens + self.num_cached_tokens, "prompt = computed + cached"
+
+    def __sub__(self, earlier: Usage) -> Usage:
+        """Return what came since `earlier`, of the same request."""
+        return Usage(
+            self.num_prompt_tokens - earlier.num_prompt_tokens,
+            self.num_computed_tokens - earlier.num_computed_tokens,
+            self.num_cached_tokens - earlier.num_cached_tokens,
+            self.num_completion_tokens - earlier.num_completion_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,8 @@ class ModelDescription:
     tokenizer_json: bytes = field(repr=False)
     tokenizer_config: Mapping[str, Any] = field(repr=False)
     """Special tokens by name (bos_token, eos_token), for templates."""
+    wire_format: WireFormat = "native"
+    """How `AI.run` and /ai/run answer: Workers AI's older models natively, its newer ones as OpenAI does."""
 
 
 class ModelCatalog(Protocol):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what some tests need and pip does not bring: a C compiler (stub NVML), workerd (the example Worker).
+# Installs what some tests need and pip does not bring: a C compiler (stub NVML), workerd (the example Worker), and the
+# clients that Node.js programs have already (tests/clients).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,3 +19,4 @@ if ! command -v npm >/dev/null; then
 fi
 # Not `npm ci`: it insists on the workerd binaries of every platform, and a registry mirror may hold only ours.
 npm install --prefix examples/worker --no-save --no-audit --no-fund --loglevel error
+npm install --prefix tests/clients --no-save --no-audit --no-fund --loglevel error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from control_plane.faces.openai_objects import UsageObject
 from control_plane.generation import FinishReason, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs
 
@@ -48,7 +49,7 @@ async def collect(answer: Answer) -> list[WholeChoice]:
     return choices
 
 
-def usage_json(usage: Usage) -> dict[str, Any]:
+def usage_json(usage: Usage) -> UsageObject:
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,

@@ -6,55 +6,59 @@ cloudflare/workerd `src/cloudflare/internal/ai-api.ts`.
 
 from __future__ import annotations
 
-from contextlib import aclosing
-from typing import Any
+from http import HTTPStatus
 
-import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from control_plane.faces import model_search
 from control_plane.faces.body import read_json_object
-from control_plane.faces.streaming import EventStream, while_connected
-from control_plane.faces.workers_ai import start
-from control_plane.faces.workers_ai_answers import frames, whole_result
+from control_plane.faces.errors import HeaderMissing
+from control_plane.faces.run_options import options_of
+from control_plane.faces.workers_ai import answer
 from control_plane.faces.workers_ai_schema import checked
 from runtime.errors import InvalidRequest, Unsupported
 
-_MODEL_HEADER = "cf-consn-model-id"
+MODEL_HEADER = "cf-consn-model-id"
 
 
 def routes() -> list[Route]:
     return [
         Route("/run", run, methods=["POST"]),
+        Route("/run", run_on_websocket, methods=["GET"]),
         Route("/ai-gateway/run", run, methods=["POST"]),
         Route("/ai-api/models/search", model_search.search, methods=["GET"]),
     ]
 
 
 async def run(request: Request) -> Response:
-    """Answer `AI.run`: the bare result, or the native stream."""
-    model = request.headers.get(_MODEL_HEADER)
+    """Answer `AI.run`: the bare result, or a stream."""
+    if "userInputs" in request.query_params:
+        raise Unsupported(
+            "a stream as an input (audio, images, forms) is not supported here: the models are of text; "
+            'send inputs such as {"prompt": "..."}',
+            field="inputs",
+        )
+    model = request.headers.get(MODEL_HEADER)
     if not model:
-        raise InvalidRequest(f"the header {_MODEL_HEADER} is missing; it names the model", field=_MODEL_HEADER)
+        raise HeaderMissing(f"the header {MODEL_HEADER} is missing; it names the model", field=MODEL_HEADER)
     call = await read_json_object(request)
-    options = _options(call)
-    body = checked(call.get("inputs"))
-    stream = await start(request, model, body, options)
-    if body.stream:
-        return EventStream(request, frames(stream), stream.aclose)
-    async with aclosing(stream):
-        result = await while_connected(request, whole_result(stream))
-    # Exactly this type: with a charset, workerd gives the Worker a stream of bytes instead of an object.
-    return Response(msgspec.json.encode(result), media_type="application/json")
+    unknown = sorted(set(call) - {"inputs", "options"})
+    if unknown:
+        raise InvalidRequest(
+            f"{unknown[0]} is not a field of this request, which has inputs and options; move it into inputs",
+            field=unknown[0],
+        )
+    options, body = options_of(call.get("options")), checked(call.get("inputs"))
+    return await answer(request, model, body, options, in_envelope=False)
 
 
-def _options(call: dict[str, Any]) -> dict[str, Any]:
-    options = call.get("options") or {}
-    if not isinstance(options, dict):
-        raise InvalidRequest("options must be an object", field="options")
-    for name in ("queueRequest", "websocket"):
-        if options.get(name):
-            raise Unsupported(f"the option {name} is not supported here; leave it out", field=f"options.{name}")
-    return options
+async def run_on_websocket(request: Request) -> Response:
+    """Refuse `AI.run` with the option `websocket`, which comes as an upgrade."""
+    if request.headers.get("upgrade", "").lower() != "websocket":
+        raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
+    raise Unsupported(
+        "options.websocket is not supported here (a WebSocket as the answer); leave it out", field="options.websocket"
+    )

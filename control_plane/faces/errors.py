@@ -2,7 +2,8 @@
 
 path                     body
 /client/v4/...           {result, success, errors: [{code, message}], messages}        Cloudflare's envelope
-/run, /ai-gateway/...    {internalCode, name, message, description}                    what workerd's binding reads
+/ai-api/... and others   the same                                                      the binding's calls that read it
+/run, /ai-gateway/run    {internalCode, name, message, description}                    what `env.AI.run` reads
 anything else            {error: {message, type, param, code}}                         OpenAI
 """
 
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.faces.services import request_id_of
-from runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError
+from runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -35,6 +36,14 @@ class BodyMissing(InvalidRequest):
     """HTTP only: there is no body."""
 
 
+class HeaderMissing(InvalidRequest):
+    """HTTP only: a header that says what is asked for is not there."""
+
+
+class NoLora(Unsupported):
+    """HTTP only: Workers AI has a status of its own for it."""
+
+
 class NoSuchRoute(InvalidRequest):
     """HTTP only: no endpoint has this path."""
 
@@ -49,6 +58,8 @@ _BUSY_TEXT = "Capacity temporarily exceeded, please try again."
 _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     BodyTooLarge: (413, 3006),
     BodyMissing: (400, 3003),
+    HeaderMissing: (400, 3003),
+    NoLora: (405, 5005),
     NoSuchRoute: (404, 7003),
     MethodNotAllowed: (405, 7001),
 }
@@ -84,18 +95,27 @@ _OPENAI: dict[pb.ErrorCode.ValueType, tuple[str, str | None]] = {
 }
 
 
+_ENVELOPED = (
+    "/client/v4/",
+    "/ai-api/",
+    "/to-everything/",
+    "/autorag/",
+    "/ai-gateway/gateways/",
+    "/ai-gateway/universal/",
+)
+"""Of the binding's calls all but `run` read errors[0].message and nothing else."""
+
+
 def face_of(path: str) -> Face:
-    if path.startswith("/client/v4/"):
+    if path.startswith(_ENVELOPED):
         return "cloudflare"
-    return "binding" if path == "/run" or path.startswith(("/ai-gateway/", "/ai-api/")) else "openai"
+    return "binding" if path == "/run" or path.startswith("/ai-gateway/") else "openai"
 
 
 def error_response(request: Request, error: TandemError) -> Response:
     """Return `error` in the shape of the face that the request came to."""
     face = face_of(request.url.path)
     body = error_body(face, error, request_id_of(request))
-    if request.url.path.startswith("/ai-api/"):  # workerd reads errors[0].message here and nothing else
-        body = error_body("cloudflare", error, request_id_of(request))
     return JSONResponse(body, status_code=_status(face, error), headers=_retry_headers(face, error))
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from control_plane.cache_policy import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.faces.body import Body, refuse_extras
+from control_plane.faces.run_options import RunOptions
 from control_plane.text.request import GenerationOptions
 from runtime.errors import Unsupported
 
 MAX_CHOICES = 128
-_MAX_STOP_STRINGS = 16
+_MAX_STOP_STRINGS = 4
 _MAX_SALT_CHARACTERS = 256
 
 HARMLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "parallel_tool_calls", "verbosity", "tool_choice", "session_id", "tags", "return_token_ids",
+        "parallel_tool_calls", "tool_choice", "session_id", "tags",
     }
 )  # fmt: skip
 """Fields that change nothing about the answer, or nothing without others that are refused."""
@@ -26,10 +27,11 @@ HARMLESS = frozenset(
 UNSUPPORTED = frozenset(
     {
         "tools", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options", "suffix",
-        "logit_processors", "logits_processors", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "structured_outputs", "reasoning_effort", "reasoning", "chat_template", "chat_template_kwargs", "lora", "image",
-        "images", "input", "requests", "request_id", "use_beam_search", "prompt_logprobs", "continue_final_message",
-        "thinking", "conversation", "background", "top_a", "bad_words", "mm_processor_kwargs",
+        "moderation", "logit_processors", "logits_processors", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "structured_outputs", "reasoning_effort", "reasoning", "chat_template", "image", "images",
+        "chat_template_kwargs", "lora", "input", "requests", "request_id", "use_beam_search", "prompt_logprobs",
+        "continue_final_message", "thinking", "conversation", "background", "top_a", "bad_words",
+        "mm_processor_kwargs", "return_token_ids", "verbosity",
     }
 )  # fmt: skip
 """Fields that are known elsewhere and would change the answer."""
@@ -56,41 +58,70 @@ def _cache_mode(value: Any) -> Any:
     return value
 
 
-StopStrings = Annotated[list[str], BeforeValidator(_stop_strings)]
+_StopString = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[
+    list[str],
+    BeforeValidator(
+        _stop_strings,
+        json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=_MAX_STOP_STRINGS)] | None,
+    ),
+]
+_CacheSalt = Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    """One more chunk, with the usage, before [DONE]."""
     include_obfuscation: bool | None = None
+    """Taken, and changes nothing."""
 
 
 class ResponseFormat(Body):
-    type: str
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text"]})]
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"json_schema"})
 
 
 class TextBody(Body):
     """What the OpenAI and the Workers AI bodies have in common; null is "not said" everywhere."""
 
+    harmless: ClassVar[frozenset[str]] = HARMLESS
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+
     stream: bool | None = None
+    """Server-sent events instead of one answer."""
     stream_options: StreamOptions | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw from the likeliest tokens that together have this probability."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw only tokens that are this likely, measured at the likeliest."""
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Above 1, tokens of prompt and answer become less likely."""
     frequency_penalty: Penalty | None = None
+    """Above 0, tokens become less likely each time they occur in the answer."""
     presence_penalty: Penalty | None = None
+    """Above 0, tokens that occur in the answer become less likely."""
     stop: StopStrings = Field(default_factory=list)
+    """The answer ends before the first of these."""
     stop_token_ids: list[TokenId] | None = None
+    """The answer ends before the first of these tokens."""
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The model's own end does not end the answer."""
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """The answer cannot end by itself before it has as many tokens."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    cache_salt: Annotated[str, BeforeValidator(_cache_salt)] | None = None
-    """vLLM's. This and the next two are ours: none of them changes the answer."""
-    prompt_cache: Annotated[CacheMode, BeforeValidator(_cache_mode)] | None = None
+    """How many answers."""
+    cache_salt: Annotated[str, BeforeValidator(_cache_salt, json_schema_input_type=_CacheSalt)] | None = None
+    """Only requests of the account with the same salt share the prompt's cache. The answer stays the same."""
+    prompt_cache: Annotated[CacheMode, BeforeValidator(_cache_mode, json_schema_input_type=CacheMode)] | None = None
+    """`read` leaves nothing in the prompt caches, `write` takes nothing from them, `off` neither."""
     prompt_cache_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Only so many leading tokens of the prompt are taken from caches or left there."""
     response_format: ResponseFormat | None = None
-    options: dict[str, Any] | None = None
+    options: RunOptions | None = None
+    """Workers AI's run options."""
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -98,12 +129,14 @@ class TextBody(Body):
 
     def check_extras(self) -> None:
         """Refuse by name what would change the answer and is not built; raises InvalidRequest."""
-        refuse_extras(self, unsupported=UNSUPPORTED, harmless=HARMLESS)
+        if self.options is not None:
+            self.options.check()
         if self.response_format is not None and self.response_format.type != "text":
             raise Unsupported(
                 f"response_format {self.response_format.type!r} is not supported here; leave it out or send 'text'",
                 field="response_format",
             )
+        refuse_extras(self)
 
     def shared_options(self) -> GenerationOptions:
         return GenerationOptions(
@@ -120,33 +153,3 @@ class TextBody(Body):
             cache=CachePolicy.of(self.prompt_cache or "on", self.prompt_cache_tokens),
             cache_salt=self.cache_salt or "",
         )
-
-
-def _text_of_parts(value: Any) -> Any:
-    """Join a list of text parts; any other part is refused by name."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type", "without a type") if isinstance(part, dict) else "that is no object"
-            raise ValueError(f"has a part {kind}; only {{type: 'text', text: '...'}} parts are supported")
-    return "\n".join(part["text"] for part in value)
-
-
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_text_of_parts)] = None
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return what templates read; few know the role `developer`, which is a newer word for `system`."""
-        named = {"name": self.name} if self.name else {}
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content or "", **named}
-
-
-def messages_for_template(messages: list[Message]) -> tuple[dict[str, str], ...]:
-    """Return the messages as templates read them; raises InvalidRequest naming a field that is not built."""
-    for index, message in enumerate(messages):
-        unsupported = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content")
-        refuse_extras(message, unsupported=unsupported, harmless=("annotations",), at=f"messages[{index}].")
-    return tuple(message.for_template() for message in messages)

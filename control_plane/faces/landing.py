@@ -33,7 +33,8 @@ _PAGE = """<!doctype html>
      Workers AI's REST and OpenAI's API. {serving}</p>
   <pre>curl -N {url}/client/v4/accounts/default/ai/run/{model} \\
   -d '{{"prompt": "What is a KV cache?", "stream": true}}'</pre>
-  <nav><a href="/v1/models">models</a><a href="/v1/workers">workers</a><a href="/readyz">readiness</a></nav>
+  <nav><a href="/docs">reference</a><a href="/v1/models">models</a><a href="/v1/workers">workers</a>
+    <a href="/readyz">readiness</a></nav>
   <table>
     <tr><td><code>POST /client/v4/accounts/&#123;account&#125;/ai/run/&#123;model&#125;</code></td>
       <td>Workers AI's REST</td></tr>

@@ -1,7 +1,8 @@
-"""How do Cloudflare's clients find the models that are served?"""
+"""How do Cloudflare's clients find the models that are served, their tasks and their authors?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -10,57 +11,101 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.faces.services import services_of
+from control_plane.faces.workers_ai_objects import FoundModel, Task
 from control_plane.generation import ModelDescription
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, Unsupported
 
-_TASK = {
+TEXT_GENERATION: Task = {
     "id": "c329a1f9-323d-4e91-b2aa-582dd4188d34",
     "name": "Text Generation",
     "description": "Family of generative text models, such as large language models (LLM), that can be adapted for a "
     "variety of natural language tasks.",
 }
-_MAX_PER_PAGE = 1000
+MAX_PER_PAGE = 1000
+MAX_PAGE = 10**9
+_SOURCE = 1
+_PAGING = {"page", "per_page"}
+_FLAGS = {"hide_experimental", "include_deprecated"}
+"""No model here is either."""
+_FILTERS = {"search", "author", "task", "source", "format"}
 
 
 async def search(request: Request) -> Response:
     """Answer a page of the models that fit; pages past the end are empty, which is what ends a client's paging."""
-    page = _number(request, "page", default=1, highest=10**9)
-    per_page = _number(request, "per_page", default=50, highest=_MAX_PER_PAGE)
-    found = [model for model in services_of(request).catalog.list() if _fits(model, request)]
-    shown = found[(page - 1) * per_page : page * per_page]
-    return JSONResponse(
-        {
-            "result": [_model_json(model) for model in shown],
-            "success": True,
-            "errors": [],
-            "messages": [],
-            "result_info": {"page": page, "per_page": per_page, "count": len(shown), "total_count": len(found)},
-        }
+    _check_names(request, _PAGING | _FLAGS | _FILTERS)
+    for name in _FLAGS:
+        if request.query_params.get(name, "").lower() not in ("", "true", "false"):
+            raise InvalidRequest(f"{name} is {request.query_params[name]!r}, must be true or false", field=name)
+    if request.query_params.get("format"):
+        raise Unsupported(
+            "format is not supported here: models come in Cloudflare's form; leave it out", field="format"
+        )
+    if request.query_params.get("source"):
+        _number(request, "source", default=_SOURCE, highest=MAX_PAGE)
+    return _page(
+        request, [_model_json(model) for model in services_of(request).catalog.list() if _fits(model, request)]
     )
 
 
+async def tasks(request: Request) -> Response:
+    _check_names(request, _PAGING)
+    return _page(request, [TEXT_GENERATION])
+
+
+async def authors(request: Request) -> Response:
+    """Answer who made the models, as far as their names say."""
+    _check_names(request, _PAGING)
+    found = sorted({author_of(model.model_id) for model in services_of(request).catalog.list()} - {""})
+    return _page(request, [{"name": author} for author in found])
+
+
+def author_of(model_id: str) -> str:
+    """Return "meta" of "@cf/meta/llama-3.1-8b-instruct", "tandem" of "@tandem/demo", "" of a name without an author."""
+    before, slash, _ = model_id.removeprefix("@cf/").rpartition("/")
+    return before.split("/")[0].removeprefix("@") if slash else ""
+
+
+def _page(request: Request, found: Sequence[Any]) -> Response:
+    page = _number(request, "page", default=1, highest=MAX_PAGE)
+    per_page = _number(request, "per_page", default=50, highest=MAX_PER_PAGE)
+    shown = list(found[(page - 1) * per_page : page * per_page])
+    paging = {"page": page, "per_page": per_page, "count": len(shown), "total_count": len(found)}
+    return JSONResponse({"result": shown, "success": True, "errors": [], "messages": [], "result_info": paging})
+
+
+def _check_names(request: Request, known: set[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise InvalidRequest(f"{name} is no parameter here; there are {', '.join(sorted(known))}", field=name)
+
+
 def _fits(model: ModelDescription, request: Request) -> bool:
-    wanted, task = request.query_params.get("search", ""), request.query_params.get("task", "")
+    query = {name: text.lower() for name, text in request.query_params.items()}
     names = (model.model_id, *model.aliases)
-    return any(wanted.lower() in name.lower() for name in names) and task.lower() in ("", _TASK["name"].lower())
+    return (
+        any(query.get("search", "") in name.lower() for name in names)
+        and query.get("author", "") in ("", author_of(model.model_id).lower())
+        and query.get("task", "") in ("", TEXT_GENERATION["name"].lower(), TEXT_GENERATION["id"])
+        and query.get("source", "") in ("", str(_SOURCE))
+    )
 
 
 def _number(request: Request, name: str, *, default: int, highest: int) -> int:
     text = request.query_params.get(name) or str(default)
-    if not text.isdecimal() or not 1 <= int(text) <= highest:
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or not 1 <= int(text) <= highest:
         raise InvalidRequest(f"{name} is {text!r}, must be a number from 1 to {highest:,}", field=name)
     return int(text)
 
 
-def _model_json(model: ModelDescription) -> dict[str, Any]:
+def _model_json(model: ModelDescription) -> FoundModel:
     created = datetime.fromtimestamp(model.created_unix_seconds, UTC)
     properties = [("context_window", str(model.context_length)), ("architecture", model.architecture)]
     return {
         "id": str(uuid5(NAMESPACE_URL, model.model_id)),
-        "source": 1,
+        "source": _SOURCE,
         "name": model.model_id,
         "description": f"{model.architecture} with {model.num_parameters:,} parameters",
-        "task": _TASK,
+        "task": TEXT_GENERATION,
         "tags": [],
         "properties": [{"property_id": name, "value": value} for name, value in properties],
         "created_at": created.strftime("%Y-%m-%d %H:%M:%S.000"),

@@ -5,7 +5,7 @@ The same endpoints stand under /v1 and, for users of Cloudflare's URLs, under /c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,16 @@ from starlette.routing import Route
 from control_plane.completion import TextStream
 from control_plane.faces.answers import Answer, collect
 from control_plane.faces.body import check, read_json_object
-from control_plane.faces.fields import messages_for_template
-from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
+from control_plane.faces.chat_messages import messages_for_template
+from control_plane.faces.openai_answers import ChatShape, CompletionShape, Echo, OpenAIShape
+from control_plane.faces.openai_objects import ModelObject
 from control_plane.faces.openai_schema import ChatBody, CompletionBody, OpenAIBody
-from control_plane.faces.services import caller_of, request_id_of, services_of
+from control_plane.faces.run_options import caller_with
+from control_plane.faces.services import request_id_of, services_of
 from control_plane.faces.side_by_side import SideBySide, start_all
 from control_plane.faces.streaming import DONE, EventStream, while_connected
 from control_plane.generation import ModelDescription
+from control_plane.prompt_logprobs import check_scored
 from control_plane.text.request import ChatRequest, CompletionRequest
 from runtime.errors import InvalidRequest
 
@@ -45,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
     body = check(ChatBody, await read_json_object(request))
     body.check_extras()
     chat = ChatRequest(
-        body.model, messages_for_template(body.messages), caller_of(request, body.options), body.generation_options()
+        body.model, messages_for_template(body.messages), caller_with(request, body.options), body.generation_options()
     )
     stream = await while_connected(request, services_of(request).text.start(chat), discard=TextStream.aclose)
     shape = ChatShape(request_id_of(request), body.model, stream.model, with_usage_chunk=body.wants_usage_chunk)
@@ -56,13 +59,13 @@ async def completions(request: Request) -> Response:
     body = check(CompletionBody, await read_json_object(request))
     body.check_extras()
     answer = await while_connected(request, _start(request, body), discard=SideBySide.aclose)
-    shape = CompletionShape(
-        request_id_of(request),
-        body.model,
-        answer.model,
-        with_usage_chunk=body.wants_usage_chunk,
-        echoes=_echoes(answer.streams) if body.echo else (),
-    )
+    try:
+        echoes = await while_connected(request, _echoes(request, body, answer)) if body.echo else []
+    except BaseException:
+        await answer.aclose()
+        raise
+    usage = body.wants_usage_chunk
+    shape = CompletionShape(request_id_of(request), body.model, answer.model, with_usage_chunk=usage, echoes=echoes)
     return await _respond(request, body, answer, shape)
 
 
@@ -83,7 +86,7 @@ async def _start(request: Request, body: CompletionBody) -> SideBySide:
             "send several requests",
             field="prompt",
         )
-    caller, options = caller_of(request, body.options), body.generation_options()
+    caller, options = caller_with(request, body.options), body.generation_options()
     text = services_of(request).text
     callers = [caller, *(replace(caller, request_id=f"{caller.request_id}-{i}") for i in range(1, len(body.prompt)))]
     requests = [
@@ -115,12 +118,22 @@ def _frame(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-def _echoes(streams: Sequence[TextStream]) -> list[str]:
+async def _echoes(request: Request, body: CompletionBody, answer: SideBySide) -> list[Echo]:
     """Return, for every choice, the prompt it continues; prompts of token ids are decoded."""
-    return [text for stream in streams for text in [stream.prompt.text] * stream.num_choices]
+    if body.logprobs is not None:
+        check_scored(sum(len(stream.prompt.token_ids) for stream in answer.streams))
+    found = []
+    for stream in answer.streams:
+        echo = Echo(stream.prompt.text)
+        if body.logprobs is not None:
+            first = stream.prompt.tokenizer.token_bytes(stream.prompt.token_ids[0]).decode(errors="replace")
+            scored = await services_of(request).text.prompt_logprobs(stream.prompt, body.logprobs)
+            echo = replace(echo, first_token=first, logprobs=scored)
+        found += [echo] * stream.num_choices
+    return found
 
 
-def _model_json(model: ModelDescription) -> dict[str, Any]:
+def _model_json(model: ModelDescription) -> ModelObject:
     return {
         "id": model.model_id,
         "object": "model",

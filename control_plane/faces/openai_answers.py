@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from control_plane.faces.answers import WholeChoice, usage_json
+from control_plane.faces.openai_objects import CompletionLogprobs
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
 
@@ -83,6 +85,16 @@ class ChatShape(_Shape):
             yield self._chunk(_chat_choice(index, {}, finish_reason=delta.finish_reason))
 
 
+@dataclass(frozen=True)
+class Echo:
+    """What a choice's text begins with: its prompt, and the log probabilities of the prompt's tokens if asked for."""
+
+    text: str = ""
+    first_token: str = ""
+    logprobs: tuple[TextLogprobs, ...] | None = None
+    """Of every token but the first, which follows nothing."""
+
+
 class CompletionShape(_Shape):
     """`text_completion` objects; with `echoes`, each choice's text begins with its prompt."""
 
@@ -96,27 +108,33 @@ class CompletionShape(_Shape):
         model: ModelDescription,
         *,
         with_usage_chunk: bool,
-        echoes: Sequence[str] = (),
+        echoes: Sequence[Echo] = (),
     ) -> None:
         super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
         self._echoes = dict(enumerate(echoes))
+        self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
         rendered = [
-            _completion_choice(
-                index,
-                self._echoes.get(index, "") + choice.text,
-                logprobs=choice.logprobs,
-                finish_reason=choice.finish_reason,
-            )
+            self._choice(index, choice.text, choice.logprobs, choice.finish_reason)
             for index, choice in enumerate(choices)
         ]
         return {**self._base, "object": "text_completion", "choices": rendered, "usage": usage_json(usage)}
 
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        index = delta.choice_index
-        text = self._echoes.pop(index, "") + delta.text
-        yield self._chunk(_completion_choice(index, text, logprobs=delta.logprobs, finish_reason=delta.finish_reason))
+        yield self._chunk(self._choice(delta.choice_index, delta.text, delta.logprobs, delta.finish_reason))
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TextLogprobs], finish_reason: str | None
+    ) -> dict[str, Any]:
+        """Return a choice, or a part of it; the first part begins with the echo."""
+        echo = self._echoes.get(index, Echo())
+        logprobs = _completion_logprobs(entries, len(echo.text))
+        if index not in self._begun:
+            self._begun.add(index)
+            text = echo.text + text
+            logprobs = _echoed(echo, logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def system_fingerprint(model: ModelDescription) -> str:
@@ -129,17 +147,6 @@ def _chat_choice(
     index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _completion_choice(
-    index: int, text: str, *, logprobs: Sequence[TextLogprobs], finish_reason: str | None
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": _completion_logprobs(logprobs),
-        "finish_reason": finish_reason,
-    }
 
 
 def _chat_logprobs(entries: Sequence[TextLogprobs]) -> dict[str, Any] | None:
@@ -155,15 +162,34 @@ def _chat_token(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
 
 
-def _completion_logprobs(entries: Sequence[TextLogprobs]) -> dict[str, Any] | None:
-    """Return OpenAI's older shape: four lists side by side."""
+def _completion_logprobs(entries: Sequence[TextLogprobs], num_before: int) -> CompletionLogprobs | None:
+    """Return OpenAI's older shape: four lists side by side; so many characters stand before the entries' text."""
     if not entries:
         return None
     return {
         "tokens": [entry.chosen.text for entry in entries],
         "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
         "top_logprobs": [{token.text: _finite(token.logprob) for token in entry.top} or None for entry in entries],
-        "text_offset": [entry.text_offset for entry in entries],
+        "text_offset": [num_before + entry.text_offset for entry in entries],
+    }
+
+
+def _echoed(echo: Echo, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """Return the lists of the prompt's tokens with those of the answer behind them."""
+    if echo.logprobs is None:
+        return answer
+    first: CompletionLogprobs = {
+        "tokens": [echo.first_token],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    parts = [part for part in (first, _completion_logprobs(echo.logprobs, 0), answer) if part is not None]
+    return {
+        "tokens": [each for part in parts for each in part["tokens"]],
+        "token_logprobs": [each for part in parts for each in part["token_logprobs"]],
+        "top_logprobs": [each for part in parts for each in part["top_logprobs"]],
+        "text_offset": [each for part in parts for each in part["text_offset"]],
     }
 
 

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from control_plane.faces.fields import Message, TextBody, TokenId
+from control_plane.faces.chat_messages import Message
+from control_plane.faces.fields import TextBody, TokenId
 from control_plane.text.request import GenerationOptions
 from engine.scheduling.sampling_params import MAX_LOGPROBS
 from runtime.errors import Unsupported
 
 Prompt = str | tuple[int, ...]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _logit_bias(value: Any) -> Any:
@@ -36,15 +38,26 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Prompts = Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+
+
 class OpenAIBody(TextBody):
     model: str
+    """Its name or alias."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """1 if neither the request nor the model says; 0: always the likeliest token."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Of the answer; what the context leaves if absent."""
     seed: int | None = None
+    """The same request with the same seed has the same answer."""
     logit_bias: Annotated[
-        dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_logit_bias)
+        dict[TokenId, Bias] | None, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, Bias] | None)
     ] = None
+    """What is added to the logits of these token ids."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Draw from so many of the likeliest tokens; 0 or -1: from all."""
 
     def generation_options(self) -> GenerationOptions:
         return replace(
@@ -58,10 +71,13 @@ class OpenAIBody(TextBody):
 
 
 class ChatBody(OpenAIBody):
-    messages: list[Message]
+    messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """max_tokens by its newer name; goes before it."""
     logprobs: bool | None = None
+    """The log probability of every token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And of as many alternatives; needs logprobs."""
 
     @model_validator(mode="after")
     def _logprobs_are_asked_for(self) -> ChatBody:
@@ -78,19 +94,21 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
+    """Texts, lists of token ids, or one of either."""
     echo: bool | None = None
+    """The answer begins with the prompt; with logprobs, so do they (up to 2,048 prompt tokens in a request)."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The log probability of every token, and of as many alternatives."""
     best_of: int | None = None
+    """Supported where it equals n."""
     raw: bool | None = None
-    """Ours: names of control tokens in the prompt are control tokens."""
+    """Names of control tokens in the prompt are control tokens. Ours."""
 
     def check_extras(self) -> None:
         super().check_extras()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Unsupported("best_of is only supported when it equals n; leave it out", field="best_of")
-        if self.echo and self.logprobs is not None:
-            raise Unsupported("echo with logprobs is not supported; leave one of them out", field="echo")
 
     def generation_options(self) -> GenerationOptions:
         return replace(super().generation_options(), num_logprobs=self.logprobs)

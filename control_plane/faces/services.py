@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -47,11 +46,10 @@ def request_id_of(request: Request) -> str:
     return cast(str, request.state.request_id)
 
 
-def caller_of(request: Request, options: Mapping[str, Any] | None = None) -> Caller:
-    """Return who calls; `options` is Cloudflare's object of that name, wherever the face carries it."""
+def caller_of(request: Request) -> Caller:
+    """Return who calls."""
     return Caller(
         request_id=request_id_of(request),
         account=request.path_params.get("account", "default"),
         session_affinity=request.headers.get("x-session-affinity", ""),
-        reject_if_busy=(options or {}).get("rejectIfBusy") is True,
     )

@@ -11,13 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from control_plane.completion import TextStream
-from control_plane.faces import model_search
+from control_plane.faces import model_schema, model_search
 from control_plane.faces.body import read_json_object
-from control_plane.faces.services import caller_of, services_of
+from control_plane.faces.run_options import RunOptions, caller_with, options_in_query
+from control_plane.faces.services import request_id_of, services_of
 from control_plane.faces.streaming import EventStream, while_connected
-from control_plane.faces.workers_ai_answers import frames, whole_result
+from control_plane.faces.workers_ai_answers import wire_of
 from control_plane.faces.workers_ai_schema import TextGenerationBody, checked
-from runtime.errors import InvalidRequest, Unsupported
+from runtime.errors import InvalidRequest
 
 _PREFIX = "/client/v4/accounts/{account}/ai"
 
@@ -27,6 +28,9 @@ def routes() -> list[Route]:
         Route(f"{_PREFIX}/run", run_named_in_body, methods=["POST"]),
         Route(f"{_PREFIX}/run/{{model:path}}", run, methods=["POST"]),
         Route(f"{_PREFIX}/models/search", model_search.search, methods=["GET"]),
+        Route(f"{_PREFIX}/models/schema", model_schema.schema, methods=["GET"]),
+        Route(f"{_PREFIX}/tasks/search", model_search.tasks, methods=["GET"]),
+        Route(f"{_PREFIX}/authors/search", model_search.authors, methods=["GET"]),
     ]
 
 
@@ -36,35 +40,42 @@ async def run(request: Request) -> Response:
 
 
 async def run_named_in_body(request: Request) -> Response:
-    """Run `{"model": ..., "input": {...}}`."""
+    """Run `{"model": ..., "input": {...}}`; options stand beside them or in the input."""
     body = await read_json_object(request)
     model = body.get("model")
     if not isinstance(model, str):
         raise InvalidRequest("model is missing; send it in the body or in the path", field="model")
+    unknown = sorted(set(body) - {"model", "input"})
+    if unknown:
+        raise InvalidRequest(
+            f"{unknown[0]} is not a field of this request, which has model and input; move it into input",
+            field=unknown[0],
+        )
     return await _run(request, model, body.get("input"))
 
 
 async def _run(request: Request, model: str, inputs: Any) -> Response:
-    if request.query_params.get("queueRequest") == "true":
-        raise Unsupported(
-            "queueRequest (asynchronous batches) is not supported here; leave it out", field="queueRequest"
-        )
-    body = checked(inputs)
-    stream = await start(request, model, body, body.options)
+    options = options_in_query(request.query_params)
+    return await answer(request, model, checked(inputs), options, in_envelope=True)
+
+
+async def answer(
+    request: Request, model: str, body: TextGenerationBody, options: RunOptions, *, in_envelope: bool
+) -> Response:
+    """Run a model and answer as it does, whole or streamed; the binding has no envelope around the result."""
+    stream = await while_connected(request, _start(request, model, body, options), discard=TextStream.aclose)
+    wire = wire_of(stream.model, body, request_id_of(request))
     if body.stream:
-        return EventStream(request, frames(stream), stream.aclose)
+        return EventStream(request, wire.frames(stream), stream.aclose)
     async with aclosing(stream):
-        result = await while_connected(request, whole_result(stream))
-    envelope = {"result": result, "success": True, "errors": [], "messages": []}
-    return Response(msgspec.json.encode(envelope), media_type="application/json")
+        result = await while_connected(request, wire.result(stream))
+    if in_envelope:
+        result = {"result": result, "success": True, "errors": [], "messages": []}
+    # Exactly this type: with a charset, workerd gives the Worker a stream of bytes instead of an object.
+    return Response(msgspec.json.encode(result), media_type="application/json")
 
 
-async def start(request: Request, model: str, body: TextGenerationBody, options: dict[str, Any] | None) -> TextStream:
-    """Start the generation that `body` asks for; the binding does the same."""
+async def _start(request: Request, model: str, body: TextGenerationBody, options: RunOptions) -> TextStream:
     services = services_of(request)
-
-    async def find_and_start() -> TextStream:
-        description = await services.catalog.get(model)
-        return await services.text.start(body.for_model(description, caller_of(request, options)))
-
-    return await while_connected(request, find_and_start(), discard=TextStream.aclose)
+    description = await services.catalog.get(model)
+    return await services.text.start(body.for_model(description, caller_with(request, body.options, options)))

@@ -1,38 +1,84 @@
-"""How does a native Workers AI answer look, whole and streamed?"""
+"""How do the answers of `AI.run` and /ai/run look, whole and streamed, in either wire format?"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from control_plane.faces.answers import Answer, collect, usage_json
+from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
 from control_plane.faces.streaming import DONE
+from control_plane.faces.workers_ai_objects import NativeEvent, NativeResult
+from control_plane.faces.workers_ai_schema import TextGenerationBody
+from control_plane.generation import ModelDescription, Usage
 
 _FILLER = "abcdefghijklmnopqrstuvwxyz0123456789"
+_NOTHING = Usage(0, 0, 0, 0)
 
 
-async def whole_result(answer: Answer) -> dict[str, Any]:
-    """Read `answer` to its end and return what `AI.run` resolves to."""
-    (choice,) = await collect(answer)
-    return {"response": choice.text, "tool_calls": [], "finish_reason": choice.finish_reason, **_usage(answer)}
+class Wire(Protocol):
+    """How one model's answers are written."""
+
+    async def result(self, answer: Answer) -> Any:
+        """Read `answer` to its end and return what `AI.run` resolves to."""
+
+    def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the events of the stream, [DONE] included."""
 
 
-async def frames(answer: Answer) -> AsyncIterator[bytes]:
-    """Yield the native stream: one event per piece of text, one with the usage, [DONE]."""
-    finish_reason = None
-    async for delta in answer:
-        finish_reason = delta.finish_reason or finish_reason
-        if delta.text:
-            yield _frame({"response": delta.text, "p": _filler()})
-    yield _frame({"response": "", "finish_reason": finish_reason, **_usage(answer)})
-    yield DONE
+def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
+    if model.wire_format == "native":
+        return NativeWire()
+    shape = CompletionShape if body.messages is None else ChatShape
+    return OpenAIWire(shape(request_id, model.model_id, model, with_usage_chunk=False))
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    return {"usage": usage_json(answer.usage)}
+class NativeWire:
+    """One event per piece of text, one with the usage."""
+
+    async def result(self, answer: Answer) -> NativeResult:
+        (choice,) = await collect(answer)
+        return {
+            "response": choice.text,
+            "tool_calls": [],
+            "finish_reason": choice.finish_reason,
+            "usage": usage_json(answer.usage),
+        }
+
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        finish_reason = None
+        async for delta in answer:
+            finish_reason = delta.finish_reason or finish_reason
+            if delta.text:
+                yield _frame(NativeEvent(response=delta.text, p=_filler()))
+        yield _frame(NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage)))
+        yield DONE
+
+
+class OpenAIWire:
+    """OpenAI's objects. Streamed, each chunk has the usage that came with it, and one native event has the sum.
+
+    So Workers AI's newer models answer, but not on /ai/v1: OpenAI's clients know no native event.
+    """
+
+    def __init__(self, shape: OpenAIShape) -> None:
+        self._shape = shape
+
+    async def result(self, answer: Answer) -> Any:
+        return self._shape.whole(await collect(answer), answer.usage)
+
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        told = _NOTHING
+        async for delta in answer:
+            for chunk in self._shape.chunks(delta):
+                fresh, told = answer.usage - told, answer.usage
+                yield _frame({**chunk, "p": _filler(), "usage": usage_json(fresh)})
+        yield _frame({**self._shape.usage_chunk(answer.usage - told), "p": _filler()})
+        yield _frame(NativeEvent(response="", usage=usage_json(answer.usage)))
+        yield DONE
 
 
 def _filler() -> str:
@@ -40,5 +86,5 @@ def _filler() -> str:
     return _FILLER[: 1 + secrets.randbelow(len(_FILLER))]
 
 
-def _frame(event: dict[str, Any]) -> bytes:
+def _frame(event: Any) -> bytes:
     return b"data: " + msgspec.json.encode(event) + b"\n\n"

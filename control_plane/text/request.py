@@ -114,6 +114,7 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
     defaults = model.generation_defaults
     top_p = _first(options.top_p, defaults.get("top_p"), 1.0)
     check_token_ids("logit_bias", tuple(options.logit_bias), model)
+    check_token_ids("stop_token_ids", options.stop_token_ids, model)
     try:
         return SamplingParams(
             max_tokens=_max_tokens(options, model, num_prompt_tokens),

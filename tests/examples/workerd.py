@@ -26,8 +26,8 @@ def require_workerd() -> None:
 
 
 @contextmanager
-def example_worker(gateway_address: str) -> Iterator[str]:
-    """Run examples/worker with its env.AI at `gateway_address` ("127.0.0.1:8642"); yields the Worker's URL.
+def example_worker(gateway_address: str, folder: Path = FOLDER) -> Iterator[str]:
+    """Run the Worker of `folder` with its env.AI at `gateway_address` ("127.0.0.1:8642"); yields the Worker's URL.
 
     workerd takes a free port and tells it through its control pipe once it listens.
     """
@@ -39,7 +39,7 @@ def example_worker(gateway_address: str) -> Iterator[str]:
         *("--socket-addr", "http=127.0.0.1:0"),
         f"--control-fd={write_end}",
     ]
-    with os.fdopen(read_end) as control, subprocess.Popen(command, cwd=FOLDER, pass_fds=[write_end]) as process:
+    with os.fdopen(read_end) as control, subprocess.Popen(command, cwd=folder, pass_fds=[write_end]) as process:
         os.close(write_end)
         try:
             yield f"http://127.0.0.1:{_port(control.readline())}"

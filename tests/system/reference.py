@@ -34,6 +34,14 @@ def clear_prompt(folder: Path, length: int, num_tokens: int, first_seed: int = 0
     raise AssertionError("unreachable")
 
 
+def prompt_logprobs(folder: Path, token_ids: Sequence[int]) -> list[float]:
+    """Return the log probability of every token but the first, after those before it."""
+    with torch.inference_mode():
+        logits = _model(folder)(torch.tensor([token_ids])).logits[0, :-1].double()  # [len - 1, vocab_size]
+    found = logits.log_softmax(dim=-1).gather(1, torch.tensor(token_ids[1:])[:, None])
+    return [float(logprob) for logprob in found[:, 0]]
+
+
 @cache
 def _model(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

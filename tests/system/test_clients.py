@@ -121,6 +121,33 @@ async def test_cloudflare_may_leave_half_way(demo_fleet: Fleet) -> None:
     await demo_fleet.pools_are_full()
 
 
+# LangChain, by way of langchain-cloudflare
+
+
+def langchain_model(fleet: Fleet, **changes: Any) -> Any:
+    chat = pytest.importorskip("langchain_cloudflare", reason="langchain-cloudflare is not installed (extra `dev`)")
+    where = {"account_id": "acc", "api_token": "unused", "base_url": f"{fleet.base_url}/client/v4"}
+    asked = {"model": MODEL, "max_tokens": 24, "temperature": 0.0, "max_retries": 0, **changes}
+    return chat.ChatCloudflareWorkersAI(**where, **asked)
+
+
+async def test_langchain_streams_what_it_answers_whole(demo_fleet: Fleet) -> None:
+    chat = langchain_model(demo_fleet, session_id="ses_1")
+    whole = await chat.ainvoke("What is a KV cache?")
+    chunks = [chunk async for chunk in chat.astream("What is a KV cache?")]
+    assert "".join(chunk.content for chunk in chunks) == whole.content != ""
+    assert whole.usage_metadata["output_tokens"] > 0
+    blocking = await run_in_thread(lambda: chat.invoke("What is a KV cache?"))
+    assert blocking.content == whole.content
+
+
+async def test_langchain_gets_the_errors(demo_fleet: Fleet) -> None:
+    for changes, code in (({"model": "@cf/none/such"}, 5007), ({"temperature": 9.0}, 5006)):
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            await langchain_model(demo_fleet, **changes).ainvoke("Hi")
+        assert caught.value.response.json()["errors"][0]["code"] == code
+
+
 # A Worker in stock workerd
 
 

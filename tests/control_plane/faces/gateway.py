@@ -54,7 +54,7 @@ async def serve(
     text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds)
     app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings())
     listener = socket.create_server(("127.0.0.1", 0))
-    server = await _started(uvicorn.Config(app, log_level="warning", lifespan="off"), listener)
+    server = await _started(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"), listener)
     url = "http://{}:{}".format(*listener.getsockname())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:

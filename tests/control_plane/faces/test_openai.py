@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from control_plane.generation import TokenRequest
+from runtime.errors import Overloaded
 from tests.control_plane.faces.gateway import Gateway, serve
 from tests.control_plane.faces.model import byte_level_tokenizer, ids_of
 from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
@@ -54,9 +56,11 @@ async def test_a_chat_becomes_the_templates_tokens() -> None:
             messages=[
                 {"role": "developer", "content": "Be brief."},
                 {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "tool", "content": "42", "tool_call_id": "call_1"},
             ],
         )
-    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n"
+    text += "<|im_start|>assistant\n"
     expected = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
     assert list(gateway.dispatcher.requests[0].token_ids) == expected
 
@@ -104,6 +108,53 @@ async def test_completions_echo_the_prompt_before_each_choice() -> None:
         ):
             parts[chunk.choices[0].index] += chunk.choices[0].text
     assert [choice.text for choice in whole.choices] == ["Once Hello ", "upon Hello "] == list(parts.values())
+
+
+def scores(request: TokenRequest) -> Script:
+    """Answer HELLO to a request, and what its bias wants to one that asks how likely a token of the prompt is."""
+    target = next(iter(request.sampling.logit_bias), None)
+    return Script(HELLO) if target is None else Script([target], finish_reason="length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_log_probabilities_of_the_prompts_tokens_before_those_of_the_answer(stream: bool) -> None:
+    dispatcher = ScriptedDispatcher()
+    dispatcher.choose = scores
+    ask: dict[str, Any] = {"model": "demo", "prompt": ["Once upon", [5, 6, 7]], "echo": True, "logprobs": 2, "n": 2}
+    async with serve(dispatcher) as gateway, sdk(gateway) as client:
+        chunks = [chunk async for chunk in await client.completions.create(**ask, stream=True)] if stream else []
+        answers = chunks or [await client.completions.create(**ask)]
+    parts: dict[int, list[Any]] = {}
+    for answer in answers:
+        for choice in answer.choices:
+            parts.setdefault(choice.index, []).append(choice)
+    assert set(parts) == {0, 1, 2, 3}
+    for index, ids in ((0, [0, *ids_of("Once upon")]), (2, [5, 6, 7])):
+        text = "".join(part.text for part in parts[index])
+        lists = [part.logprobs for part in parts[index] if part.logprobs is not None]
+        tokens = [token for each in lists for token in each.tokens]
+        offsets = [offset for each in lists for offset in each.text_offset]
+        logprobs = [logprob for each in lists for logprob in each.token_logprobs]
+        prompt = byte_level_tokenizer().decode(ids)
+        assert text == prompt + "Hello world, 你好 😀"
+        assert tokens[1 : len(ids)] == [byte_level_tokenizer().decode([token_id]) for token_id in ids[1:]]
+        assert (offsets[0], offsets[len(ids)]) == (0, len(prompt)) and offsets == sorted(offsets)
+        assert logprobs[0] is None and set(logprobs[1:]) == {-0.5}
+        assert len(tokens) == len(logprobs) == len(offsets) == len(ids) + len(HELLO) - 1
+    asked = [request for request in dispatcher.requests if request.sampling.logit_bias]
+    assert {request.token_ids for request in asked} >= {(5,), (5, 6)} and all(r.sampling.max_tokens == 1 for r in asked)
+    assert all(each.closed.is_set() for each in dispatcher.streams)
+
+
+async def test_an_echo_that_cannot_be_scored_ends_the_answer_too() -> None:
+    dispatcher = ScriptedDispatcher()
+    dispatcher.choose = lambda request: (
+        Script(refuse=Overloaded("full")) if request.sampling.logit_bias else Script(HELLO)
+    )
+    async with serve(dispatcher) as gateway:
+        body = {"model": "demo", "prompt": "Once upon", "echo": True, "logprobs": 0}
+        response = await gateway.client.post("/v1/completions", json=body)
+        assert response.status_code == 429 and dispatcher.last.closed.is_set()
 
 
 async def test_completions_logprobs_are_four_lists_side_by_side() -> None:
@@ -192,7 +243,14 @@ async def test_what_changes_nothing_is_tolerated() -> None:
         ({"prompt": [1, "a"]}, "list of token ids"),
         ({"suffix": "x"}, "suffix is not supported"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+        (
+            {"echo": True, "logprobs": 1, "prompt": [[5] * 1025] * 2},
+            "echo with logprobs takes up to 2,048 prompt tokens",
+        ),
+        ({"stop": ["a"] * 5}, "stop must be a string or a list of up to 4 strings"),
+        ({"functions": [{}]}, "functions is not supported"),
+        ({"store": True, "frequency": False}, "frequency is not a field of this request"),
+        ({"stop_token_ids": [2**33]}, "stop_token_ids has token id 8589934592"),
         ({"prompt": ["a"] * 300}, "more than 256 answers"),
     ],
 )
@@ -200,3 +258,4 @@ async def test_completions_refuse_what_they_cannot_do(changes: dict[str, Any], w
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
         response = await gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "a", **changes})
     assert response.status_code == 400 and words in response.json()["error"]["message"]
+    assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)

@@ -80,6 +80,15 @@ async def test_a_body_is_json_whatever_its_content_type_says() -> None:
     assert named.json()["result"]["response"] == "Hello world, 你好 😀"
 
 
+async def test_a_whole_number_may_be_written_with_a_point() -> None:
+    async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
+        whole = await gateway.client.post(RUN, content=b'{"prompt": "hi", "max_tokens": 7.0, "seed": 1e3}')
+        half = await gateway.client.post(RUN, content=b'{"prompt": "hi", "max_tokens": 7.5}')
+    assert whole.status_code == 200 and half.status_code == 400 and "valid integer, got 7.5" in half.text
+    (request,) = gateway.dispatcher.requests
+    assert (request.sampling.max_tokens, request.sampling.seed) == (7, 1000)
+
+
 async def test_a_native_stream_has_filler_usage_and_done() -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
         response = await gateway.client.post(RUN, json={"prompt": "hi", "stream": True})
@@ -129,7 +138,15 @@ async def test_defaults_and_run_options_are_cloudflares() -> None:
         ({"prompt": "a", "top_k": 51}, "less than or equal to 50"),
         ({"prompt": "a", "seed": 0}, "greater than or equal to 1"),
         ({"prompt": "a", "n": 2}, "n above 1"),
-        ({"prompt": "a", "lora": "x"}, "lora is not supported"),
+        ({"prompt": "a", "logprobs": True}, "logprobs is not supported here: @tandem/demo answers natively"),
+        ({"prompt": "a", "suffix": "x"}, "suffix is not supported"),
+        ({"prompt": "a", "foo": False}, "foo is not a field of this request"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}},
+            "'json_schema' is not supported",
+        ),
+        ({"prompt": "a", "stream_options": {"include_use": True}}, "did you mean include_usage?"),
+        ({"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]}, "only a tool answers a call"),
         ({"messages": [{"role": "user", "content": "a"}], "raw": True}, "raw goes with prompt"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "tools is not supported"),
         ({"requests": [{"prompt": "a"}]}, "requests is not supported"),
@@ -177,6 +194,7 @@ async def test_the_binding_streams_natively_and_needs_no_options() -> None:
 async def test_the_binding_needs_its_model_header_and_refuses_queues_by_name() -> None:
     async with serve() as gateway:
         unnamed = await gateway.client.post("/run", json={"inputs": {"prompt": "hi"}})
+        assert (unnamed.status_code, unnamed.json()["internalCode"]) == (400, 3003)
         call = {"inputs": {"prompt": "hi"}, "options": {"queueRequest": True}}
         queued = await gateway.client.post("/run", json=call, headers=BINDING)
     assert "cf-consn-model-id is missing" in unnamed.json()["description"]

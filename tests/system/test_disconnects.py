@@ -1,0 +1,54 @@
+"""Does decode stop for a client that has left, by the engine's own count of tokens?"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from tests.system.bit_flips import engine_pid
+from tests.system.fleet import Fleet, until
+from tests.system.streams import MODEL, client
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ASK: dict[str, Any] = {"stream": True, "max_tokens": 900, "ignore_eos": True, "seed": 9}
+CALLS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "openai": ("/v1/completions", {"model": MODEL, "prompt": "Once", **ASK}, {}),
+    "rest": (f"/client/v4/accounts/test/ai/run/{MODEL}", {"prompt": "Once", "raw": True, **ASK}, {}),
+    "binding": ("/run", {"inputs": {"prompt": "Once", "raw": True, **ASK}}, {"cf-consn-model-id": MODEL}),
+}
+
+
+@pytest.mark.parametrize("face", CALLS)
+async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_leaves(
+    demo_fleet: Fleet, face: str
+) -> None:
+    path, body, headers = CALLS[face]
+    engine = engine_pid(demo_fleet.services["decode-0"].process.pid)
+
+    async def num_generated() -> float:
+        return (await demo_fleet.stats("decode-0")).counters["tokens_generated"]
+
+    # 1. A client reads a few tokens of many, and the engine is stopped where it is: in a step, or between two.
+    async with (
+        client(demo_fleet.base_url) as http,
+        http.stream("POST", path, json=body, headers=headers) as response,
+    ):
+        lines = response.aiter_lines()
+        for _ in range(8):
+            await anext(lines)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            at_stop = await num_generated()
+            await response.aclose()  # 2. The client leaves, and not one more token can tell the gateway so.
+            running = demo_fleet.gateway.dispatcher.router.in_flight
+            await until(lambda: running.total() == 0, 20)
+            await num_generated()  # the worker's front has heard what was sent to it before
+        finally:
+            os.kill(engine, signal.SIGCONT)  # 3. The engine ends its step, and finds the cancel.
+    await demo_fleet.pools_are_full()
+    assert at_stop < 900, "the answer had not ended by itself"
+    assert await num_generated() - at_stop <= 1

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test simulate chaos determinism schemathesis check services peers format protos clean
+.PHONY: help run test simulate chaos determinism schemathesis ledger check services peers format protos clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all 
 schemathesis: $(VENV)/.dev ## send 5,000 requests made from the OpenAPI document (ARGS="--cases 300 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.faces.generated_requests $(ARGS)
 
+ledger: $(VENV)/.dev ## 2,000 requests with cancellations and a killed worker: do the ledger's sums hold?
+	TANDEM_LEDGER_REQUESTS=2000 $(BIN)/python -m pytest tests/system/test_ledger.py $(ARGS)
+
 check: $(VENV)/.dev ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,7 +40,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, protos
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python protos/compile.py --check
 
-services: ## install what some tests need: a C compiler (apt), workerd and other clients (npm)
+services: ## install what some tests need: a C compiler and PostgreSQL (apt), workerd and other clients (npm)
 	@infra/services.sh
 
 peers: ## install the engines that benchmarks measure ours beside (ARGS="openvino" for one of them)

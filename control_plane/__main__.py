@@ -1,9 +1,10 @@
-"""`python -m control_plane`: run a control-plane process; see --help."""
+"""`python -m control_plane`: run a control-plane process, or `account ...` to make accounts; see --help."""
 
 from __future__ import annotations
 
 import sys
 
+from control_plane.accounts.command import main as account_command
 from control_plane.gateway import Gateway
 from control_plane.settings import ControlPlaneSettings
 from runtime import lifecycle, log, metrics, tracing
@@ -11,6 +12,9 @@ from runtime.settings import load_settings
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["account"]:
+        log.configure("tandem-control", level="warning")
+        return account_command(sys.argv[2:])
     settings = load_settings(ControlPlaneSettings, "control")
     log.configure("tandem-control", settings.log_json)
     tracing.configure("tandem-control", settings.otlp_endpoint or None)

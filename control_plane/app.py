@@ -8,22 +8,32 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
+from control_plane.accounts.service import Accounts, ReadyWithDatabase
 from control_plane.completion import TextService
 from control_plane.faces import binding, openai, operations, workers_ai
+from control_plane.faces.administration import Administration
+from control_plane.faces.authentication import Authentication
 from control_plane.faces.errors import on_client_left, on_http_exception, on_tandem_error
 from control_plane.faces.openapi import routes as openapi
 from control_plane.faces.remote_proxy import RemoteProxy
 from control_plane.faces.request_context import RequestContext
 from control_plane.faces.services import FleetView, HttpSettings, Readiness, Services
+from control_plane.faces.usage import UsageFace
 from control_plane.generation import ModelCatalog
 from runtime.errors import TandemError
 
 
 def create_app(
-    text: TextService, catalog: ModelCatalog, fleet: FleetView, readiness: Readiness, settings: HttpSettings
+    text: TextService,
+    catalog: ModelCatalog,
+    fleet: FleetView,
+    readiness: Readiness,
+    settings: HttpSettings,
+    accounts: Accounts | None = None,
 ) -> Starlette:
     """Return the ASGI application with all faces; make it after `tracing.configure` and `metrics.configure`.
 
+    Without `accounts` nobody is asked for a token, and there is no administration.
     It changes one thing for the process: streams are no longer cut when uvicorn begins to shut down, because a draining
     gateway finishes what runs.
     """
@@ -36,8 +46,14 @@ def create_app(
             *workers_ai.routes(),
             *binding.routes(),
             *openapi.routes(),
+            *(Administration(accounts.store, accounts.gate).routes() if accounts else ()),
+            *(UsageFace(accounts.usage).routes() if accounts else ()),
         ],
-        middleware=[Middleware(RequestContext), Middleware(RemoteProxy)],
+        middleware=[
+            Middleware(RequestContext),
+            *([Middleware(Authentication, accounts.gate, settings.operator_token)] if accounts else ()),
+            Middleware(RemoteProxy),
+        ],
         exception_handlers={
             TandemError: on_tandem_error,
             HTTPException: on_http_exception,
@@ -45,5 +61,7 @@ def create_app(
         },
     )
     app.router.redirect_slashes = False
+    if accounts is not None:
+        readiness = ReadyWithDatabase(readiness, accounts.database)
     app.state.services = Services(text, catalog, fleet, readiness, settings)
     return app

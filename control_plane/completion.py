@@ -14,6 +14,8 @@ from typing import Any
 
 import anyio
 
+from control_plane.accounts.ledger import Status
+from control_plane.accounts.metering import Entry, Meter, Unmetered
 from control_plane.generation import (
     Dispatcher,
     ModelCatalog,
@@ -38,7 +40,7 @@ from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tokenizer_cache import TokenizerCache
 from runtime import tracing
-from runtime.errors import DeadlineExceeded, InternalError, InvalidRequest
+from runtime.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
@@ -53,6 +55,7 @@ class TextService:
         *,
         default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         public_prefixes: PublicPrefixes | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -60,6 +63,7 @@ class TextService:
         self._tokenizers = TokenizerCache()
         self._public_prefixes = public_prefixes or PublicPrefixes({})
         self._meter = GenerationMeter()
+        self._accounts: Meter = meter or Unmetered()
 
     async def start(self, request: CompletionRequest | ChatRequest) -> TextStream:
         """Return the stream once a worker has accepted the request; raises TandemError if none will.
@@ -78,12 +82,27 @@ class TextService:
                     token_ids = await _prompt_ids(request, model, tokenizer)
                     num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
                 token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
-                tokens = await self._dispatcher.submit(token_only)
+                entry = await self._accounts.admit(request.caller, token_only)
+                tokens = await self._submit(token_only, entry)
         except BaseException as error:
             record.failed(error)
             raise
         prompt = Prompt(request, model, tokenizer, token_only)
-        return TextStream(tokens, prompt, record, deadline, timeout_seconds)
+        return TextStream(tokens, prompt, record, entry, deadline, timeout_seconds)
+
+    async def _submit(self, request: TokenRequest, entry: Entry) -> TokenStream:
+        """Start a request that was admitted; it runs only if it is in the ledger."""
+        tokens = None
+        try:
+            tokens = await self._dispatcher.submit(request)
+            await entry.opened()
+        except BaseException as error:
+            if tokens is not None:
+                with anyio.CancelScope(shield=True):
+                    await tokens.aclose()
+            entry.close(*_outcome(error))
+            raise
+        return tokens
 
     async def prompt_logprobs(self, prompt: Prompt, num_logprobs: int) -> tuple[TextLogprobs, ...]:
         """Return those of every token of a prompt but the first; raises TandemError."""
@@ -124,12 +143,15 @@ class TextStream:
         tokens: TokenStream,
         prompt: Prompt,
         record: GenerationRecord,
+        entry: Entry,
         deadline: float,
         timeout_seconds: float,
     ) -> None:
         self.prompt = prompt
         self._tokens = tokens
         self._record = record
+        self._entry = entry
+        self._has_tokens = False
         self._deadline = deadline
         self._timeout_seconds = timeout_seconds
         self._choices = [_new_choice(prompt) for _ in range(prompt.request.options.num_choices)]
@@ -145,7 +167,7 @@ class TextStream:
     @property
     def usage(self) -> Usage:
         """Final once iteration has ended."""
-        return self._tokens.usage
+        return self._entry.priced(self._tokens.usage)
 
     @property
     def route(self) -> Mapping[str, Any]:
@@ -159,9 +181,12 @@ class TextStream:
                 if text is not None:
                     self._record.text_came()
                     yield text
-            self._record.finished(self.usage, self._finish_reasons())
+            reasons = self._finish_reasons()
+            self._record.finished(self.usage, reasons)
+            self._entry.close("finished", self.usage, " ".join(dict.fromkeys(reasons)))
         except BaseException as error:
             self._record.failed(error)
+            self._close_entry(error)
             raise
         finally:
             await self.aclose()
@@ -174,8 +199,15 @@ class TextStream:
 
     async def aclose(self) -> None:
         """Cancel what still runs; completes even while the surrounding task is being cancelled."""
+        self._close_entry(None)
         with anyio.CancelScope(shield=True):
             await self._tokens.aclose()
+
+    def _close_entry(self, error: BaseException | None) -> None:
+        """Say that the answer ended before it was complete: because of an error, or because nobody wants the rest."""
+        status, _, reasons, name = _outcome(error)
+        # Until the first token nobody knows how much of the prompt was read: then none of it is counted.
+        self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
 
     async def _token_deltas(self) -> AsyncIterator[TokenDelta]:
         iterator = aiter(self._tokens)
@@ -184,6 +216,7 @@ class TextStream:
                 delta = await anext(iterator, None)
             if delta is None:
                 return
+            self._has_tokens = True
             yield delta
 
     async def _push(self, delta: TokenDelta) -> TextDelta | None:
@@ -194,6 +227,13 @@ class TextStream:
         if choice.ended_by_stop_string and delta.finish_reason is None:
             await self._tokens.stop_choice(delta.choice_index)
         return text if text.text or text.logprobs or text.finish_reason else None
+
+
+def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
+    """Return status, usage, finish reasons and error of a request that did not come to its end."""
+    if isinstance(error, Exception) and not isinstance(error, Cancelled):
+        return "failed", None, "", type(error).__name__
+    return "cancelled", None, "", ""
 
 
 def _new_choice(prompt: Prompt) -> ChoiceText:

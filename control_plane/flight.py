@@ -15,6 +15,7 @@ from typing import Any
 
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from control_plane.leg import Leg
+from control_plane.work import Phase, work_of
 from runtime.errors import DeadlineExceeded, InternalError, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
@@ -69,6 +70,7 @@ class Flight:
         self.choices = [Choice(index) for index in range(len(request.choice_seeds))]
         self.prefill: Leg | None = None
         self.prefill_ledger: pb.PhaseLedger | None = None
+        self._phases: dict[Leg, Phase] = {}
         self._events: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
         self._prefill_over = asyncio.Event()
 
@@ -118,6 +120,7 @@ class Flight:
             leg.prompt_read()
             self.on_prompt_read(leg)
         if output.HasField("ledger"):
+            self._phases[leg] = Phase(output.ledger, leg is self.prefill, leg.reading)
             self.on_ledger(leg, output.ledger)
 
     def fail(self, error: TandemError) -> None:
@@ -189,6 +192,7 @@ class Flight:
             num_computed_tokens=num_prompt - num_cached,
             num_cached_tokens=num_cached,
             num_completion_tokens=sum(choice.num_delivered for choice in self.choices),
+            work=work_of(self._phases.values(), ledger, num_cached),
         )
 
     async def _wait_for_ledger(self) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import grpc
 import uvicorn
 
+from control_plane.accounts.prices import PriceTable
+from control_plane.accounts.service import Accounts
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.auditor import Auditor
@@ -30,6 +32,7 @@ from control_plane.registry import WorkerRegistry
 from control_plane.router import Router
 from control_plane.secrets import handle_key, load_secret
 from control_plane.settings import ControlPlaneSettings
+from control_plane.storage.database import database_url
 from runtime import identity, place
 from runtime.errors import InvalidRequest
 from runtime.log import get_logger
@@ -49,8 +52,9 @@ class Gateway:
         self._settings = settings
         state_dir = Path(settings.state_dir) if settings.state_dir else place.state_dir()
         secret = load_secret(settings.secret, state_dir)
-        incarnation = identity.new_incarnation()
+        self._incarnation = incarnation = identity.new_incarnation()
         self._handle_key = handle_key(secret)
+        self._database_url = database_url(settings.database_url, state_dir)
         self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
         gateway_id = f"gateway-{incarnation}"
         self._links = LinkPool(self.registry, gateway_id, incarnation)
@@ -100,6 +104,18 @@ class Gateway:
 
     async def run(self, drain: asyncio.Event) -> int:
         """Serve until `drain` is set; then let running requests finish."""
+        settings = self._settings
+        prices = PriceTable.parse(settings.prices)
+        accounts = Accounts(self._database_url, self._incarnation, prices, settings.gateway_gone_seconds)
+        try:
+            return await self._run(drain, accounts)
+        finally:
+            await accounts.close()
+
+    async def _run(self, drain: asyncio.Event, accounts: Accounts) -> int:
+        await accounts.open()
+        if not await is_loopback(split_address(self._settings.listen)[0]):
+            await accounts.check_exposed(self._settings.listen)
         http_socket = await _listen(self._settings.listen, insecure=self._settings.insecure)
         grpc_server = GrpcServer(
             self._settings.grpc_listen,
@@ -111,9 +127,9 @@ class Gateway:
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
         self.started.set()
-        http = _HttpServer(self._http_config())
+        http = _HttpServer(self._http_config(accounts))
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
-        endless = self._sweep(), self.prober.run(), self.auditor.run()
+        endless = self._sweep(), self.prober.run(), self.auditor.run(), accounts.run()
         background = [asyncio.create_task(each) for each in endless]
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -135,16 +151,18 @@ class Gateway:
         service = ControlPlaneService(self.registry, self._handle_key, self._settings.replicas)
         control_plane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
 
-    def _http_config(self) -> uvicorn.Config:
+    def _http_config(self, accounts: Accounts) -> uvicorn.Config:
         settings = self._settings
         text = TextService(
             self.catalog,
             self.dispatcher,
             default_timeout_seconds=settings.request_timeout_seconds,
             public_prefixes=self._public_prefixes,
+            meter=accounts.metering,
         )
-        http = HttpSettings(max_body_bytes=settings.max_body_bytes)
-        app = create_app(text, self.catalog, Fleet(self.registry, self.auditor.orphans_of), self.prober, http)
+        http = HttpSettings(max_body_bytes=settings.max_body_bytes, operator_token=settings.operator_token)
+        fleet = Fleet(self.registry, self.auditor.orphans_of)
+        app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
         return uvicorn.Config(
             app,
             loop="asyncio",
@@ -180,7 +198,8 @@ async def _listen(address: str, *, insecure: bool) -> socket.socket:
             "listen on 127.0.0.1, or say --insecure if the network is trusted"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # Said to be TCP, or asyncio leaves Nagle's algorithm on: what is written in two parts would wait 40 ms for an ACK.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

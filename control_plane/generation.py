@@ -7,7 +7,7 @@ dispatcher for a `TokenStream`; what comes back climbs the same way as `TextDelt
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from control_plane.cache_policy import EVERYTHING, CachePolicy
@@ -58,6 +58,25 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True)
+class PhaseWork:
+    """What the phases of one request did besides; cached tokens from nowhere else were in the worker's own pool."""
+
+    num_store_tokens: int = 0
+    """Copied from the store of the worker's host."""
+    num_remote_tokens: int = 0
+    """Fetched into that store from another host's."""
+    num_reprefill_tokens: int = 0
+    """Computed by decode although prefill had computed them."""
+    num_bytes_moved: int = 0
+    prefill_us: int = 0
+    """Microseconds between a worker's first and last step for the prompt; a batch's others share them."""
+    decode_us: int = 0
+
+    def __add__(self, other: PhaseWork) -> PhaseWork:
+        return PhaseWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True)
 class Usage:
     """What the phases of one request did; `num_prompt_tokens == num_computed_tokens + num_cached_tokens`."""
 
@@ -66,6 +85,25 @@ class Usage:
     num_cached_tokens: int
     num_completion_tokens: int
     """Summed over choices."""
+    work: PhaseWork = PhaseWork()
+    microneurons: int | None = None
+    """The price, in millionths of a neuron; None: nobody has asked for one."""
+
+    @property
+    def num_pool_tokens(self) -> int:
+        """Found in the worker's own KV pool."""
+        return self.num_cached_tokens - self.work.num_store_tokens - self.work.num_remote_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        prices = [price for price in (self.microneurons, other.microneurons) if price is not None]
+        return Usage(
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_computed_tokens + other.num_computed_tokens,
+            self.num_cached_tokens + other.num_cached_tokens,
+            self.num_completion_tokens + other.num_completion_tokens,
+            self.work + other.work,
+            sum(prices) if prices else None,
+        )
 
     def __post_init__(self) -> None:
         assert self.num_prompt_tokens == self.num_computed_tokens + self.num_cached_tokens, "prompt = computed + cached"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
 from control_plane.cache_policy import AccountPolicies
 from runtime.settings import setting
 
@@ -50,9 +51,25 @@ class ControlPlaneSettings:
     secret: str = setting(
         "", "hex secret behind handles and cache salts; replicas share it; made once if empty", shared=True
     )
-    state_dir: str = setting("", "where the secret is kept; XDG state directory if empty", shared=True)
+    state_dir: str = setting("", "where secret and database are kept; XDG state directory if empty", shared=True)
+    database_url: str = setting(
+        "",
+        "where accounts and the ledger are kept: postgresql://USER:PASSWORD@HOST/DATABASE, which replicas share, or "
+        "sqlite:////PATH; a SQLite file in the state directory if empty",
+        secret=True,
+    )
+    prices: tuple[str, ...] = setting(
+        DEFAULT_PRICES,
+        "what models cost, as MODEL=INPUT/CACHED/OUTPUT, * for all others: US dollars for a million tokens each of the "
+        "prompt's computed, of its cached and of the answer's",
+    )
+    gateway_gone_seconds: float = setting(
+        30.0, "silence after which another gateway on the same database closes this one's requests as aborted"
+    )
+    operator_token: str = setting("", "a token that may only see the fleet; `tandem up` makes its own", secret=True)
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     def __post_init__(self) -> None:
         AccountPolicies.parse(self.prompt_cache_accounts)  # raises ValueError at start rather than later
+        PriceTable.parse(self.prices)

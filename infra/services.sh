@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what some tests need and pip does not bring: a C compiler (stub NVML), workerd (the example Worker), and the
-# clients that Node.js programs have already (tests/clients).
+# Installs what some tests need and pip does not bring: a C compiler (stub NVML), PostgreSQL, workerd (the example Worker),
+# and the clients that Node.js programs have already (tests/clients).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,6 +9,15 @@ if ! command -v cc >/dev/null; then
         apt-get update -qq && apt-get install -y -qq gcc libc6-dev
     else
         echo "no C compiler: install gcc with your system's packages" >&2
+        exit 1
+    fi
+fi
+
+if ! command -v initdb >/dev/null && ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        apt-get update -qq && apt-get install -y -qq postgresql
+    else
+        echo "no PostgreSQL: install it with your system's packages" >&2
         exit 1
     fi
 fi

@@ -19,10 +19,11 @@ from tandem_client.wire import error_of, result_of
 class AI:
     """A Tandem, or anything else that speaks Cloudflare's REST form of Workers AI.
 
-    Without arguments it is the one that `tandem up` starts here, or what TANDEM_BASE_URL and TANDEM_TOKEN say.
+    Without arguments it is the one that `tandem up` starts here, or what TANDEM_BASE_URL, TANDEM_TOKEN and
+    TANDEM_ACCOUNT say.
     """
 
-    def __init__(self, base_url: str | None = None, token: str | None = None, account: str = "default") -> None:
+    def __init__(self, base_url: str | None = None, token: str | None = None, account: str | None = None) -> None:
         self._connection = Connection.resolve(base_url, token, account)
         # httpx's default of 100 connections would make the 101st stream wait in silence; the server has bounds.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

@@ -19,7 +19,7 @@ from tandem_client.wire import error_of, result_of
 class AsyncAI:
     """`AI` for asyncio. One object serves many tasks of one event loop."""
 
-    def __init__(self, base_url: str | None = None, token: str | None = None, account: str = "default") -> None:
+    def __init__(self, base_url: str | None = None, token: str | None = None, account: str | None = None) -> None:
         self._connection = Connection.resolve(base_url, token, account)
         # httpx's default of 100 connections would make the 101st stream wait in silence; the server has bounds.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)

@@ -21,17 +21,18 @@ MAX_RETRY_DELAY_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Connection:
-    """Address and identity; what is not given comes from TANDEM_BASE_URL and TANDEM_TOKEN."""
+    """Address and identity; what is not given comes from TANDEM_BASE_URL, TANDEM_TOKEN and TANDEM_ACCOUNT."""
 
     base_url: str
     token: str | None
     account: str
 
     @classmethod
-    def resolve(cls, base_url: str | None, token: str | None, account: str) -> Connection:
+    def resolve(cls, base_url: str | None, token: str | None, account: str | None) -> Connection:
         url = base_url or os.environ.get("TANDEM_BASE_URL") or DEFAULT_BASE_URL
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {url!r}; it needs http:// or https:// in front")
+        account = account or os.environ.get("TANDEM_ACCOUNT") or "default"
         return cls(url.rstrip("/"), token or os.environ.get("TANDEM_TOKEN"), account)
 
     @property

@@ -50,9 +50,12 @@ async def collect(answer: Answer) -> list[WholeChoice]:
 
 
 def usage_json(usage: Usage) -> UsageObject:
-    return {
+    shown: UsageObject = {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    if usage.microneurons is not None:
+        shown["neurons"] = usage.microneurons / 1e6
+    return shown

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from control_plane.accounts.errors import AlreadyThere, LimitReached, NoSuchThing, NotAllowed
 from control_plane.faces.services import request_id_of
 from runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
 from runtime.log import get_logger
@@ -62,8 +63,15 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     NoLora: (405, 5005),
     NoSuchRoute: (404, 7003),
     MethodNotAllowed: (405, 7001),
+    NotAllowed: (403, 10000),
+    NoSuchThing: (404, 7003),
+    AlreadyThere: (409, 5006),
+    LimitReached: (429, 3021),
 }
 """HTTP status and Cloudflare's code."""
+
+_DOCUMENTED = {3021: 3036}
+"""A Worker learns no status: its client takes that from the code, and knows only those that Cloudflare documents."""
 
 _CLOUDFLARE: dict[pb.ErrorCode.ValueType, tuple[int, int]] = {
     pb.ERROR_CODE_MODEL_NOT_FOUND: (400, 5007),
@@ -132,14 +140,17 @@ def error_event(face: Face, error: TandemError, request_id: str) -> bytes:
 def error_body(face: Face, error: TandemError, request_id: str) -> dict[str, Any]:
     code, text = _cloudflare_code(error), _cloudflare_text(error)
     if face == "cloudflare":
-        is_routing = isinstance(error, NoSuchRoute | MethodNotAllowed) or code == 10000
+        is_routing = isinstance(error, NoSuchRoute | MethodNotAllowed | NoSuchThing | AlreadyThere) or code == 10000
         message = text if is_routing else f"AiError: AiError: {text} ({request_id})"
         result: dict[str, Any] | None = None if is_routing else {}
         return {"result": result, "success": False, "errors": [{"code": code, "message": message}], "messages": []}
     if face == "binding":
+        code = _DOCUMENTED.get(code, code)
         message = f"AiError: {text} ({request_id})"
         return {"internalCode": code, "name": "InferenceUpstreamError", "message": message, "description": text}
     kind, openai_code = _OPENAI.get(error.code, ("server_error", None))
+    if isinstance(error, LimitReached):
+        openai_code = "rate_limit_exceeded"
     return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": openai_code}}
 
 

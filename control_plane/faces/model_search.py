@@ -10,6 +10,7 @@ from uuid import NAMESPACE_URL, uuid5
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from control_plane.faces.paging import number
 from control_plane.faces.services import services_of
 from control_plane.faces.workers_ai_objects import FoundModel, Task
 from control_plane.generation import ModelDescription
@@ -41,7 +42,7 @@ async def search(request: Request) -> Response:
             "format is not supported here: models come in Cloudflare's form; leave it out", field="format"
         )
     if request.query_params.get("source"):
-        _number(request, "source", default=_SOURCE, highest=MAX_PAGE)
+        number(request, "source", default=_SOURCE, highest=MAX_PAGE)
     return _page(
         request, [_model_json(model) for model in services_of(request).catalog.list() if _fits(model, request)]
     )
@@ -66,8 +67,8 @@ def author_of(model_id: str) -> str:
 
 
 def _page(request: Request, found: Sequence[Any]) -> Response:
-    page = _number(request, "page", default=1, highest=MAX_PAGE)
-    per_page = _number(request, "per_page", default=50, highest=MAX_PER_PAGE)
+    page = number(request, "page", default=1, highest=MAX_PAGE)
+    per_page = number(request, "per_page", default=50, highest=MAX_PER_PAGE)
     shown = list(found[(page - 1) * per_page : page * per_page])
     paging = {"page": page, "per_page": per_page, "count": len(shown), "total_count": len(found)}
     return JSONResponse({"result": shown, "success": True, "errors": [], "messages": [], "result_info": paging})
@@ -88,13 +89,6 @@ def _fits(model: ModelDescription, request: Request) -> bool:
         and query.get("task", "") in ("", TEXT_GENERATION["name"].lower(), TEXT_GENERATION["id"])
         and query.get("source", "") in ("", str(_SOURCE))
     )
-
-
-def _number(request: Request, name: str, *, default: int, highest: int) -> int:
-    text = request.query_params.get(name) or str(default)
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or not 1 <= int(text) <= highest:
-        raise InvalidRequest(f"{name} is {text!r}, must be a number from 1 to {highest:,}", field=name)
-    return int(text)
 
 
 def _model_json(model: ModelDescription) -> FoundModel:

@@ -18,6 +18,7 @@ class UsageObject(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    neurons: NotRequired[float]
 
 
 class ChatToken(TypedDict):

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 from starlette.requests import Request
 
+from control_plane.accounts.gate import Identity
 from control_plane.completion import TextService
 from control_plane.generation import ModelCatalog
 from control_plane.text.request import Caller
@@ -27,6 +28,8 @@ class HttpSettings:
     max_body_bytes: int = 10 * 1024 * 1024
     ping_seconds: float = 15.0
     """Silence on an OpenAI stream after which a comment keeps proxies from closing it."""
+    operator_token: str = ""
+    """What `tandem up`, which has started this, asks for the fleet with; "": nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,11 @@ def request_id_of(request: Request) -> str:
 
 def caller_of(request: Request) -> Caller:
     """Return who calls."""
+    identity = getattr(request.state, "identity", None) or Identity(request.path_params.get("account", "default"))
     return Caller(
         request_id=request_id_of(request),
-        account=request.path_params.get("account", "default"),
+        account=identity.account,
+        identity=identity,
+        answer_headers=getattr(request.state, "answer_headers", {}),
         session_affinity=request.headers.get("x-session-affinity", ""),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import anyio
@@ -30,13 +32,7 @@ class SideBySide:
 
     @property
     def usage(self) -> Usage:
-        usages = [stream.usage for stream in self.streams]
-        return Usage(
-            num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
-            num_computed_tokens=sum(usage.num_computed_tokens for usage in usages),
-            num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-            num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
-        )
+        return reduce(operator.add, (stream.usage for stream in self.streams))
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Yield deltas of all streams as they come; the first failure ends all of them."""

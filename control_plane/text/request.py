@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from control_plane.accounts.gate import Identity
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
 from engine.scheduling.sampling_params import SamplingParams
@@ -29,6 +30,10 @@ class Caller:
     reject_if_busy: bool = False
     timeout_seconds: float | None = None
     """None: the service's own."""
+    identity: Identity | None = None
+    """Who was let in; None: nobody asks for tokens, and nobody is limited."""
+    answer_headers: dict[str, str] = field(default_factory=dict, compare=False)
+    """What the answer's head is to say besides, as it becomes known."""
 
 
 @dataclass(frozen=True)

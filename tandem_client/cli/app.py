@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -16,8 +17,8 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from tandem_client import AI, TandemAPIError, TandemConnectionError
+from tandem_client.cli import accounts, fleet, status
 from tandem_client.cli import chat as chat_command
-from tandem_client.cli import fleet, status
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.chat_session import ChatOptions
@@ -33,6 +34,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(accounts.account_app, name="account")
+app.add_typer(accounts.token_app, name="token")
+app.command("usage")(accounts.usage)
 
 Url = Annotated[
     str | None,
@@ -93,6 +97,7 @@ def up(
         config=config,
         insecure=insecure,
         verbose=verbose,
+        operator_token=secrets.token_urlsafe(32),
     )
     try:
         code = up_command.up(options, Console())

@@ -33,6 +33,8 @@ class UpOptions:
     config: Path | None = None
     insecure: bool = False
     verbose: bool = False
+    operator_token: str = field(default="", repr=False)
+    """What the progress asks for the fleet with, should there be accounts."""
 
     @property
     def url(self) -> str:
@@ -121,7 +123,9 @@ def _control_plane(options: UpOptions) -> ProcessSpec:
     flags = ["--listen", f"{host}:{options.port}", "--grpc-listen", options.control_address]
     if options.insecure:
         flags.append("--insecure")
-    return ProcessSpec("control-plane", "control", _command("control_plane", flags, options))
+    # By the environment, which only this user can read: a flag would show in every list of processes.
+    environment = (("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token),) if options.operator_token else ()
+    return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), environment)
 
 
 def _kv_service(options: UpOptions) -> ProcessSpec:

@@ -25,6 +25,7 @@ from tandem_client.cli.plan import ProcessSpec, UpOptions, plan
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
 from tandem_client.cli.supervisor import Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
+from tandem_client.wire import request_headers
 
 
 class CannotStart(Exception):
@@ -133,7 +134,8 @@ def _on_signal(supervisor: Supervisor, console: Console) -> None:
 async def _show_start(options: UpOptions, supervisor: Supervisor, log_folder: Path, console: Console) -> None:
     started = time.monotonic()
     # The loopback is asked directly; a proxy from the environment is no way to our own machine.
-    async with httpx.AsyncClient(base_url=options.url, trust_env=False, timeout=5.0) as client:
+    headers = request_headers(options.operator_token, None)
+    async with httpx.AsyncClient(base_url=options.url, headers=headers, trust_env=False, timeout=5.0) as client:
         with ProgressDisplay(console, supervisor.specs) as display:
             members = await follow_until_ready(client, lambda: supervisor.specs, display.show)
     _print_ready(options, members, log_folder, time.monotonic() - started, console)
@@ -173,7 +175,8 @@ def _by_whom(options: UpOptions, port: int) -> str:
         return ""
     try:
         answer = httpx.get(f"{options.url}/v1/workers", timeout=1.0, trust_env=False)
-        is_tandem = answer.is_success and answer.json().get("object") == "list"
+        is_closed = answer.status_code == httpx.codes.UNAUTHORIZED and "cf-ai-req-id" in answer.headers
+        is_tandem = is_closed or (answer.is_success and answer.json().get("object") == "list")
     except (httpx.HTTPError, ValueError, AttributeError):
         return ""
     return " by a Tandem that already runs (see `tandem status`)" if is_tandem else ""

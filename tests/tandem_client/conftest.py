@@ -17,5 +17,5 @@ def gateway() -> Iterator[StubGateway]:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TANDEM_BASE_URL", "TANDEM_TOKEN", "TANDEM_CONFIG"):
+    for name in ("TANDEM_BASE_URL", "TANDEM_TOKEN", "TANDEM_ACCOUNT", "TANDEM_CONFIG"):
         monkeypatch.delenv(name, raising=False)

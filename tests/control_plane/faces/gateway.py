@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from control_plane.accounts.service import Accounts
 from control_plane.app import create_app
 from control_plane.completion import TextService
 from control_plane.faces.services import HttpSettings
@@ -46,14 +47,18 @@ async def serve(
     *,
     timeout_seconds: float = 60.0,
     settings: HttpSettings | None = None,
+    accounts: Accounts | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
     dispatcher, readiness = dispatcher or ScriptedDispatcher(), Ready()
     catalog = OneModel(description(**model_changes))
-    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds)
-    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings())
-    listener = socket.create_server(("127.0.0.1", 0))
+    meter = accounts.metering if accounts else None
+    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter)
+    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
     server = await _started(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"), listener)
     url = "http://{}:{}".format(*listener.getsockname())
     try:

@@ -1,0 +1,1 @@
+"""Who may call, how much, and what did they use?"""

@@ -1,0 +1,99 @@
+"""`python -m control_plane account ...`: how does an operator make the first account, beside the database?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from control_plane.accounts.store import Account, AccountStore
+from control_plane.accounts.tokens import SCOPES, Token, now_ms
+from control_plane.settings import ControlPlaneSettings
+from control_plane.storage.database import Database, database_url
+from control_plane.storage.migrate import migrate
+from runtime import place
+from runtime.errors import TandemError
+from runtime.settings import load_settings
+
+_DAY_MS = 86_400_000
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `account ...`; returns the exit status. It needs no gateway: it works on the database itself."""
+    flags, rest = _parser().parse_known_args(argv)
+    settings = load_settings(ControlPlaneSettings, "control", rest)
+    try:
+        return asyncio.run(_run(flags, settings))
+    except TandemError as error:
+        print(f"control_plane: {error.message}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m control_plane account",
+        description="Make and see accounts. The settings of the control plane (--database-url, --state-dir, --config) "
+        "say where they are kept.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    create = actions.add_parser("create", help="make an account and print a token, which is shown only now")
+    create.add_argument("name", metavar="NAME", help="the account's id, as in URLs; for good")
+    _add_token_flags(create)
+    token = actions.add_parser("token", help="make another token for an account")
+    token.add_argument("name", metavar="NAME")
+    _add_token_flags(token)
+    actions.add_parser("list", help="list the accounts")
+    for action, help in (("disable", "refuse an account's tokens"), ("enable", "take them again")):
+        actions.add_parser(action, help=help).add_argument("name", metavar="NAME")
+    return parser
+
+
+def _add_token_flags(parser: argparse.ArgumentParser) -> None:
+    default = "all for the first account, inference,usage for others"
+    parser.add_argument("--scopes", metavar="SCOPE,...", help=f"of {', '.join(SCOPES)} [default: {default}]")
+    parser.add_argument("--token-name", default="first", metavar="TEXT", help="what the token is called in lists")
+    parser.add_argument("--expires-days", type=float, metavar="N", help="days until the token ends [default: never]")
+
+
+async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int:
+    state_dir = Path(settings.state_dir) if settings.state_dir else place.state_dir()
+    database = Database(database_url(settings.database_url, state_dir))
+    try:
+        await migrate(database)
+        for line in await _act(flags, AccountStore(database)):
+            print(line)
+    finally:
+        await database.close()
+    return 0
+
+
+async def _act(flags: argparse.Namespace, store: AccountStore) -> list[str]:
+    if flags.action == "list":
+        return [_line(account) for account in await store.all()]
+    if flags.action in ("disable", "enable"):
+        return [_line(await store.change(flags.name, disabled=flags.action == "disable"))]
+    is_first = not await store.exists_any()
+    if flags.action == "create":
+        await store.create(flags.name)
+    scopes = flags.scopes.split(",") if flags.scopes else (SCOPES if is_first else ("inference", "usage"))
+    expires_ms = None if flags.expires_days is None else now_ms() + round(flags.expires_days * _DAY_MS)
+    token, secret = await store.create_token(flags.name, flags.token_name, scopes, expires_ms)
+    return _shown(token, secret)
+
+
+def _shown(token: Token, secret: str) -> list[str]:
+    scopes = ", ".join(scope for scope in SCOPES if scope in token.scopes)
+    return [
+        f"account  {token.account}",
+        f"scopes   {scopes}",
+        f"token    {secret}",
+        "The token is shown only now. Clients send it as `Authorization: Bearer`; `tandem` reads TANDEM_TOKEN "
+        "and TANDEM_ACCOUNT.",
+    ]
+
+
+def _line(account: Account) -> str:
+    return f"{account.id}{'  (disabled)' if account.disabled_ms is not None else ''}"

@@ -1,0 +1,294 @@
+"""How is a limit kept exactly by several gateways that share a database?
+
+Each account has one row: its window, and the revision that was written last. Whoever wants to change it says from which
+revision they go on; one statement writes if that is still the last, and else returns what is. So nobody holds a lock
+while they think, and a gateway that dies in the middle has changed nothing. Those who ask at one gateway while a
+statement is under way are decided together by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+
+from control_plane.accounts.errors import LimitReached
+from control_plane.accounts.store import Limits
+from control_plane.accounts.window import Refusal, Standing, Window
+from control_plane.storage.database import Database
+from control_plane.storage.tables import windows
+from runtime.errors import InternalError, TandemError, Unavailable
+from runtime.log import get_logger
+
+log = get_logger(__name__)
+
+_MAX_TOGETHER = 256
+_MAX_WAITING = 4096
+_PATIENCE_SECONDS = 5.0
+_RETRY_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that was let in, and what is to be settled when it ends."""
+
+    account: str
+    tick: int
+    num_tokens: int
+    """As estimated."""
+    is_counted: bool
+    """Whether there is anything to settle."""
+    is_running: bool
+    """Whether it counts among those that run at once."""
+    requests: Standing | None
+    tokens: Standing | None
+
+
+@dataclass
+class _Change:
+    """What one caller wants done to a window; `answer` is called with what came of it once that is written."""
+
+    apply: Callable[[Window], tuple[Window, Any]]
+    answer: asyncio.Future[Any] | None = None
+    """None: nobody waits, and it is tried until it succeeds."""
+
+
+class Limiter:
+    """Admits requests of accounts that have limits; one per gateway, on one event loop."""
+
+    def __init__(self, database: Database, gateway: str) -> None:
+        self._database = database
+        self._gateway = gateway
+        self._books: dict[str, _Book] = {}
+
+    async def admit(self, account: str, limits: Limits, num_tokens: int) -> Admission:
+        """Count a request that will use about `num_tokens`. Raises LimitReached, Unavailable."""
+        book = self._book(account)
+        book.check_blocked(limits)
+
+        def apply(window: Window) -> tuple[Window, tuple[Window, Refusal | None]]:
+            after = window.admit(limits, num_tokens, self._gateway, self._database.now())
+            return after[0], after
+
+        answer = book.change(apply)
+        try:
+            window, refusal = await asyncio.shield(answer)
+        except asyncio.CancelledError:  # the caller left, but may be counted any moment
+            answer.add_done_callback(lambda done: self._undo(account, limits, num_tokens, done))
+            raise
+        if refusal is not None:
+            raise book.refused(limits, refusal, _standings(window, limits, self._database.now()))
+        return self._admission(account, limits, num_tokens, window)
+
+    def settle(self, admission: Admission, num_tokens: int) -> None:
+        """Say what an admitted request has really used; to be called once, when it is over."""
+        if not admission.is_counted:
+            return
+
+        def apply(window: Window) -> tuple[Window, None]:
+            extra = num_tokens - admission.num_tokens
+            now, is_running = self._database.now(), admission.is_running
+            return window.settle(admission.tick, extra, self._gateway, was_running=is_running, now=now), None
+
+        self._book(admission.account).change_later(apply)
+
+    async def forget(self, is_alive: Callable[[str], bool]) -> None:
+        """Take requests of gateways that have died off every account's count."""
+        some_run = windows.c.state.not_like('%"running":{}%')
+        async with self._database.each() as connection:
+            rows = (await connection.execute(sa.select(windows.c.account, windows.c.state).where(some_run))).all()
+        for account, state in rows:
+            for gateway in Window.decode(state).running:
+                if gateway != self._gateway and not is_alive(gateway):
+                    await self._book(account).change(_without(gateway))
+
+    async def drain(self) -> None:
+        """Wait until everything that was settled is written."""
+        await asyncio.gather(*(book.idle() for book in list(self._books.values())))
+
+    def _admission(self, account: str, limits: Limits, num_tokens: int, window: Window) -> Admission:
+        is_running = limits.max_concurrent_requests is not None
+        is_counted = is_running or limits.max_tokens_per_minute is not None
+        standings = _standings(window, limits, self._database.now())
+        return Admission(account, window.used[-1][0], num_tokens, is_counted, is_running, *standings)
+
+    def _undo(
+        self, account: str, limits: Limits, num_tokens: int, done: asyncio.Future[tuple[Window, Refusal | None]]
+    ) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return
+        window, refusal = done.result()
+        if refusal is None:
+            self.settle(self._admission(account, limits, num_tokens, window), 0)
+
+    def _book(self, account: str) -> _Book:
+        if account not in self._books:
+            self._books[account] = _Book(self._database, account)
+        return self._books[account]
+
+
+class _Book:
+    """One account's window, as this gateway knows it."""
+
+    def __init__(self, database: Database, account: str) -> None:
+        self._database = database
+        self._account = account
+        self._known: tuple[str, Window] | None = None
+        self._waiting: list[_Change] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._blocked: tuple[Limits, float, LimitReached] | None = None
+
+    def change(self, apply: Callable[[Window], tuple[Window, Any]]) -> asyncio.Future[Any]:
+        """Change the window; what `apply` gives beside it comes when it is written. Raises Unavailable."""
+        if len(self._waiting) >= _MAX_WAITING:
+            raise Unavailable(
+                f"too many requests of account {self._account} wait for its limits to be looked up",
+                retry_after_seconds=1.0,
+            )
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._enqueue(_Change(apply, answer))
+        return answer
+
+    def change_later(self, apply: Callable[[Window], tuple[Window, Any]]) -> None:
+        self._enqueue(_Change(apply))
+
+    async def idle(self) -> None:
+        if self._writer is not None:
+            await asyncio.shield(self._writer)
+
+    def check_blocked(self, limits: Limits) -> None:
+        """Raise again what was raised before, where the database could say nothing else."""
+        if self._blocked is None:
+            return
+        known_limits, until, error = self._blocked
+        seconds = until - time.monotonic()
+        if known_limits == limits and seconds > 0:
+            raise _again(error, seconds)
+        self._blocked = None
+
+    def refused(self, limits: Limits, refusal: Refusal, standings: Standings) -> LimitReached:
+        seconds = refusal.retry_after_seconds
+        error = LimitReached(_SENTENCES[refusal.what].format(account=self._account, limit=refusal.limit))
+        error.standings = standings
+        if refusal.what == "requests":  # these are only ever given back by time
+            self._blocked = limits, time.monotonic() + seconds, error
+        return _again(error, seconds)
+
+    def _enqueue(self, change: _Change) -> None:
+        self._waiting.append(change)
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_all())
+
+    async def _write_all(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:_MAX_TOGETHER], self._waiting[_MAX_TOGETHER:]
+                try:
+                    results = await self._database.again(partial(self._write, batch))
+                except TandemError as error:
+                    await self._failed(batch, error)
+                except Exception as bug:
+                    log.exception("limits_broke", account=self._account)
+                    await self._failed(batch, InternalError(f"the limits could not be looked up: {bug!r}"))
+                else:
+                    for change, result in zip(batch, results, strict=True):
+                        if change.answer is not None and not change.answer.done():
+                            change.answer.set_result(result)
+        finally:
+            self._writer = None
+
+    async def _failed(self, batch: list[_Change], error: TandemError) -> None:
+        """Tell those who wait; what must not be lost is tried again."""
+        self._known = None
+        for change in batch:
+            if change.answer is not None and not change.answer.done():
+                change.answer.set_exception(type(error)(error.message, retry_after_seconds=error.retry_after_seconds))
+                change.answer.exception()  # whoever waited may have left: nobody need read it
+        lasting = [change for change in batch if change.answer is None]
+        if lasting:
+            log.warning("settlement_delayed", account=self._account, num=len(lasting), error=error.message)
+            self._waiting[:0] = lasting
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _write(self, batch: list[_Change]) -> list[Any]:
+        """Do all changes of a batch in one statement, as often as another gateway was faster."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            revision, window = self._known or await self._read()
+            results, after = [], window
+            for change in batch:
+                after, result = change.apply(after)
+                results.append(result)
+            # Where nothing changes, it is enough that what was decided from is still so.
+            mine = revision if after == window else uuid.uuid4().hex
+            self._known = await self._read() if mine == revision else await self._swap(revision, mine, after)
+            if self._known[0] == mine:
+                return results
+        raise Unavailable(
+            f"the limits of account {self._account} could not be looked up within {_PATIENCE_SECONDS:g} s; try again",
+            retry_after_seconds=1.0,
+        )
+
+    async def _read(self) -> tuple[str, Window]:
+        """Return the account's window as it is; an account's first is made here."""
+        first = {"account": self._account, "revision": "", "state": Window().encode()}
+        insert = self._database.insert(windows).on_conflict_do_nothing()
+
+        def read(connection: sa.Connection) -> Any:
+            row = connection.execute(_READ, {"whose": self._account}).first()
+            if row is None:
+                connection.execute(insert, first)
+                row = connection.execute(_READ, {"whose": self._account}).one()
+            return row
+
+        row = await self._database.run(read, single=True)
+        return row.revision, Window.decode(row.state)
+
+    async def _swap(self, before: str, mine: str, window: Window) -> tuple[str, Window]:
+        """Write a window if `before` is still the last revision; returns what is in the database then."""
+        values = {"whose": self._account, "before": before, "mine": mine, "after": window.encode()}
+        row = await self._database.run(lambda connection: connection.execute(_SWAP, values).first(), single=True)
+        return (row.revision, Window.decode(row.state)) if row else await self._read()
+
+
+_whose = windows.c.account == sa.bindparam("whose", type_=sa.String)
+_is_last = windows.c.revision == sa.bindparam("before", type_=sa.String)
+_READ = sa.select(windows.c.revision, windows.c.state).where(_whose)
+_SWAP = (
+    sa.update(windows)
+    .where(_whose)
+    .values(
+        state=sa.case((_is_last, sa.bindparam("after", type_=sa.String)), else_=windows.c.state),
+        revision=sa.case((_is_last, sa.bindparam("mine", type_=sa.String)), else_=windows.c.revision),
+    )
+    .returning(windows.c.revision, windows.c.state)
+)
+
+Standings = tuple[Standing | None, Standing | None]
+
+_SENTENCES = {
+    "requests": "account {account} has used its {limit:,} requests a minute; try again later, or have the limit raised",
+    "tokens": "account {account} would use more than its {limit:,} tokens a minute; try again later, ask for fewer, or "
+    "have the limit raised",
+    "concurrency": "account {account} has {limit:,} requests running, which is its limit; try again when one has ended",
+}
+
+
+def _without(gateway: str) -> Callable[[Window], tuple[Window, None]]:
+    return lambda window: (window.without(gateway), None)
+
+
+def _standings(window: Window, limits: Limits, now: float) -> Standings:
+    return window.requests(limits, now), window.tokens(limits, now)
+
+
+def _again(error: LimitReached, seconds: float) -> LimitReached:
+    copy = LimitReached(error.message, retry_after_seconds=seconds)
+    copy.standings = error.standings
+    return copy

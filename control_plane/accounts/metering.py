@@ -1,0 +1,168 @@
+"""What does a request cost its account, from the moment it is admitted until it is over?"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Protocol
+
+from control_plane.accounts.errors import LimitReached
+from control_plane.accounts.ledger import NOTHING_USED, Closing, Ledger, Opening, Status
+from control_plane.accounts.limiter import Admission, Limiter
+from control_plane.accounts.prices import Price, PriceTable
+from control_plane.accounts.store import NO_LIMITS, Limits
+from control_plane.accounts.window import Standing
+from control_plane.generation import TokenRequest, Usage
+from control_plane.text.request import Caller
+
+_MAX_ESTIMATED_ANSWER_TOKENS = 4096
+"""Many clients name no bound, and few answers fill a context: more is only counted once it was written."""
+
+
+class Entry(Protocol):
+    """One request's account with us."""
+
+    async def opened(self) -> None:
+        """Wait until its row is in the ledger; raises Unavailable if it cannot be."""
+
+    def priced(self, usage: Usage) -> Usage:
+        """Return a usage with its price."""
+
+    def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
+        """Say what became of it; the first word counts. No usage: no worker has done anything for it."""
+
+
+class Meter(Protocol):
+    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
+        """Let a request in, or raise LimitReached or Unavailable."""
+
+
+class Metering:
+    """Keeps limits, ledger and prices together; one per gateway."""
+
+    def __init__(self, limiter: Limiter, ledger: Ledger, prices: PriceTable) -> None:
+        self._limiter = limiter
+        self._ledger = ledger
+        self._prices = prices
+
+    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
+        limits = caller.identity.limits if caller.identity else NO_LIMITS
+        admission = None
+        if limits:
+            num_tokens = _estimate(request, caller.account, limits)
+            try:
+                admission = await self._limiter.admit(caller.account, limits, num_tokens)
+            except LimitReached as error:
+                caller.answer_headers.update(rate_limit_headers(*error.standings))
+                raise
+            caller.answer_headers.update(rate_limit_headers(admission.requests, admission.tokens))
+        token_id = caller.identity.token_id if caller.identity else None
+        opening = Opening(
+            request.request_id,
+            caller.account,
+            token_id,
+            request.model_id,
+            len(request.choice_seeds),
+            len(request.token_ids),
+        )
+        is_there = self._ledger.open(opening)
+        return _Entry(self, caller, opening, is_there, self._prices.of(request.model_id), admission)
+
+    def closed(self, admission: Admission | None, closing: Closing) -> None:
+        if admission is not None:
+            used = closing.usage
+            self._limiter.settle(admission, used.num_prompt_tokens + used.num_completion_tokens)
+        self._ledger.close(closing)
+
+    async def drain(self) -> None:
+        """Wait until everything is in the database."""
+        await asyncio.gather(self._limiter.drain(), self._ledger.drain())
+
+
+class _Entry:
+    def __init__(
+        self,
+        metering: Metering,
+        caller: Caller,
+        opening: Opening,
+        is_there: asyncio.Future[None],
+        price: Price,
+        admission: Admission | None,
+    ) -> None:
+        self._metering = metering
+        self._headers = caller.answer_headers
+        self._opening = opening
+        self._is_there = is_there
+        self._price = price
+        self._admission = admission
+        self._is_closed = False
+
+    async def opened(self) -> None:
+        await asyncio.shield(self._is_there)
+
+    def priced(self, usage: Usage) -> Usage:
+        return replace(usage, microneurons=self._price.microneurons(usage))
+
+    def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        used = NOTHING_USED if usage is None else self.priced(usage)
+        if status == "finished":
+            self._tell_price(used)
+        self._metering.closed(self._admission, Closing(self._opening.request_id, status, used, finish_reasons, error))
+
+    def _tell_price(self, used: Usage) -> None:
+        so_far = float(self._headers.get("cf-ai-neurons", 0))  # of other prompts of the same HTTP request
+        self._headers["cf-ai-neurons"] = _neurons(so_far + (used.microneurons or 0) / 1e6)
+
+
+class Unmetered:
+    """A meter that lets everybody in and remembers nothing."""
+
+    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
+        return _NO_ENTRY
+
+
+class _NoEntry:
+    async def opened(self) -> None:
+        return
+
+    def priced(self, usage: Usage) -> Usage:
+        return usage
+
+    def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
+        return
+
+
+_NO_ENTRY = _NoEntry()
+
+
+def rate_limit_headers(requests: Standing | None, tokens: Standing | None) -> dict[str, str]:
+    """Return OpenAI's headers for those limits that there are."""
+    headers = {}
+    for what, standing in (("requests", requests), ("tokens", tokens)):
+        if standing is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(standing.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(standing.remaining)
+            headers[f"x-ratelimit-reset-{what}"] = f"{standing.reset_seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    return headers
+
+
+def _estimate(request: TokenRequest, account: str, limits: Limits) -> int:
+    """Return how many tokens a request is counted with until it has ended: never more than a whole minute's."""
+    num_prompt, most = len(request.token_ids), limits.max_tokens_per_minute
+    num_answer = min(request.sampling.max_tokens, _MAX_ESTIMATED_ANSWER_TOKENS) * len(request.choice_seeds)
+    if most is None:
+        return num_prompt + num_answer
+    if num_prompt >= most:
+        raise LimitReached(
+            f"the prompt has {num_prompt:,} tokens, account {account} may use {most:,} a minute for prompts and "
+            "answers; shorten it, or have the limit raised",
+            retry_after_seconds=60.0,
+        )
+    return min(num_prompt + num_answer, most)
+
+
+def _neurons(number: float) -> str:
+    return f"{number:.6f}".rstrip("0").rstrip(".")

@@ -1,0 +1,70 @@
+"""What does a request cost, in neurons?
+
+Cloudflare's unit: a thousand neurons are 0.011 US dollars. A price has three parts, for a million tokens each: of the
+prompt that were computed, of the prompt that were cached, of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from control_plane.generation import Usage
+
+DOLLARS_PER_NEURON = 0.000011
+DEFAULT_PRICES = ("*=0.1/0.02/0.3",)
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars for a million tokens."""
+
+    input: float
+    cached_input: float
+    output: float
+
+    def microneurons(self, usage: Usage) -> int:
+        """Return millionths of a neuron, as a whole number: sums over rows are exact."""
+        dollars_per_million = (
+            usage.num_computed_tokens * self.input
+            + usage.num_cached_tokens * self.cached_input
+            + usage.num_completion_tokens * self.output
+        )
+        return round(dollars_per_million / DOLLARS_PER_NEURON)
+
+
+FREE = Price(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class PriceTable:
+    by_model: Mapping[str, Price] = field(default_factory=dict)
+    others: Price = FREE
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> PriceTable:
+        """Read `MODEL=INPUT/CACHED/OUTPUT`, `*` for all others; raises ValueError saying what is wrong."""
+        prices: dict[str, Price] = {}
+        for entry in entries:
+            model, price = _parse(entry)
+            if model in prices:
+                raise ValueError(f"prices names {model!r} twice; say once what it costs")
+            prices[model] = price
+        return cls(prices, prices.pop("*", FREE))
+
+    def of(self, model: str) -> Price:
+        return self.by_model.get(model, self.others)
+
+
+def _parse(entry: str) -> tuple[str, Price]:
+    model, _, parts = entry.rpartition("=")
+    try:
+        dollars = [float(part) for part in parts.split("/")]
+    except ValueError:
+        dollars = []
+    if not model or len(dollars) != 3 or not all(0 <= each < 1e6 for each in dollars):
+        raise ValueError(
+            f"prices has {entry!r}, which is no price; write MODEL=INPUT/CACHED/OUTPUT, US dollars for a million "
+            "tokens each, such as @tandem/demo=0.1/0.02/0.3, and * for all other models"
+        )
+    return model, Price(*dollars)

@@ -1,0 +1,211 @@
+"""Which accounts and tokens are there, and how are they made and changed?"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from control_plane.accounts.errors import AlreadyThere, NoSuchThing
+from control_plane.accounts.tokens import SCOPES, Scope, Token, checked_scopes, digest_of, new_secret, now_ms
+from control_plane.storage.database import Database
+from control_plane.storage.tables import accounts, tokens
+from runtime.errors import InvalidRequest
+
+_ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MAX_NAME_CHARACTERS = 128
+_MINUTE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an account may use; None: as much as it likes."""
+
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 1 <= value < 2**31:
+                raise InvalidRequest(
+                    f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; none for no limit", field=field.name
+                )
+
+    def __bool__(self) -> bool:
+        return self != NO_LIMITS
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Account:
+    id: str
+    created_ms: int
+    disabled_ms: int | None = None
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A token and the account it belongs to."""
+
+    token: Token
+    account: Account
+
+
+class AccountStore:
+    """Accounts and tokens in the database. Everything raises Unavailable while that cannot be reached."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # ------------------------------------------------------------------------------------------------ accounts
+
+    async def create(self, account_id: str, limits: Limits = NO_LIMITS) -> Account:
+        """Make an account. Its id is for good: cached blocks are kept apart by it. Raises AlreadyThere."""
+        if not _ACCOUNT.fullmatch(account_id):
+            raise InvalidRequest(
+                f"an account cannot be called {account_id!r}; use up to 64 letters, digits, dots, dashes and "
+                "underscores, a letter or digit first",
+                field="name",
+            )
+        made = Account(account_id, now_ms(), limits=limits)
+        try:
+            async with self._database.begin() as connection:
+                values = {"id": account_id, "created_ms": made.created_ms, **vars(limits)}
+                await connection.execute(sa.insert(accounts).values(values))
+        except IntegrityError as error:
+            raise AlreadyThere(
+                f"there is an account {account_id} already; choose another name", field="name"
+            ) from error
+        return made
+
+    async def all(self) -> list[Account]:
+        async with self._database.each() as connection:
+            rows = (await connection.execute(sa.select(accounts).order_by(accounts.c.id))).mappings()
+            return [_account(row) for row in rows]
+
+    async def get(self, account_id: str) -> Account:
+        """Return an account; raises NoSuchThing."""
+        async with self._database.each() as connection:
+            row = (await connection.execute(sa.select(accounts).where(accounts.c.id == account_id))).mappings().first()
+        if row is None:
+            raise _no_account(account_id)
+        return _account(row)
+
+    async def exists_any(self) -> bool:
+        async with self._database.each() as connection:
+            return (await connection.execute(sa.select(accounts.c.id).limit(1))).first() is not None
+
+    async def change(self, account_id: str, *, limits: Limits | None = None, disabled: bool | None = None) -> Account:
+        """Replace an account's limits, or shut it or open it again; raises NoSuchThing."""
+        values: dict[str, Any] = vars(limits).copy() if limits is not None else {}
+        if disabled is not None:
+            values["disabled_ms"] = now_ms() if disabled else None
+        if values:
+            async with self._database.begin() as connection:
+                await connection.execute(sa.update(accounts).where(accounts.c.id == account_id).values(values))
+        return await self.get(account_id)
+
+    # -------------------------------------------------------------------------------------------------- tokens
+
+    async def create_token(
+        self, account_id: str, name: str, scopes: Iterable[str], expires_ms: int | None = None
+    ) -> tuple[Token, str]:
+        """Make a token; returns it and its secret, which is not kept. Raises NoSuchThing for an unknown account."""
+        if not 0 < len(name) <= _MAX_NAME_CHARACTERS:
+            raise InvalidRequest(
+                f"name has {len(name)} characters, must have 1 to {_MAX_NAME_CHARACTERS}", field="name"
+            )
+        if expires_ms is not None and expires_ms <= now_ms():
+            raise InvalidRequest("expires_on is in the past; give a time to come, or none", field="expires_on")
+        secret = new_secret()
+        made = Token(uuid.uuid4().hex, account_id, name, checked_scopes(scopes), now_ms(), expires_ms)
+        values = {**vars(made), "scopes": _join(made.scopes), "digest": digest_of(secret)}
+        async with self._database.begin() as connection:
+            if await connection.scalar(sa.select(accounts.c.id).where(accounts.c.id == account_id)) is None:
+                raise _no_account(account_id)
+            await connection.execute(sa.insert(tokens).values(values))
+        return made, secret
+
+    async def tokens_of(self, account_id: str) -> list[Token]:
+        async with self._database.each() as connection:
+            wanted = sa.select(tokens).where(tokens.c.account == account_id).order_by(tokens.c.created_ms, tokens.c.id)
+            return [_token(row) for row in (await connection.execute(wanted)).mappings()]
+
+    async def token(self, account_id: str, token_id: str) -> Token:
+        """Return a token of an account; raises NoSuchThing."""
+        async with self._database.each() as connection:
+            row = (await connection.execute(sa.select(tokens).where(_is(account_id, token_id)))).mappings().first()
+        if row is None:
+            raise NoSuchThing(f"account {account_id} has no token {token_id}; see its tokens", field="token")
+        return _token(row)
+
+    async def revoke(self, account_id: str, token_id: str) -> Token:
+        """End a token for good; once more changes nothing. Raises NoSuchThing."""
+        async with self._database.begin() as connection:
+            is_it = _is(account_id, token_id) & tokens.c.revoked_ms.is_(None)
+            await connection.execute(sa.update(tokens).where(is_it).values(revoked_ms=now_ms()))
+        return await self.token(account_id, token_id)
+
+    async def roll(self, account_id: str, token_id: str) -> tuple[Token, str]:
+        """Give a token another secret; the old one ends. Raises NoSuchThing, InvalidRequest if it was revoked."""
+        token, secret = await self.token(account_id, token_id), new_secret()
+        async with self._database.begin() as connection:
+            is_it = _is(account_id, token_id) & tokens.c.revoked_ms.is_(None)
+            rolled = await connection.execute(sa.update(tokens).where(is_it).values(digest=digest_of(secret)))
+        if rolled.rowcount != 1:
+            raise InvalidRequest(f"token {token_id} was revoked; make a new one", field="token")
+        return token, secret
+
+    async def find(self, digest: bytes) -> Holder | None:
+        """Return who holds the token of that digest, revoked and expired ones too."""
+        both = sa.select(tokens, *(column.label(f"account_{column.name}") for column in accounts.c)).join_from(
+            tokens, accounts
+        )
+        async with self._database.each() as connection:
+            row = (await connection.execute(both.where(tokens.c.digest == digest))).mappings().first()
+        if row is None or not hmac.compare_digest(row["digest"], digest):
+            return None
+        return Holder(_token(row), _account({column.name: row[f"account_{column.name}"] for column in accounts.c}))
+
+    async def used(self, used_ms: Mapping[str, int]) -> None:
+        """Note when tokens (by id) were last used, to the minute."""
+        async with self._database.begin() as connection:
+            for token_id, moment_ms in sorted(used_ms.items()):
+                minute_ms = moment_ms - moment_ms % _MINUTE_MS
+                is_older = tokens.c.used_ms.is_(None) | (tokens.c.used_ms < minute_ms)
+                change = sa.update(tokens).where((tokens.c.id == token_id) & is_older)
+                await connection.execute(change.values(used_ms=minute_ms))
+
+
+def _is(account_id: str, token_id: str) -> sa.ColumnElement[bool]:
+    return (tokens.c.account == account_id) & (tokens.c.id == token_id)
+
+
+def _no_account(account_id: str) -> NoSuchThing:
+    return NoSuchThing(f"there is no account {account_id}; make it with `tandem account create`", field="account")
+
+
+def _join(scopes: frozenset[Scope]) -> str:
+    return " ".join(scope for scope in SCOPES if scope in scopes)
+
+
+def _account(row: Mapping[Any, Any]) -> Account:
+    limits = Limits(**{field.name: row[field.name] for field in fields(Limits)})
+    return Account(row["id"], row["created_ms"], row["disabled_ms"], limits)
+
+
+def _token(row: Mapping[Any, Any]) -> Token:
+    scopes = frozenset(scope for scope in SCOPES if scope in row["scopes"].split(" "))
+    times = {name: row[name] for name in ("created_ms", "expires_ms", "revoked_ms", "used_ms")}
+    return Token(row["id"], row["account"], row["name"], scopes, **times)

@@ -1,0 +1,158 @@
+"""What has an account used in the last minute, and may it use more?
+
+A sliding window: what was admitted is counted for a minute, by half seconds, so no minute, wherever it begins, has
+more than the limit. Pure values; control_plane.accounts.limiter keeps them in the database.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from control_plane.accounts.store import Limits
+
+_TICKS_PER_SECOND = 2
+_MINUTE_TICKS = 60 * _TICKS_PER_SECOND
+_SKEW_TICKS = 10
+_LONGEST_WAIT_SECONDS = 60.0
+_ROOM_SECONDS = 1.0
+"""When to ask again where all that may run at once does: nobody knows when one will end."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    what: Literal["requests", "tokens", "concurrency"]
+    limit: int
+    retry_after_seconds: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a caller is told: left of a limit, and seconds until all of it is there again."""
+
+    limit: int
+    remaining: int
+    reset_seconds: float
+
+
+class Window(msgspec.Struct, frozen=True):
+    """`used` has (tick, requests, tokens) in ascending order of ticks; a tick is half a second since 1970.
+
+    `running` counts by gateway incarnation, so that those of one that died can be taken off.
+    """
+
+    used: tuple[tuple[int, int, int], ...] = ()
+    running: dict[str, int] = {}
+
+    @classmethod
+    def decode(cls, text: str) -> Window:
+        return msgspec.json.decode(text, type=cls)
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @property
+    def num_requests(self) -> int:
+        return sum(requests for _, requests, _ in self.used)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(tokens for _, _, tokens in self.used)
+
+    def tick(self, now: float) -> int:
+        """Return the tick of `now`, Unix seconds; never before one that has been counted: clocks differ a little."""
+        tick = math.floor(now * _TICKS_PER_SECOND)
+        return max(tick, min(self.used[-1][0], tick + _SKEW_TICKS)) if self.used else tick
+
+    def at(self, tick: int) -> Window:
+        """Return the window without what is more than a minute old; a tick counts until its last moment is.
+
+        What lies in the future is left out too: a clock that was wrong for a moment must not shut an account for hours.
+        """
+        first, last = tick - _MINUTE_TICKS, tick + _SKEW_TICKS
+        return self._with(tuple(entry for entry in self.used if first <= entry[0] <= last))
+
+    def admit(self, limits: Limits, num_tokens: int, gateway: str, now: float) -> tuple[Window, Refusal | None]:
+        """Count one more request that will use about `num_tokens`, or say why not."""
+        tick = self.tick(now)
+        window = self.at(tick)
+        if (refusal := window._refusal(limits, num_tokens, now)) is not None:
+            return window, refusal
+        running = dict(window.running)
+        if limits.max_concurrent_requests is not None:
+            running[gateway] = running.get(gateway, 0) + 1
+        return Window(_added(window.used, tick, 1, num_tokens), running), None
+
+    def settle(self, tick: int, num_extra_tokens: int, gateway: str, *, was_running: bool, now: float) -> Window:
+        """Correct what a request admitted at `tick` was thought to use, and count it as ended."""
+        window = self.at(self.tick(now))
+        running = dict(window.running)
+        if was_running:
+            running[gateway] = running.get(gateway, 0) - 1
+            if running[gateway] <= 0:
+                del running[gateway]
+        if num_extra_tokens > 0:
+            return Window(_added(window.used, self.tick(now), 0, num_extra_tokens), running)
+        used = tuple(
+            (when, requests, max(0, tokens + num_extra_tokens) if when == tick else tokens)
+            for when, requests, tokens in window.used
+        )
+        return Window(used, running)
+
+    def without(self, gateway: str) -> Window:
+        """Return the window when a gateway has died."""
+        return Window(self.used, {name: count for name, count in self.running.items() if name != gateway})
+
+    def requests(self, limits: Limits, now: float) -> Standing | None:
+        """Return how the account stands; None without such a limit."""
+        return self._standing(limits.max_requests_per_minute, self.num_requests, now)
+
+    def tokens(self, limits: Limits, now: float) -> Standing | None:
+        return self._standing(limits.max_tokens_per_minute, self.num_tokens, now)
+
+    def _refusal(self, limits: Limits, num_tokens: int, now: float) -> Refusal | None:
+        most = limits.max_requests_per_minute
+        if most is not None and self.num_requests >= most:
+            return Refusal("requests", most, self._wait([entry[1] for entry in self.used], most - 1, now))
+        most = limits.max_tokens_per_minute
+        if most is not None and self.num_tokens + num_tokens > most:
+            return Refusal("tokens", most, self._wait([entry[2] for entry in self.used], most - num_tokens, now))
+        most = limits.max_concurrent_requests
+        if most is not None and sum(self.running.values()) >= most:
+            return Refusal("concurrency", most, _ROOM_SECONDS)
+        return None
+
+    def _wait(self, counts: list[int], most: int, now: float) -> float:
+        """Return after how many seconds no more than `most` are left."""
+        left = sum(counts)
+        for (tick, _, _), count in zip(self.used, counts, strict=True):
+            left -= count
+            if left <= most:
+                return max(1 / _TICKS_PER_SECOND, _end(tick) - now)
+        return _LONGEST_WAIT_SECONDS
+
+    def _standing(self, most: int | None, num_used: int, now: float) -> Standing | None:
+        if most is None:
+            return None
+        reset = max(0.0, _end(self.used[-1][0]) - now) if self.used else 0.0
+        return Standing(most, max(0, most - num_used), reset)
+
+    def _with(self, used: tuple[tuple[int, int, int], ...]) -> Window:
+        return self if used == self.used else Window(used, self.running)
+
+
+def _added(
+    used: tuple[tuple[int, int, int], ...], tick: int, num_requests: int, num_tokens: int
+) -> tuple[tuple[int, int, int], ...]:
+    if used and used[-1][0] == tick:
+        _, requests, tokens = used[-1]
+        return (*used[:-1], (tick, requests + num_requests, tokens + num_tokens))
+    return (*used, (tick, num_requests, num_tokens))
+
+
+def _end(tick: int) -> float:
+    """Return when what was counted in a tick is no longer, Unix seconds."""
+    return (tick + _MINUTE_TICKS + 1) / _TICKS_PER_SECOND

@@ -1,0 +1,112 @@
+"""Which tables are there, and what does each column mean?
+
+All times are integers, milliseconds since 1970 in UTC: the same on SQLite and PostgreSQL. Names end in their unit.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    text,
+)
+
+metadata = MetaData(
+    naming_convention={"ix": "ix_%(column_0_N_label)s", "ck": "ck_%(table_name)s_%(constraint_name)s"},
+)
+
+accounts = Table(
+    "accounts",
+    metadata,
+    Column("id", String(64), primary_key=True),  # as in URLs, and as cache salts are made from: it never changes
+    Column("created_ms", BigInteger, nullable=False),
+    Column("disabled_ms", BigInteger),
+    Column("max_requests_per_minute", Integer),  # null: no limit
+    Column("max_tokens_per_minute", BigInteger),
+    Column("max_concurrent_requests", Integer),
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("account", String(64), ForeignKey("accounts.id"), nullable=False, index=True),
+    Column("name", String(128), nullable=False),
+    Column("digest", LargeBinary(32), nullable=False, unique=True),  # SHA-256 of the token
+    Column("scopes", String(128), nullable=False),  # separated by spaces
+    Column("created_ms", BigInteger, nullable=False),
+    Column("expires_ms", BigInteger),
+    Column("revoked_ms", BigInteger),
+    Column("used_ms", BigInteger),  # to the minute
+)
+
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("incarnation", String(32), primary_key=True),
+    Column("started_ms", BigInteger, nullable=False),
+    Column("seen_ms", BigInteger, nullable=False),
+    Column("ended_ms", BigInteger),  # it drained, or was not heard of for too long
+)
+
+windows = Table(
+    "windows",
+    metadata,
+    Column("account", String(64), primary_key=True),
+    Column("revision", String(32), nullable=False),  # of whoever wrote last; a write says which one it has read
+    Column("state", String, nullable=False),  # control_plane.accounts.window.Window as JSON
+)
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("request_id", String(80), primary_key=True),
+    Column("account", String(64), nullable=False),  # no foreign key: without accounts it is the URL's segment
+    Column("token_id", String(32)),
+    Column("model", String(256), nullable=False),
+    Column("gateway", String(32), nullable=False),  # the incarnation that opened it, and closes it
+    Column("day", Integer, nullable=False),  # of its opening, days since 1970 in UTC
+    Column("opened_ms", BigInteger, nullable=False),
+    Column("closed_ms", BigInteger),
+    Column("status", String(16), nullable=False),  # open, finished, failed, cancelled, aborted
+    Column("finish_reasons", String(64), nullable=False, server_default=""),  # of the choices that ended
+    Column("error", String(64), nullable=False, server_default=""),
+    Column("num_choices", Integer, nullable=False),
+    Column("num_asked_tokens", Integer, nullable=False),  # the prompt's length, read or not
+    *(
+        Column(name, BigInteger, nullable=False, server_default="0")
+        for name in (
+            "num_prompt_tokens",  # that were read: computed + cached
+            "num_computed_tokens",
+            "num_cached_tokens",  # pool + store + remote
+            "num_pool_tokens",  # found in the worker's own KV pool
+            "num_store_tokens",  # copied from its host's store
+            "num_remote_tokens",  # fetched into that store from another host's
+            "num_completion_tokens",
+            "num_reprefill_tokens",  # that decode computed although prefill had
+            "num_bytes_moved",
+            "prefill_us",
+            "decode_us",
+            "microneurons",
+        )
+    ),
+    CheckConstraint("num_prompt_tokens = num_computed_tokens + num_cached_tokens", name="prompt"),
+    CheckConstraint("num_computed_tokens >= 0 AND num_pool_tokens >= 0", name="positive"),
+    CheckConstraint("num_cached_tokens = num_pool_tokens + num_store_tokens + num_remote_tokens", name="cached"),
+    CheckConstraint("(status = 'open') = (closed_ms IS NULL)", name="closed"),
+    Index("ix_ledger_day", "account", "day", "model"),
+    Index(
+        "ix_ledger_open",
+        "gateway",
+        sqlite_where=text("closed_ms IS NULL"),
+        postgresql_where=text("closed_ms IS NULL"),
+    ),
+)

@@ -1,0 +1,79 @@
+"""A gateway in a process of its own, with real accounts and a dispatcher that says the same to everybody.
+
+`python -m tests.control_plane.accounts.gateway_process DATABASE_URL GONE_SECONDS`: prints its address once it listens;
+a request whose prompt begins with "wait" gets one token and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.accounts.service import Accounts
+from control_plane.generation import TokenRequest
+from control_plane.storage.database import database_url
+from tests.control_plane.faces.gateway import serve
+from tests.control_plane.faces.model import ids_of
+from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
+
+HELLO = [*ids_of("Hello world"), 1]
+WAIT = ids_of("wait")
+_HERE = Path(__file__).parents[3]
+
+
+@dataclass
+class GatewayProcess:
+    process: asyncio.subprocess.Process
+    url: str
+
+    async def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), 30)
+
+
+@asynccontextmanager
+async def gateway_process(url: str, gone_seconds: float = 30.0) -> AsyncIterator[GatewayProcess]:
+    """Start one and wait until it listens; it is killed at the end, should it still run."""
+    command = [sys.executable, "-m", "tests.control_plane.accounts.gateway_process", url, str(gone_seconds)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=_HERE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None, "asked for"
+        while not (line := (await asyncio.wait_for(process.stdout.readline(), 60)).decode()).startswith("http"):
+            assert line, "the gateway ended before it listened"
+        reading = asyncio.create_task(process.stdout.read())  # or it would stop when its pipe is full of log lines
+        yield GatewayProcess(process, line.strip())
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await reading
+
+
+async def _main(url: str, gone_seconds: float) -> None:
+    drain = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.set)
+    accounts = Accounts(database_url(url, Path()), gone_seconds=gone_seconds)
+    await accounts.open()
+    dispatcher = ScriptedDispatcher()
+    dispatcher.choose = _script
+    async with serve(dispatcher, accounts=accounts) as gateway:
+        running = asyncio.create_task(accounts.run())
+        print(gateway.url, flush=True)
+        await drain.wait()
+        running.cancel()
+    await accounts.close()
+
+
+def _script(request: TokenRequest) -> Script:
+    waits = list(request.token_ids[1 : 1 + len(WAIT)]) == WAIT
+    return Script(HELLO, pause_after=1 if waits else None)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], float(sys.argv[2])))

@@ -1,0 +1,204 @@
+"""Does the gate let in whom it should, at once where it can know and within seconds where it cannot?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from control_plane.accounts import gate as gate_module
+from control_plane.accounts.errors import NoSuchThing, NotAllowed
+from control_plane.accounts.gate import GRACE_SECONDS, STALE_SECONDS, Gate
+from control_plane.accounts.service import Accounts
+from control_plane.accounts.store import AccountStore, Holder, Limits
+from control_plane.accounts.tokens import new_secret, now_ms
+from runtime.errors import Unauthenticated, Unavailable
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class WatchedStore(AccountStore):
+    """Counts what is asked of the database, and can be cut off from it."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        super().__init__(accounts.database)
+        self.num_reads = 0
+        self.is_down = False
+
+    async def find(self, digest: bytes) -> Holder | None:
+        self.num_reads += 1
+        if self.is_down:
+            raise Unavailable("the database is away")
+        return await super().find(digest)
+
+    async def exists_any(self) -> bool:
+        self.num_reads += 1
+        if self.is_down:
+            raise Unavailable("the database is away")
+        return await super().exists_any()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(accounts: Accounts) -> WatchedStore:
+    return WatchedStore(accounts)
+
+
+@pytest.fixture
+def gate(store: WatchedStore, clock: Clock) -> Gate:
+    return Gate(store, clock)
+
+
+async def test_it_is_open_until_the_first_account_and_closed_for_good_then(
+    gate: Gate, store: WatchedStore, clock: Clock
+) -> None:
+    assert await gate.is_open()
+    await store.create("me")
+    clock.now += STALE_SECONDS
+    assert not await gate.is_open()
+    num_reads = store.num_reads
+    clock.now += 1e6
+    assert not await gate.is_open() and store.num_reads == num_reads
+
+
+async def test_a_token_enters_its_own_account_with_its_scopes(gate: Gate, store: WatchedStore) -> None:
+    for name in ("me", "you"):
+        await store.create(name, Limits(max_concurrent_requests=len(name)))
+    token, secret = await store.create_token("me", "laptop", ["inference"])
+    for account in ("me", None):
+        identity = await gate.enter(secret, "inference", account)
+        assert (identity.account, identity.token, identity.limits) == ("me", token, Limits(None, None, 2))
+    with pytest.raises(NotAllowed, match="of account me, not you"):
+        await gate.enter(secret, "inference", "you")
+    with pytest.raises(NotAllowed, match="needs the scope usage"):
+        await gate.enter(secret, "usage", "me")
+    with pytest.raises(Unauthenticated, match="not known"):
+        await gate.enter(new_secret(), "inference", None)
+
+
+async def test_an_admin_acts_for_any_account_that_there_is(gate: Gate, store: WatchedStore) -> None:
+    for name in ("root", "you"):
+        await store.create(name, Limits(max_concurrent_requests=len(name)))
+    _, secret = await store.create_token("root", "first", ["admin"])
+    identity = await gate.enter(secret, "inference", "you")
+    assert (identity.account, identity.limits.max_concurrent_requests) == ("you", 3)
+    with pytest.raises(NoSuchThing, match="no account nobody"):
+        await gate.enter(secret, "inference", "nobody")
+    await store.change("you", disabled=True)
+    with pytest.raises(NotAllowed, match="you is disabled"):
+        await gate.enter(secret, "inference", "you")
+    assert (await gate.enter(secret, "admin", "you")).account == "you"
+
+
+async def test_expired_tokens_and_disabled_accounts_are_refused(
+    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.create("me")
+    token, secret = await store.create_token("me", "laptop", ["inference"], now_ms() + 60_000)
+    await gate.enter(secret, "inference", None)
+    monkeypatch.setattr(gate_module, "now_ms", lambda: token.expires_ms)
+    with pytest.raises(Unauthenticated, match="is expired"):
+        await gate.enter(secret, "inference", None)
+    monkeypatch.undo()
+    _, other = await store.create_token("me", "laptop", ["inference"])
+    await store.change("me", disabled=True)
+    with pytest.raises(NotAllowed, match="me is disabled"):
+        await gate.enter(other, "inference", None)
+
+
+async def test_a_revocation_here_holds_at_once_and_elsewhere_within_seconds(
+    gate: Gate, store: WatchedStore, clock: Clock
+) -> None:
+    elsewhere = Gate(store, clock)
+    await store.create("me")
+    token, secret = await store.create_token("me", "laptop", ["inference"])
+    for each in (gate, elsewhere):
+        await each.enter(secret, "inference", None)
+    await store.revoke("me", token.id)
+    gate.forget()
+    with pytest.raises(Unauthenticated, match="is revoked"):
+        await gate.enter(secret, "inference", None)
+    await elsewhere.enter(secret, "inference", None)  # it does not know yet
+    clock.now += STALE_SECONDS
+    with pytest.raises(Unauthenticated, match="is revoked"):
+        await elsewhere.enter(secret, "inference", None)
+
+
+async def test_the_database_is_asked_once_for_many_and_not_for_what_cannot_be_a_token(
+    gate: Gate, store: WatchedStore
+) -> None:
+    await store.create("me")
+    _, secret = await store.create_token("me", "laptop", ["inference"])
+    store.num_reads = 0
+    await asyncio.gather(*(gate.enter(secret, "inference", None) for _ in range(50)))
+    await gate.enter(secret, "inference", None)
+    for _ in range(5):
+        with pytest.raises(Unauthenticated):
+            await gate.enter("tdm_no-token", "inference", None)
+    assert store.num_reads == 1
+
+
+async def test_a_read_that_began_before_a_change_is_not_believed_after_it(
+    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.create("me")
+    token, secret = await store.create_token("me", "laptop", ["inference"])
+    has_read, may_answer = asyncio.Event(), asyncio.Event()
+    find = store.find
+
+    async def slow(digest: bytes) -> Holder | None:
+        found = await find(digest)
+        has_read.set()
+        await may_answer.wait()
+        return found
+
+    monkeypatch.setattr(store, "find", slow)
+    early = asyncio.create_task(gate.enter(secret, "inference", None))
+    await has_read.wait()
+    await store.revoke("me", token.id)
+    gate.forget()
+    may_answer.set()
+    assert (await early).account == "me"  # it came before the revocation
+    with pytest.raises(Unauthenticated, match="is revoked"):
+        await gate.enter(secret, "inference", None)
+
+
+async def test_without_the_database_those_who_are_known_go_on_for_a_bounded_time(
+    gate: Gate, store: WatchedStore, clock: Clock
+) -> None:
+    await store.create("me")
+    _, secret = await store.create_token("me", "laptop", ["inference"])
+    assert not await gate.is_open()
+    await gate.enter(secret, "inference", None)
+    store.is_down = True
+    clock.now += GRACE_SECONDS
+    assert not await gate.is_open()
+    assert (await gate.enter(secret, "inference", None)).account == "me"
+    with pytest.raises(Unavailable, match="database"):
+        await gate.enter(new_secret(), "inference", None)
+    clock.now += 1
+    with pytest.raises(Unavailable, match="database"):
+        await gate.enter(secret, "inference", None)
+
+
+async def test_uses_are_noted_now_and_then(open_accounts: Callable[[], Accounts]) -> None:
+    accounts = open_accounts()
+    await accounts.open()
+    await accounts.store.create("me")
+    token, secret = await accounts.store.create_token("me", "laptop", ["inference"])
+    await accounts.gate.enter(secret, "inference", None)
+    assert (await accounts.store.token("me", token.id)).used_ms is None
+    await accounts._note_used()
+    used_ms = (await accounts.store.token("me", token.id)).used_ms
+    assert used_ms is not None and used_ms % 60_000 == 0

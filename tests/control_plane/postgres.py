@@ -1,0 +1,99 @@
+"""How does a test get a real PostgreSQL, on loopback, as its own user?"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_DEBIAN = Path("/usr/lib/postgresql")
+
+
+def require_postgres() -> Path:
+    """Return the folder of PostgreSQL's programs; without, skip and say why, or fail where skips are not allowed."""
+    found = [path.parent for path in sorted(_DEBIAN.glob("*/bin/postgres"), key=lambda path: path.parts[-3])]
+    on_path = shutil.which("initdb")
+    if found or on_path:
+        return found[-1] if found else Path(str(on_path)).parent
+    reason = f"PostgreSQL is not installed: no {_DEBIAN}/*/bin/postgres; run `make services`"
+    if os.environ.get("TANDEM_REQUIRE_SERVICES") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    """Make a cluster in a folder of its own and run it on a free port until the block ends."""
+    programs = require_postgres()
+    # Not pytest's folder: that is its user's alone, and PostgreSQL refuses to run as root.
+    with tempfile.TemporaryDirectory(prefix="tandem-postgres-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        user = pwd.getpwnam("postgres") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
+        os.chown(folder, user.pw_uid, user.pw_gid)
+        server = Postgres(programs, folder / "data", user, _free_port())
+        server.make()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+class Postgres:
+    """One cluster; `stop` and `start` play an outage."""
+
+    def __init__(self, programs: Path, folder: Path, user: pwd.struct_passwd, port: int) -> None:
+        self._programs = programs
+        self._folder = folder
+        self._user = user
+        self.port = port
+        self._num_databases = 0
+
+    def make(self) -> None:
+        self._run("initdb", "--pgdata", str(self._folder), "--auth", "trust", "--username", "tandem", "--no-sync")
+
+    def start(self) -> None:
+        flags = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
+        self._control("start", "--wait", "--options", flags, "--log", str(self._folder / "log"))
+
+    def stop(self) -> None:
+        self._control("stop", "--wait", "--mode", "immediate")
+
+    def new_database(self) -> str:
+        """Make an empty database; returns its URL."""
+        self._num_databases += 1
+        name = f"tandem_{self._num_databases}"
+        self._run("createdb", "--host", "127.0.0.1", "--port", str(self.port), "--username", "tandem", name)
+        return f"postgresql://tandem@127.0.0.1:{self.port}/{name}"
+
+    def _control(self, action: str, *flags: str) -> None:
+        self._run("pg_ctl", action, "--pgdata", str(self._folder), *flags)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        user: dict[str, Any] = {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []}
+        ended = subprocess.run(
+            [str(self._programs / program), *arguments],
+            cwd=self._folder.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "HOME": str(self._folder.parent)},
+            timeout=60,
+            **(user if os.getuid() == 0 else {}),
+        )
+        assert ended.returncode == 0, f"{program} {' '.join(arguments)}: {ended.stdout.decode()}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -51,7 +51,7 @@ async def test_a_stream_pauses_until_its_only_worker_is_back() -> None:
     first = ScriptedWorker("d", behave=lose_after(2))
     async with world(first, queue_seconds=10) as here:
         deltas = aiter(await here.dispatcher.submit(ask()))
-        assert (await anext(deltas)).token_ids == tuple(answer(2))
+        assert [token for _ in range(2) for token in (await anext(deltas)).token_ids] == answer(2)
         await here.add(ScriptedWorker("d", life=1))
         assert [token async for delta in deltas for token in delta.token_ids] == answer()[2:]
 

@@ -14,7 +14,17 @@ import torch
 from engine.core import EngineCore
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
-from engine.messages import AddRequest, BlocksSealed, EngineEvent, MapRegion, Mode, Reserved, SealedBlocks, StepDone
+from engine.messages import (
+    AddRequest,
+    BlocksSealed,
+    EngineEvent,
+    MapRegion,
+    Mode,
+    Refused,
+    Reserved,
+    SealedBlocks,
+    StepDone,
+)
 from engine.models.loader import LoadedModel, load_model
 from engine.ops.cpu import CpuOps
 from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
@@ -140,6 +150,9 @@ class Engine:
             fields |= {"hash_root": self._stage.root.hex(), "block_hashes": self._stage.hashes_of(token_ids)}
         command = AddRequest(ask.request_id, token_ids, len(ask.prompt), ask.sampling, mode, **fields)
         (event,) = self.core.handle(command)
+        while isinstance(event, Refused) and event.reason == "kv_full" and self.has_work:
+            self.step()  # others wait for blocks, and are not overtaken
+            (event,) = self.core.handle(command)
         assert isinstance(event, Reserved), event
         self.live.add(ask.request_id)
 

@@ -15,13 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from control_plane.accounts import tokens
 from control_plane.accounts.errors import NotAllowed
 from control_plane.accounts.gate import Gate, Identity
-from control_plane.faces.errors import on_tandem_error
+from control_plane.faces.errors import NoSuchRoute, on_tandem_error
 from runtime.errors import TandemError, Unauthenticated
 
 _OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
 _FLEET = "/v1/workers"
 _ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
 _ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
+_NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
+"""No token for inference is good for what is not an account's models, routes to come included."""
 _ANY_TOKEN = re.compile(r"/client/v4/user/tokens/verify|/client/v4/accounts/[^/]+/tokens/verify")
 _OWN = re.compile(r"/client/v4/accounts(/[^/]+)?")
 _USAGE = re.compile(r"/client/v4/accounts/[^/]+/ai/usage")
@@ -33,9 +35,15 @@ def needed_scope(method: str, path: str) -> tokens.Scope | None:
         return None
     if _OWN.fullmatch(path):
         return None if method in ("GET", "HEAD") else "admin"
-    if _ADMIN.fullmatch(path):
+    if _ADMIN.fullmatch(path) or _NOT_MODELS.fullmatch(path):
         return "admin"
     return "usage" if _USAGE.fullmatch(path) else "inference"
+
+
+def _check_characters(path: str) -> None:
+    """Raise NoSuchRoute for what routes may read otherwise than we: their `$` also matches before a last newline."""
+    if any(character < " " or character == "\x7f" for character in path):
+        raise NoSuchRoute("the path has a control character in it, and no endpoint's has", field="path")
 
 
 def is_administration(path: str) -> bool:
@@ -70,6 +78,7 @@ class Authentication:
             await send(message)
 
         try:
+            _check_characters(scope["path"])
             if scope["path"] not in _OPEN:
                 state["identity"] = await self._identify(scope)
         except TandemError as error:

@@ -230,3 +230,24 @@ async def test_accounts_and_tokens_are_administered_over_http(accounts: Accounts
         assert await call("DELETE", f"/accounts/team/tokens/{token['id']}") == {"id": token["id"]}
         assert "is revoked" in (await call("GET", "/user/tokens/verify", secret=rolled))[1]
     assert STALE_SECONDS <= 5  # what the documents promise of other processes
+
+
+@pytest.mark.parametrize("ending", ["%0A", "%0a", "%0D", "%00", "%7F"])
+async def test_a_path_that_ends_in_a_control_character_is_nobodys(accounts: Accounts, ending: str) -> None:
+    """A route's `$` also matches before a newline: what was checked as one path could be served as another."""
+    administration = {"name": "x", "scopes": ["admin"]}
+    async with world(accounts) as here:
+        for path in ("/client/v4/accounts/me/tokens", "/client/v4/accounts", "/admin/usage", "/v1/workers"):
+            for method in ("GET", "POST"):
+                refused = await here.ask(path + ending, here.mine, method=method, json=administration)
+                assert refused.status_code == 404, (path, method, refused.text)
+        assert len(await accounts.store.all()) == 2
+    async with serve(ScriptedDispatcher(Script([1])), accounts=accounts) as gateway:
+        assert (await gateway.client.post("/client/v4/accounts" + ending, json={"name": "mine"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/admin/later", "/client/v4/later", "/client/v4/accounts/me/later", "/client/v4/user"]
+)
+def test_what_is_not_an_accounts_models_is_the_administrators(path: str) -> None:
+    assert needed_scope("POST", path) == "admin"

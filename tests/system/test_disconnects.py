@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.settings import EngineConfig
 from tests.system.bit_flips import engine_pid
 from tests.system.fleet import Fleet, until
 from tests.system.streams import MODEL, client
@@ -15,6 +16,7 @@ from tests.system.streams import MODEL, client
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK: dict[str, Any] = {"stream": True, "max_tokens": 900, "ignore_eos": True, "seed": 9}
+DRAFTS = EngineConfig.max_draft_tokens
 CALLS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "openai": ("/v1/completions", {"model": MODEL, "prompt": "Once", **ASK}, {}),
     "rest": (f"/client/v4/accounts/test/ai/run/{MODEL}", {"prompt": "Once", "raw": True, **ASK}, {}),
@@ -32,6 +34,9 @@ async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_
     async def num_generated() -> float:
         return (await demo_fleet.stats("decode-0")).counters["tokens_generated"]
 
+    async def num_steps() -> float:
+        return (await demo_fleet.stats("decode-0")).counters["steps"]
+
     # 1. A client reads a few tokens of many, and the engine is stopped where it is: in a step, or between two.
     async with (
         client(demo_fleet.base_url) as http,
@@ -42,7 +47,7 @@ async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_
             await anext(lines)
         os.kill(engine, signal.SIGSTOP)
         try:
-            at_stop = await num_generated()
+            at_stop, steps_at_stop = await num_generated(), await num_steps()
             await response.aclose()  # 2. The client leaves, and not one more token can tell the gateway so.
             running = demo_fleet.gateway.dispatcher.router.in_flight
             await until(lambda: running.total() == 0, 20)
@@ -51,4 +56,5 @@ async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_
             os.kill(engine, signal.SIGCONT)  # 3. The engine ends its step, and finds the cancel.
     await demo_fleet.pools_are_full()
     assert at_stop < 900, "the answer had not ended by itself"
-    assert await num_generated() - at_stop <= 1
+    assert await num_steps() - steps_at_stop <= 1
+    assert await num_generated() - at_stop <= 1 + DRAFTS, "a step's token, and guesses that were right"

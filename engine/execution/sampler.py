@@ -86,14 +86,20 @@ def sample(
 
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[Drawn | None], str]:
     """Return what each row gives; None for those whose logits are of no use, with what is wrong with them."""
-    try:
-        return list(sample_op(logits, rows)), ""
-    except UnusableLogits as error:
-        usable = [row for row in range(len(rows)) if row not in error.rows]
-        drawn: list[Drawn | None] = [None] * len(rows)
-        for row, each in zip(usable, sample_op(logits[usable], [rows[row] for row in usable]), strict=True):
-            drawn[row] = each
-        return drawn, error.message
+    drawn: list[Drawn | None] = [None] * len(rows)
+    usable = list(range(len(rows)))
+    messages: list[str] = []
+    while usable:
+        try:
+            found = sample_op(logits[usable] if messages else logits, [rows[row] for row in usable])
+        except UnusableLogits as error:  # each time of fewer rows: those that are of no use for another reason
+            messages.append(error.message)
+            usable = [row for index, row in enumerate(usable) if index not in error.rows]
+        else:
+            for row, each in zip(usable, found, strict=True):
+                drawn[row] = each
+            break
+    return drawn, "; ".join(messages)
 
 
 def _taken(draw: Draw, drawn: Sequence[Drawn | None]) -> list[Sampled] | None:

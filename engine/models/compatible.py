@@ -17,7 +17,7 @@ from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
 from engine.models.stored import stored_dtypes
 from engine.models.support import check_model_class
 from engine.models.transformers_experts import use_own_experts
-from engine.models.transformers_model import TransformersModel, use_own_linears
+from engine.models.transformers_model import TransformersModel, use_own_activations, use_own_linears
 from engine.ops.base import Ops
 from engine.settings import EngineConfig
 
@@ -49,13 +49,15 @@ def load_compatible(
     has_own_linears = on_cpu and dtype == torch.float32
     stays_bf16 = on_cpu and config.dtype == "auto" and stored_dtypes(checkpoint.weight_files) == {"BF16"}
     model = _read_weights(checkpoint, model_config, torch.bfloat16 if stays_bf16 else dtype).to(device)
+    has_rowwise_activations = False
     if has_own_linears:
         use_own_experts(model, ops)
         use_own_linears(model, ops)
+        has_rowwise_activations = use_own_activations(model)
     report("trying the model out", 0.6)
     geometry, windows = _try_out(model, config, device)
     has_stacked_experts = any(parameter.ndim > 2 for parameter in model.parameters())  # transformers multiplies them
-    is_rowwise = ops.is_rowwise and has_own_linears and not has_stacked_experts
+    is_rowwise = ops.is_rowwise and has_rowwise_activations and not has_stacked_experts
     wrapped = TransformersModel(model, geometry.num_layers, ops)
     return Compatible(wrapped, type(model).__name__, geometry, windows, is_rowwise)
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from engine.execution.attention import STEP_KEYWORD, AttentionStep
 from engine.execution.model import ignore
+from engine.ops import rowwise
 from engine.ops.base import KVPool, Ops, Step, Weight
 
 
@@ -73,6 +75,15 @@ def use_own_linears(model: Any, ops: Ops) -> None:
         parameter.data = parameter.data.clone()
 
 
+def use_own_activations(model: Any) -> bool:
+    """Put row-wise activations in the place of torch's fused ones, and say whether all others are row-wise, too."""
+    for name, module in list(model.named_modules()):
+        if (own := _OWN_ACTIVATIONS.get(type(module))) is not None:
+            _replace(model, name, _OwnActivation(own))
+    kinds = {type(module) for module in model.modules()}
+    return all(kind in _ROWWISE for kind in kinds if kind.__module__ in _ACTIVATION_MODULES)
+
+
 def _packed(module: Any, ops: Ops) -> Weight:
     matrix = module.weight.detach().t() if type(module) is Conv1D else module.weight.detach()
     return ops.pack(_stored(matrix), None if module.bias is None else module.bias.detach().float())
@@ -103,6 +114,25 @@ def _keep_embedding(model: Any) -> None:
 def _replace(model: Any, name: str, module: nn.Module) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, module)
+
+
+class _OwnActivation(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+_OWN_ACTIVATIONS: dict[type[nn.Module], Callable[[torch.Tensor], torch.Tensor]] = {
+    nn.SiLU: rowwise.silu,
+    activations.SiLUActivation: rowwise.silu,
+    activations.GELUTanh: rowwise.gelu_tanh,
+}
+_ROWWISE = {nn.ReLU, activations.ReLUSquaredActivation}
+_ACTIVATION_MODULES = {nn.SiLU.__module__, activations.__name__}
+"""Where torch's and transformers' are defined."""
 
 
 class _OwnLinear(nn.Module):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from engine.messages import AddRequest
 from engine.scheduling.block_hash import NUM_HASH_BYTES, BlockHash
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.window_groups import most_blocks
@@ -76,10 +76,11 @@ def check_places(num_places: int, num_taken: int, num_of_key: int, request: Requ
         raise RequestRefused("queue_full", message)
 
 
-def kv_full(num_blocks: int, num_live: int, num_preempted: int, pool: BlockPool) -> RequestRefused:
+def kv_full(num_blocks: int, num_live: int, num_preempted: int, kv: KVCacheManager) -> RequestRefused:
     message = (
-        f"{num_blocks} KV blocks are needed and one for each of {num_live} live requests, {pool.num_available} of "
-        f"{pool.num_blocks} are available, {num_preempted} preempted requests wait; try again later or another worker"
+        f"{num_blocks} KV blocks are needed and one for each of {num_live} live requests, {kv.num_spare} of "
+        f"{kv.pool.num_blocks} are available, {num_preempted} preempted requests wait; "
+        "try again later or another worker"
     )
     return RequestRefused("kv_full", message)
 

@@ -50,7 +50,7 @@ class KVCacheManager:
         found = found[: num_found - num_dropped]
         num_new_blocks = self.num_blocks_for(num_tokens) - num_found
         num_taken_blocks = num_new_blocks + self.pool.num_unused(found) + self.groups.num_claimed(request, windows)
-        if num_taken_blocks + num_reserve_blocks * (1 + self.groups.num_groups) > self._num_spare:
+        if num_taken_blocks + num_reserve_blocks * (1 + self.groups.num_groups) > self.num_spare:
             return False
         self.pool.share(found)
         self.groups.share(windows)
@@ -73,7 +73,7 @@ class KVCacheManager:
         if not num_all_missing:
             return True
         is_promised = request.mode == "prefill"
-        if not is_promised and num_all_missing > self._num_spare:
+        if not is_promised and num_all_missing > self.num_spare:
             return False
         new = self.pool.allocate(num_all_missing)
         assert new is not None, f"{request.request_id} was promised {num_all_missing} blocks, or they were counted"
@@ -89,7 +89,7 @@ class KVCacheManager:
         num_tokens = request.num_tokens + num_drafts
         num_missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
         num_missing += self.groups.num_missing(request, num_tokens)
-        if num_missing and num_missing + num_reserve_blocks * (1 + self.groups.num_groups) <= self._num_spare:
+        if num_missing and num_missing + num_reserve_blocks * (1 + self.groups.num_groups) <= self.num_spare:
             self.grow(request, num_tokens)
         num_blocks = min(len(table) for table in request.tables)
         return min(num_drafts, num_blocks * self.pool.block_size - request.num_tokens)
@@ -190,7 +190,8 @@ class KVCacheManager:
         self._forget(request)
 
     @property
-    def _num_spare(self) -> int:
+    def num_spare(self) -> int:
+        """Blocks that may be had, those that are promised to others left out."""
         return self.pool.num_spare - self.groups.num_promised
 
     def _find(self, request: Request, max_found_tokens: int) -> tuple[int, list[int]]:

@@ -178,7 +178,9 @@ class Scheduler:
         has_preempted = self._waiting.num_preempted > num_preempted
         if not has_preempted:  # else they would be let in again at once
             self._schedule_waiting(batch)
-        self.speculator.draft(batch, self._running)
+        self.speculator.draft(
+            batch, self.config.num_blocks if self._waiting.num_preempted else self._running.num_growing
+        )
         self._is_stalled = not batch.runs and not has_preempted
         self._ledger.scheduled(batch.runs)
         self._running.seat(batch.runs)
@@ -216,8 +218,6 @@ class Scheduler:
         """Return the figures of this moment; requests whose blocks are on their way count as waiting."""
         return engine_stats(self._requests.values(), len(self._running), self.pool, self._ledger.counters)
 
-    # -------------------------------------------------------------------------------------------------- admitting
-
     def _enqueue(self, request: Request) -> None:
         num_waiting = len(self._waiting) - self._waiting.num_preempted
         check_places(self.config.max_num_waiting, num_waiting, self._waiting.num_of_key(request.fairness_key), request)
@@ -234,8 +234,7 @@ class Scheduler:
         check_places(self.config.max_num_seqs + self.config.max_num_waiting, num_live, num_of_key, request)
         num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self.config))
         if self._waiting.num_preempted or not self._kv.admit(request, num_tokens, request.num_tokens, num_live):
-            num_blocks = most_blocks(self.config, num_tokens)
-            raise kv_full(num_blocks, num_live, self._waiting.num_preempted, self.pool)
+            raise kv_full(most_blocks(self.config, num_tokens), num_live, self._waiting.num_preempted, self._kv)
         request.state = RequestState.IMPORTING
         if not num_of_key:
             self._waiting.arrived(request, {other.fairness_key for other in live})
@@ -248,9 +247,7 @@ class Scheduler:
         if request.num_tokens_to_compute and self._kv.groups.can_compute(request):
             self._start_running(request)
         else:  # all is here but the token that follows, and others may share its block; or too little of windows came
-            self._queue_again(request)
-
-    # ------------------------------------------------------------------------------------------------- scheduling
+            self._queue_again(request, is_first=not self._waiting.num_preempted)
 
     def _schedule_running(self, batch: Batch) -> None:
         for request in self._running.in_order():
@@ -275,19 +272,23 @@ class Scheduler:
         self._running.remove(request)
         self._queue_again(request)
 
-    def _queue_again(self, request: Request) -> None:
+    def _queue_again(self, request: Request, *, is_first: bool = False) -> None:
         self._kv.free(request)
         request.state = RequestState.PREEMPTED
-        self._waiting.add(request, self._clock())
+        if is_first and self._has_room(request):  # decodes need no free seat
+            self._start_running(request)
+        else:
+            self._waiting.add(request, self._clock())
+
+    def _has_room(self, request: Request) -> bool:
+        return self._kv.admit(request, request.num_tokens, request.num_tokens - 1, self._running.num_growing)
 
     def _schedule_waiting(self, batch: Batch) -> None:
         """Let requests in, strictly in the queue's order: one that does not fit is not overtaken."""
         now_ns = self._clock() if len(self._waiting) else 0
         while batch.takes_prompts and self._running.has_free_seat:
             request = self._waiting.peek(now_ns)
-            if request is None or not self._kv.admit(
-                request, request.num_tokens, request.num_tokens - 1, self._running.num_growing
-            ):
+            if request is None or not self._has_room(request):
                 return
             self._waiting.pop(now_ns)
             if request.mode != "decode":  # what it finds now came by import, or was found when it was added
@@ -302,8 +303,6 @@ class Scheduler:
     def _start_running(self, request: Request) -> None:
         request.state = RequestState.RUNNING
         self._running.add(request)
-
-    # ---------------------------------------------------------------------------------------------------- updating
 
     def _take_computed(self, run: ScheduledRun) -> None:
         self._ledger.computed(run.request, run.first_position, run.num_tokens)

@@ -79,11 +79,13 @@ class WindowGroups:
         )
 
     def num_claimed(self, request: Request, plan: WindowPlan) -> int:
-        """Count the spare blocks that a plan takes, those included that are promised with it."""
+        """Count the spare blocks that a plan takes, with those that the request may come to need before it answers.
+
+        These are promised to prefills alone. But nobody is let in who would have to go again in the middle of a prompt.
+        """
         num_mine = len(plan.found[0]) + plan.num_new if plan.found else 0
         end = plan.num_dropped + num_mine
-        promise = self._promise(request, plan.num_dropped, end) if request.mode == "prefill" else 0
-        return self.num_groups * num_mine + promise
+        return self.num_groups * num_mine + (self._promise(request, plan.num_dropped, end) if self.num_groups else 0)
 
     def share(self, plan: WindowPlan) -> None:
         """Take what was found, before anything else is allocated."""

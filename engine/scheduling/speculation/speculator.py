@@ -15,7 +15,6 @@ from engine.scheduling.batch import Batch, ScheduledRun
 from engine.scheduling.kv_cache_manager import KVCacheManager
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request
-from engine.scheduling.running import RunningRequests
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.speculation.acceptance import MOST_CHANCE, Acceptance, Rates
 from engine.scheduling.speculation.drafters import Drafter, EarlierAnswers, Guess, OwnText
@@ -57,8 +56,8 @@ class Speculator:
         self._rates = [Rates() for _ in drafters]
         self._gain = Gain()
 
-    def draft(self, batch: Batch, running: RunningRequests) -> None:
-        """Put guesses behind the answers of a step that has all else, leaving a block for each that may need one."""
+    def draft(self, batch: Batch, num_reserve_blocks: int) -> None:
+        """Put guesses behind the answers of a step that has all else; they leave that many blocks to others."""
         self._tried.clear()
         if not self._config.max_draft_tokens or not batch.num_tokens_left:
             return
@@ -74,7 +73,8 @@ class Speculator:
                 return
             step, awake = _Step(1, 1.0, _FIRST_SHARE), awake[:1]
         least = step.least_chance
-        self._add_best([(request, self._offer(request, least)) for request in awake], step, batch, running)
+        offers = [(request, self._offer(request, least)) for request in awake]
+        self._add_best(offers, step, batch, num_reserve_blocks)
 
     def _step(self, runs: Sequence[ScheduledRun]) -> _Step | None:
         """Return what a step without guesses takes; None while nothing like it was measured."""
@@ -128,7 +128,7 @@ class Speculator:
         return best
 
     def _add_best(
-        self, looked: Sequence[tuple[Request, _Offer | None]], step: _Step, batch: Batch, running: RunningRequests
+        self, looked: Sequence[tuple[Request, _Offer | None]], step: _Step, batch: Batch, num_reserve_blocks: int
     ) -> None:
         """Add guesses, the likeliest first, as long as they pay."""
         counts = [0] * len(looked)
@@ -140,12 +140,12 @@ class Speculator:
             counts[-number] += 1
         for (request, offer), count in zip(looked, counts, strict=True):
             rest = self._standings[request].rest
-            if not offer or not self._add(offer, count or rest.num_probes, batch, running):
+            if not offer or not self._add(offer, count or rest.num_probes, batch, num_reserve_blocks):
                 rest.looked(request.num_tokens, 0)
 
-    def _add(self, offer: _Offer, num_wanted: int, batch: Batch, running: RunningRequests) -> int:
+    def _add(self, offer: _Offer, num_wanted: int, batch: Batch, num_reserve_blocks: int) -> int:
         num_tokens = min(num_wanted, batch.num_tokens_left)
-        num_tokens = self._kv.room_for_drafts(offer.request, num_tokens, running.num_growing) if num_tokens else 0
+        num_tokens = self._kv.room_for_drafts(offer.request, num_tokens, num_reserve_blocks) if num_tokens else 0
         if num_tokens:
             batch.add_drafts(offer.request, tuple(offer.guess.token_ids[:num_tokens]))
             self._tried[offer.request] = offer

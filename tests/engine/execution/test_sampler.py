@@ -179,3 +179,12 @@ def test_logits_that_are_no_numbers_name_their_request() -> None:
     with pytest.raises(RequestsFailed) as failure:
         sample(logits, [_draw(SamplingParams(1), name="good"), _draw(SamplingParams(1), name="bad")])
     assert failure.value.request_ids == ("bad",)
+
+
+def test_logits_of_no_use_for_two_reasons_name_both_requests_and_harm_no_third() -> None:
+    logits = _logits(8, 3)
+    logits[1, 3] = torch.nan
+    everything = SamplingParams(9, min_tokens=3, stop_token_ids=tuple(range(VOCAB_SIZE)))
+    with pytest.raises(RequestsFailed) as failure:
+        sample(logits, [_draw(SamplingParams(1), name="good"), _draw(SamplingParams(1), name="nan"), _draw(everything)])
+    assert set(failure.value.request_ids) == {"nan", "a"}

@@ -149,13 +149,13 @@ def test_a_prefill_hands_over_what_the_answer_sees_and_holds_no_more() -> None:
     world.assert_nothing_is_left()
 
 
-def import_prompt(world: World, first_of_windows: int, groups: range) -> None:
+def import_prompt(world: World, first_of_windows: int, groups: range, request_id: str = "d") -> None:
     for group in groups:
         first = first_of_windows if group else 0
         slots = range(100 * group + first, 100 * group + 6)
         kv = kv_of(PROMPT, group)
         world.runner.remote |= {slot: kv[4 * (slot % 100) : 4 * (slot % 100) + 4] for slot in slots}
-        world.core.handle(slab("d", first, slots, slab_index=group, group=group))
+        world.core.handle(slab(request_id, first, slots, slab_index=group, group=group))
 
 
 def test_a_decode_request_takes_room_for_what_is_handed_over() -> None:
@@ -191,7 +191,7 @@ def test_a_slab_of_a_group_that_the_model_has_not_is_refused() -> None:
 
 
 def test_a_preempted_request_takes_back_what_it_is_offered() -> None:
-    world = World(num_blocks=20, num_window_groups=1, group_window=5, max_num_batched_tokens=16)
+    world = World(num_blocks=21, num_window_groups=1, group_window=5, max_num_batched_tokens=16)
     world.add("first", PROMPT[:20], max_tokens=20, root=ROOT)
     world.add("second", [7, *PROMPT[:20]], max_tokens=20, root=ROOT)
     preempted: dict[str, list[str]] = {}
@@ -204,3 +204,32 @@ def test_a_preempted_request_takes_back_what_it_is_offered() -> None:
     world.core.handle(OfferPrefix("second", prefix))
     assert tokens_of(world.run(), "second")[-1] == 1000 + 21 + 19
     world.assert_nothing_is_left()
+
+
+def test_a_decode_that_lost_its_windows_waits_for_no_seat_and_stops_no_newcomer() -> None:
+    world = World(num_blocks=400, max_num_seqs=2, num_window_groups=1, group_window=5)
+    for number in range(5):
+        world.add(f"d{number}", PROMPT, mode="decode", max_tokens=100, root=ROOT)
+        import_prompt(world, 5, range(2), f"d{number}")
+        world.core.handle(StartDecode(f"d{number}", [1024]))
+    world.add("lost", PROMPT, mode="decode", max_tokens=4)
+    world.core.handle(Recompute("lost"))
+    (reserved,) = world.add("new", PROMPT, mode="decode", max_tokens=4)
+    assert isinstance(reserved, Reserved)
+    for _ in range(20):
+        world.step()
+    assert "lost" not in world.core.scheduler._requests, "it has been answered, although five others run"
+
+
+def test_a_prompt_that_would_lack_blocks_half_way_is_not_begun() -> None:
+    world = World(60, num_window_groups=2, group_window=2, max_num_batched_tokens=7)
+    taken = world.pool.allocate(51)
+    assert taken is not None
+    world.add("r", list(range(20)), max_tokens=2)
+    for _ in range(20):
+        if world.core.has_work():
+            world.step()
+    assert world.counter("preemptions") == 0
+    world.pool.free(taken)
+    world.core.scheduler.abort("nobody")  # blocks came free: as any command says
+    assert tokens_of(world.run(), "r") == [1020, 1021]

@@ -6,20 +6,23 @@ Every face makes a `CompletionRequest` or a `ChatRequest`; `TextService.start` t
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import anyio
 
 from control_plane.accounts.ledger import Status
-from control_plane.accounts.metering import Entry, Meter, Unmetered
+from control_plane.accounts.metering import Asked, Entry, Meter, Unmetered
 from control_plane.generation import (
     Dispatcher,
     ModelCatalog,
     ModelDescription,
+    PositionLogprobs,
     TokenDelta,
     TokenRequest,
     TokenStream,
@@ -70,10 +73,15 @@ class TextService:
 
         The caller owns the stream and closes it. Nothing runs on if this is cancelled.
         """
-        timeout_seconds = request.caller.timeout_seconds or self._default_timeout_seconds
+        return await self.start_prepared(await self.prepare(request))
+
+    async def prepare(self, request: CompletionRequest | ChatRequest) -> Prompt:
+        """Tokenize a request, whose time runs from now on; raises TandemError. Nothing has been admitted yet."""
+        asked_seconds, most_seconds = request.caller.timeout_seconds, self._default_timeout_seconds
+        timeout_seconds = most_seconds if asked_seconds is None else min(asked_seconds, most_seconds)
         deadline = time.time() + timeout_seconds
         record = GenerationRecord(self._meter, request)
-        try:
+        with _recorded(record):
             async with _until(deadline, timeout_seconds):
                 model = await self._catalog.get(request.model)
                 record.model_found(model)
@@ -81,14 +89,16 @@ class TextService:
                 with tracing.tracer().start_as_current_span("tokenize"):
                     token_ids = await _prompt_ids(request, model, tokenizer)
                     num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
-                token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
-                entry = await self._accounts.admit(request.caller, token_only)
-                tokens = await self._submit(token_only, entry)
-        except BaseException as error:
-            record.failed(error)
-            raise
-        prompt = Prompt(request, model, tokenizer, token_only)
-        return TextStream(tokens, prompt, record, entry, deadline, timeout_seconds)
+            token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
+        return Prompt(request, model, tokenizer, token_only, timeout_seconds, record)
+
+    async def start_prepared(self, prompt: Prompt) -> TextStream:
+        """Do the rest of `start`."""
+        with _recorded(prompt.record):
+            async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
+                entry = await self._accounts.admit(prompt.request.caller, Asked.answer(prompt.token_request))
+                tokens = await self._submit(prompt.token_request, entry)
+        return TextStream(tokens, prompt, entry)
 
     async def _submit(self, request: TokenRequest, entry: Entry) -> TokenStream:
         """Start a request that was admitted; it runs only if it is in the ledger."""
@@ -104,14 +114,35 @@ class TextService:
             raise
         return tokens
 
-    async def prompt_logprobs(self, prompt: Prompt, num_logprobs: int) -> tuple[TextLogprobs, ...]:
-        """Return those of every token of a prompt but the first; raises TandemError."""
-        timeout_seconds = prompt.request.caller.timeout_seconds or self._default_timeout_seconds
-        async with _until(prompt.token_request.deadline, timeout_seconds):
-            found = await prompt_logprobs(self._dispatcher, prompt.token_request, num_logprobs)
+    async def prompt_logprobs(self, prompt: Prompt, num_logprobs: int) -> tuple[tuple[TextLogprobs, ...], Usage]:
+        """Return those of every token of a prompt but the first, and what they cost; raises TandemError.
+
+        They are admitted and written down as a request of their own.
+        """
+        if len(prompt.token_ids) == 1:
+            return (), Usage(0, 0, 0, 0)
+        with _recorded(prompt.record):
+            async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
+                entry = await self._accounts.admit(prompt.request.caller, Asked.scores(prompt.token_request))
+                found, used = await self._score(prompt.token_request, num_logprobs, entry)
         text = ChoiceText(prompt.tokenizer)
         text.push(TokenDelta(0, prompt.token_ids[:1]))
-        return text.push(TokenDelta(0, prompt.token_ids[1:], tuple(found), "length")).logprobs
+        return text.push(TokenDelta(0, prompt.token_ids[1:], tuple(found), "length")).logprobs, entry.priced(used)
+
+    async def _score(
+        self, request: TokenRequest, num_logprobs: int, entry: Entry
+    ) -> tuple[Sequence[PositionLogprobs], Usage]:
+        """Score a prompt that was admitted; returns also the sum of what was used."""
+        used: list[Usage] = []
+        try:
+            await entry.opened()
+            found = await prompt_logprobs(self._dispatcher, request, num_logprobs, used)
+        except BaseException as error:
+            status, _, reasons, name = _outcome(error)
+            entry.close(status, _sum(used) if used else None, reasons, name)
+            raise
+        entry.close("finished", _sum(used))
+        return found, _sum(used)
 
 
 @dataclass(frozen=True)
@@ -122,6 +153,8 @@ class Prompt:
     model: ModelDescription
     tokenizer: TextTokenizer
     token_request: TokenRequest
+    timeout_seconds: float
+    record: GenerationRecord
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -138,22 +171,12 @@ class Prompt:
 class TextStream:
     """The answer to one request, all choices, as text; to be iterated once and closed at any time."""
 
-    def __init__(
-        self,
-        tokens: TokenStream,
-        prompt: Prompt,
-        record: GenerationRecord,
-        entry: Entry,
-        deadline: float,
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, tokens: TokenStream, prompt: Prompt, entry: Entry) -> None:
         self.prompt = prompt
         self._tokens = tokens
-        self._record = record
+        self._record = prompt.record
         self._entry = entry
         self._has_tokens = False
-        self._deadline = deadline
-        self._timeout_seconds = timeout_seconds
         self._choices = [_new_choice(prompt) for _ in range(prompt.request.options.num_choices)]
 
     @property
@@ -212,7 +235,7 @@ class TextStream:
     async def _token_deltas(self) -> AsyncIterator[TokenDelta]:
         iterator = aiter(self._tokens)
         while True:
-            async with _until(self._deadline, self._timeout_seconds):
+            async with _until(self.prompt.token_request.deadline, self.prompt.timeout_seconds):
                 delta = await anext(iterator, None)
             if delta is None:
                 return
@@ -244,6 +267,20 @@ def _new_choice(prompt: Prompt) -> ChoiceText:
         stop_strings=prompt.request.options.stop,
         stop_token_ids=stop_token_ids(prompt.request.options, prompt.model),
     )
+
+
+def _sum(used: Sequence[Usage]) -> Usage:
+    return reduce(operator.add, used, Usage(0, 0, 0, 0))
+
+
+@contextmanager
+def _recorded(record: GenerationRecord) -> Iterator[None]:
+    """Note in a record that its generation fails inside the block."""
+    try:
+        yield
+    except BaseException as error:
+        record.failed(error)
+        raise
 
 
 @asynccontextmanager

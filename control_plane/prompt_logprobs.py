@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from control_plane.generation import Dispatcher, Logprob, PositionLogprobs, TokenRequest
+from control_plane.generation import Dispatcher, Logprob, PositionLogprobs, TokenRequest, Usage
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import InternalError, InvalidRequest, TandemError
 
@@ -32,15 +32,18 @@ def check_scored(num_prompt_tokens: int) -> None:
 
 
 async def prompt_logprobs(
-    dispatcher: Dispatcher, request: TokenRequest, num_logprobs: int
+    dispatcher: Dispatcher, request: TokenRequest, num_logprobs: int, used: list[Usage]
 ) -> Sequence[PositionLogprobs]:
-    """Return those of every token of the request's prompt but the first, which follows nothing; raises TandemError."""
+    """Return those of every token of the request's prompt but the first, which follows nothing; raises TandemError.
+
+    `used` gets what was done for each token, also where not all of them could be scored.
+    """
     places = range(len(request.token_ids) - 1, 0, -1)  # the longest first: it leaves the blocks that the others find
     slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     async def one(place: int) -> PositionLogprobs:
         async with slots:
-            return await _of_token(dispatcher, request, place, num_logprobs)
+            return await _of_token(dispatcher, request, place, num_logprobs, used)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -50,7 +53,9 @@ async def prompt_logprobs(
     return [task.result() for task in reversed(tasks)]
 
 
-async def _of_token(dispatcher: Dispatcher, request: TokenRequest, place: int, num_logprobs: int) -> PositionLogprobs:
+async def _of_token(
+    dispatcher: Dispatcher, request: TokenRequest, place: int, num_logprobs: int, used: list[Usage]
+) -> PositionLogprobs:
     target = request.token_ids[place]
     stream = await dispatcher.submit(
         replace(
@@ -68,6 +73,7 @@ async def _of_token(dispatcher: Dispatcher, request: TokenRequest, place: int, n
         found = [logprobs async for delta in stream for logprobs in delta.logprobs]
     finally:
         await stream.aclose()
+    used.append(stream.usage)
     if len(found) != 1:
         raise InternalError(f"{len(found)} log probabilities came for one token of the prompt; try again")
     if found[0].chosen.token_id == target:

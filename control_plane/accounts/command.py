@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from control_plane.accounts.store import Account, AccountStore
+from control_plane.accounts.store import Account, AccountStore, check_token
 from control_plane.accounts.tokens import SCOPES, Token, now_ms
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.migrate import migrate
 from runtime import place
-from runtime.errors import TandemError
+from runtime.errors import InvalidRequest, TandemError, Unavailable
 from runtime.settings import load_settings
 
 _DAY_MS = 86_400_000
@@ -59,15 +59,29 @@ def _add_token_flags(parser: argparse.ArgumentParser) -> None:
 
 
 async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int:
-    state_dir = Path(settings.state_dir) if settings.state_dir else place.state_dir()
-    database = Database(database_url(settings.database_url, state_dir))
+    database = Database(database_url(settings.database_url, _state_dir(settings)))
     try:
         await migrate(database)
         for line in await _act(flags, AccountStore(database)):
             print(line)
+    except Unavailable as error:
+        raise InvalidRequest(f"{database.problem or error.message}; see --database-url") from error
     finally:
         await database.close()
     return 0
+
+
+def _state_dir(settings: ControlPlaneSettings) -> Path:
+    """Return where the gateway keeps its database; made if this comes before the gateway's first start."""
+    if not settings.state_dir:
+        return place.state_dir()
+    state_dir = Path(settings.state_dir)
+    if not settings.database_url:
+        try:
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest(f"cannot make the folder {state_dir}: {error}; set --state-dir") from error
+    return state_dir
 
 
 async def _act(flags: argparse.Namespace, store: AccountStore) -> list[str]:
@@ -76,10 +90,11 @@ async def _act(flags: argparse.Namespace, store: AccountStore) -> list[str]:
     if flags.action in ("disable", "enable"):
         return [_line(await store.change(flags.name, disabled=flags.action == "disable"))]
     is_first = not await store.exists_any()
-    if flags.action == "create":
-        await store.create(flags.name)
     scopes = flags.scopes.split(",") if flags.scopes else (SCOPES if is_first else ("inference", "usage"))
     expires_ms = None if flags.expires_days is None else now_ms() + round(flags.expires_days * _DAY_MS)
+    check_token(flags.token_name, scopes, expires_ms)
+    if flags.action == "create":
+        await store.create(flags.name)
     token, secret = await store.create_token(flags.name, flags.token_name, scopes, expires_ms)
     return _shown(token, secret)
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from control_plane.generation import PhaseWork, Usage
 from control_plane.storage.database import Database
 from control_plane.storage.tables import ledger
-from runtime.errors import InternalError, TandemError
+from runtime.errors import InternalError, InvalidRequest, TandemError
 from runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -70,6 +70,8 @@ class Closing:
 
 
 NOTHING_USED = Usage(0, 0, 0, 0, PhaseWork(), 0)
+_Waiting = tuple[dict[str, Any], asyncio.Future[None]]
+"""An opening's row, and who is told when it is there."""
 
 
 class Ledger:
@@ -78,9 +80,13 @@ class Ledger:
     def __init__(self, database: Database, gateway: str) -> None:
         self._database = database
         self._gateway = gateway
-        self._openings: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
+        self._openings: list[_Waiting] = []
         self._closings: list[dict[str, Any]] = []
         self._writer: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raise Unavailable if nothing could be opened a moment ago, so that nobody begins what cannot be written."""
+        self._database.check()
 
     def open(self, opening: Opening) -> asyncio.Future[None]:
         """Open a row; the future tells when it is there, or raises Unavailable."""
@@ -114,11 +120,8 @@ class Ledger:
     async def _write_all(self) -> None:
         try:
             while self._openings or self._closings:
-                openings, self._openings = self._openings[:_MAX_TOGETHER], self._openings[_MAX_TOGETHER:]
-                closings, self._closings = self._closings[:_MAX_TOGETHER], self._closings[_MAX_TOGETHER:]
-                error = await self._write_or_split([row for row, _ in openings], closings)
-                for _, is_there in openings:
-                    _tell(is_there, error)
+                openings, closings = self._next()
+                error = await self._write_or_split(openings, closings)
                 if error is not None:
                     log.warning("ledger_delayed", num_closings=len(closings), error=error.message)
                     self._closings[:0] = closings
@@ -126,28 +129,72 @@ class Ledger:
         finally:
             self._writer = None
 
+    def _next(self) -> tuple[list[_Waiting], list[dict[str, Any]]]:
+        """Take what is written next: no closing before its opening, whose row it would not find."""
+        openings, self._openings = self._openings[:_MAX_TOGETHER], self._openings[_MAX_TOGETHER:]
+        waiting = {row["request_id"] for row, _ in self._openings}
+        ready = [closing for closing in self._closings if closing["row_id"] not in waiting]
+        early = [closing for closing in self._closings if closing["row_id"] in waiting]
+        self._closings = ready[_MAX_TOGETHER:] + early
+        return openings, ready[:_MAX_TOGETHER]
+
     async def _write_or_split(
-        self, openings: Sequence[dict[str, Any]], closings: Sequence[dict[str, Any]]
+        self, openings: Sequence[_Waiting], closings: Sequence[dict[str, Any]]
     ) -> TandemError | None:
-        """Write rows together; return why that is not possible now. One that is nonsense does not take others along."""
+        """Write rows together, and tell each opening what came of it; return why that is not possible now.
+
+        One row that is nonsense does not take others along.
+        """
+        error: TandemError | None
         try:
-            await self._database.again(lambda: self._write(openings, closings))
-        except IntegrityError as bug:
-            if len(openings) + len(closings) == 1:
-                log.error("ledger_row_refused", rows=[*openings, *closings], error=str(bug.orig))
-                without = [Closing(each["row_id"], "failed", NOTHING_USED, error=REFUSED) for each in closings]
-                return await self._write_or_split([], [_row(each, self._database.now_ms()) for each in without])
-            for each in openings:
-                await self._write_or_split([each], [])
-            for each in closings:
-                if (error := await self._write_or_split([], [each])) is not None:
-                    return error
-        except TandemError as error:
-            return error
+            await self._database.again(lambda: self._write([row for row, _ in openings], closings))
+            error = None
+        except (IntegrityError, InvalidRequest) as refusal:
+            if len(openings) + len(closings) > 1:
+                return await self._write_singly(openings, closings)
+            self._refused(openings, closings, refusal)
+            return None
+        except TandemError as failure:
+            error = failure
         except Exception as bug:
             log.exception("ledger_broke")
-            return InternalError(f"the ledger could not be written: {bug!r}")
-        return None
+            error = InternalError(f"the ledger could not be written: {bug!r}")
+        for _, is_there in openings:
+            _tell(is_there, error)
+        return error
+
+    async def _write_singly(
+        self, openings: Sequence[_Waiting], closings: Sequence[dict[str, Any]]
+    ) -> TandemError | None:
+        error = None
+        for opening in openings:
+            error = await self._write_or_split([opening], []) or error
+        for closing in closings:
+            if error is None:  # else all of them are tried again
+                error = await self._write_or_split([], [closing])
+        return error
+
+    def _refused(
+        self,
+        openings: Sequence[_Waiting],
+        closings: Sequence[dict[str, Any]],
+        refusal: IntegrityError | InvalidRequest,
+    ) -> None:
+        """Do what can be done about the one row that the database will not have."""
+        told: TandemError = InternalError("the ledger refused the request's row")
+        if isinstance(refusal, InvalidRequest):
+            told = refusal
+        log.error(
+            "ledger_row_refused",
+            rows=[*(row for row, _ in openings), *closings],
+            error=str(getattr(refusal, "orig", refusal)),
+        )
+        for _, is_there in openings:
+            _tell(is_there, told)
+        for closing in closings:
+            if closing["error"] != REFUSED:
+                empty = Closing(closing["row_id"], "failed", NOTHING_USED, error=REFUSED)
+                self._closings.append(_row(empty, self._database.now_ms()))
 
     async def _write(self, openings: Sequence[dict[str, Any]], closings: Sequence[dict[str, Any]]) -> None:
         insert = self._database.insert(ledger).on_conflict_do_nothing()

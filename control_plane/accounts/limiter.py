@@ -129,16 +129,24 @@ class Limiter:
 
     def _book(self, account: str) -> _Book:
         if account not in self._books:
-            self._books[account] = _Book(self._database, account)
+            self._books[account] = _Book(self._database, account, self._gateway)
         return self._books[account]
 
 
 class _Book:
-    """One account's window, as this gateway knows it."""
+    """One account's window, as this gateway knows it.
 
-    def __init__(self, database: Database, account: str) -> None:
+    How many of its requests run, a gateway knows better than the window: where the answer to a write was lost, that may
+    count a request which was refused here. So each write says the number itself.
+    """
+
+    def __init__(self, database: Database, account: str, gateway: str) -> None:
         self._database = database
         self._account = account
+        self._gateway = gateway
+        self._num_running = 0
+        self._is_uncertain = False
+        """Whether the answer to the last write was lost."""
         self._known: tuple[str, Window] | None = None
         self._waiting: list[_Change] = []
         self._writer: asyncio.Task[None] | None = None
@@ -211,6 +219,8 @@ class _Book:
                 change.answer.set_exception(type(error)(error.message, retry_after_seconds=error.retry_after_seconds))
                 change.answer.exception()  # whoever waited may have left: nobody need read it
         lasting = [change for change in batch if change.answer is None]
+        if self._is_uncertain and not lasting:
+            lasting = [_Change(lambda window: (window, None))]
         if lasting:
             log.warning("settlement_delayed", account=self._account, num=len(lasting), error=error.message)
             self._waiting[:0] = lasting
@@ -221,14 +231,16 @@ class _Book:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             revision, window = self._known or await self._read()
-            results, after = [], window
+            results, after = [], window.with_running(self._gateway, self._num_running)
             for change in batch:
                 after, result = change.apply(after)
                 results.append(result)
             # Where nothing changes, it is enough that what was decided from is still so.
             mine = revision if after == window else uuid.uuid4().hex
             self._known = await self._read() if mine == revision else await self._swap(revision, mine, after)
+            self._is_uncertain = False
             if self._known[0] == mine:
+                self._num_running = after.running.get(self._gateway, 0)
                 return results
         raise Unavailable(
             f"the limits of account {self._account} could not be looked up within {_PATIENCE_SECONDS:g} s; try again",
@@ -253,6 +265,7 @@ class _Book:
     async def _swap(self, before: str, mine: str, window: Window) -> tuple[str, Window]:
         """Write a window if `before` is still the last revision; returns what is in the database then."""
         values = {"whose": self._account, "before": before, "mine": mine, "after": window.encode()}
+        self._is_uncertain = True
         row = await self._database.run(lambda connection: connection.execute(_SWAP, values).first(), single=True)
         return (row.revision, Window.decode(row.state)) if row else await self._read()
 
@@ -281,7 +294,7 @@ _SENTENCES = {
 
 
 def _without(gateway: str) -> Callable[[Window], tuple[Window, None]]:
-    return lambda window: (window.without(gateway), None)
+    return lambda window: (window.with_running(gateway, 0), None)
 
 
 def _standings(window: Window, limits: Limits, now: float) -> Standings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from control_plane.accounts.errors import LimitReached
@@ -14,9 +14,38 @@ from control_plane.accounts.store import NO_LIMITS, Limits
 from control_plane.accounts.window import Standing
 from control_plane.generation import TokenRequest, Usage
 from control_plane.text.request import Caller
+from runtime.errors import InvalidRequest
 
 _MAX_ESTIMATED_ANSWER_TOKENS = 4096
 """Many clients name no bound, and few answers fill a context: more is only counted once it was written."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller wants done, as far as limits and ledger care: an answer, or the scores of a prompt."""
+
+    request_id: str
+    model_id: str
+    num_choices: int
+    num_prompt_tokens: int
+    num_answer_tokens: int
+    """At most, over all choices, as far as that is counted before it was written."""
+    what: str = "the prompt has"
+    """How a refusal for its tokens begins."""
+
+    @classmethod
+    def answer(cls, request: TokenRequest) -> Asked:
+        num_choices = len(request.choice_seeds)
+        num_answer = min(request.sampling.max_tokens, _MAX_ESTIMATED_ANSWER_TOKENS) * num_choices
+        return cls(request.request_id, request.model_id, num_choices, len(request.token_ids), num_answer)
+
+    @classmethod
+    def scores(cls, request: TokenRequest) -> Asked:
+        """How likely each token of the prompt but the first is: one request from each place in it."""
+        num_places = len(request.token_ids) - 1
+        num_prompt = num_places * (num_places + 1) // 2
+        request_id, what = f"{request.request_id}-prompt", "echo with logprobs reads of this prompt"
+        return cls(request_id, request.model_id, 1, num_prompt, num_places, what)
 
 
 class Entry(Protocol):
@@ -33,8 +62,8 @@ class Entry(Protocol):
 
 
 class Meter(Protocol):
-    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
-        """Let a request in, or raise LimitReached or Unavailable."""
+    async def admit(self, caller: Caller, asked: Asked) -> Entry:
+        """Let a request in, or raise LimitReached, InvalidRequest for what no minute has room for, or Unavailable."""
 
 
 class Metering:
@@ -45,11 +74,12 @@ class Metering:
         self._ledger = ledger
         self._prices = prices
 
-    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
+    async def admit(self, caller: Caller, asked: Asked) -> Entry:
+        self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
         admission = None
         if limits:
-            num_tokens = _estimate(request, caller.account, limits)
+            num_tokens = _estimate(asked, caller.account, limits)
             try:
                 admission = await self._limiter.admit(caller.account, limits, num_tokens)
             except LimitReached as error:
@@ -58,15 +88,10 @@ class Metering:
             caller.answer_headers.update(rate_limit_headers(admission.requests, admission.tokens))
         token_id = caller.identity.token_id if caller.identity else None
         opening = Opening(
-            request.request_id,
-            caller.account,
-            token_id,
-            request.model_id,
-            len(request.choice_seeds),
-            len(request.token_ids),
+            asked.request_id, caller.account, token_id, asked.model_id, asked.num_choices, asked.num_prompt_tokens
         )
         is_there = self._ledger.open(opening)
-        return _Entry(self, caller, opening, is_there, self._prices.of(request.model_id), admission)
+        return _Entry(self, caller, opening, is_there, self._prices.of(asked.model_id), admission)
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:
@@ -120,7 +145,7 @@ class _Entry:
 class Unmetered:
     """A meter that lets everybody in and remembers nothing."""
 
-    async def admit(self, caller: Caller, request: TokenRequest) -> Entry:
+    async def admit(self, caller: Caller, asked: Asked) -> Entry:
         return _NO_ENTRY
 
 
@@ -149,19 +174,19 @@ def rate_limit_headers(requests: Standing | None, tokens: Standing | None) -> di
     return headers
 
 
-def _estimate(request: TokenRequest, account: str, limits: Limits) -> int:
+def _estimate(asked: Asked, account: str, limits: Limits) -> int:
     """Return how many tokens a request is counted with until it has ended: never more than a whole minute's."""
-    num_prompt, most = len(request.token_ids), limits.max_tokens_per_minute
-    num_answer = min(request.sampling.max_tokens, _MAX_ESTIMATED_ANSWER_TOKENS) * len(request.choice_seeds)
+    num_prompt, most = asked.num_prompt_tokens, limits.max_tokens_per_minute
+    num_tokens = num_prompt + asked.num_answer_tokens
     if most is None:
-        return num_prompt + num_answer
+        return num_tokens
     if num_prompt >= most:
-        raise LimitReached(
-            f"the prompt has {num_prompt:,} tokens, account {account} may use {most:,} a minute for prompts and "
-            "answers; shorten it, or have the limit raised",
-            retry_after_seconds=60.0,
+        raise InvalidRequest(
+            f"{asked.what} {num_prompt:,} tokens, account {account} may use {most:,} a minute for prompts and answers; "
+            "shorten it, or have the limit raised",
+            field="prompt",
         )
-    return min(num_prompt + num_answer, most)
+    return min(num_tokens, most)
 
 
 def _neurons(number: float) -> str:

@@ -43,7 +43,7 @@ class ReadyWithDatabase:
         is_ready, details = await self.others.check()
         if not self.database.problem:
             return is_ready, details
-        return False, {**details, "ready": False, "reason": self.database.problem}
+        return False, {**details, "ready": False, "reason": "the database cannot be used"}
 
 
 class Accounts:
@@ -73,7 +73,7 @@ class Accounts:
             await self.incarnations.begin()
             await self.incarnations.sweep()
         except Unavailable as error:
-            raise InvalidRequest(f"{error.message.removesuffix('; try again')}; see --database-url") from error
+            raise InvalidRequest(f"{self.database.problem or error.message}; see --database-url") from error
 
     async def check_exposed(self, listen: str) -> None:
         """Refuse to serve beyond loopback as long as everybody may do everything. Raises InvalidRequest."""

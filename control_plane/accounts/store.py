@@ -21,6 +21,8 @@ from runtime.errors import InvalidRequest
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_NAME_CHARACTERS = 128
 _MINUTE_MS = 60_000
+LAST_MS = 253_402_300_799_999
+"""The last moment of the year 9999 in UTC, which is as far as times can be written."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +124,9 @@ class AccountStore:
         self, account_id: str, name: str, scopes: Iterable[str], expires_ms: int | None = None
     ) -> tuple[Token, str]:
         """Make a token; returns it and its secret, which is not kept. Raises NoSuchThing for an unknown account."""
-        if not 0 < len(name) <= _MAX_NAME_CHARACTERS:
-            raise InvalidRequest(
-                f"name has {len(name)} characters, must have 1 to {_MAX_NAME_CHARACTERS}", field="name"
-            )
-        if expires_ms is not None and expires_ms <= now_ms():
-            raise InvalidRequest("expires_on is in the past; give a time to come, or none", field="expires_on")
+        scopes_held = check_token(name, scopes, expires_ms)
         secret = new_secret()
-        made = Token(uuid.uuid4().hex, account_id, name, checked_scopes(scopes), now_ms(), expires_ms)
+        made = Token(uuid.uuid4().hex, account_id, name, scopes_held, now_ms(), expires_ms)
         values = {**vars(made), "scopes": _join(made.scopes), "digest": digest_of(secret)}
         async with self._database.begin() as connection:
             if await connection.scalar(sa.select(accounts.c.id).where(accounts.c.id == account_id)) is None:
@@ -186,6 +183,17 @@ class AccountStore:
                 is_older = tokens.c.used_ms.is_(None) | (tokens.c.used_ms < minute_ms)
                 change = sa.update(tokens).where((tokens.c.id == token_id) & is_older)
                 await connection.execute(change.values(used_ms=minute_ms))
+
+
+def check_token(name: str, scopes: Iterable[str], expires_ms: int | None) -> frozenset[Scope]:
+    """Return the scopes of a token that may be made; raises InvalidRequest naming what is wrong with it."""
+    if not 0 < len(name) <= _MAX_NAME_CHARACTERS:
+        raise InvalidRequest(f"name has {len(name)} characters, must have 1 to {_MAX_NAME_CHARACTERS}", field="name")
+    if expires_ms is not None and expires_ms <= now_ms():
+        raise InvalidRequest("expires_on is in the past; give a time to come, or none", field="expires_on")
+    if expires_ms is not None and expires_ms > LAST_MS:
+        raise InvalidRequest("expires_on is after the year 9999; give an earlier time, or none", field="expires_on")
+    return checked_scopes(scopes)
 
 
 def _is(account_id: str, token_id: str) -> sa.ColumnElement[bool]:

@@ -102,9 +102,10 @@ class Window(msgspec.Struct, frozen=True):
         )
         return Window(used, running)
 
-    def without(self, gateway: str) -> Window:
-        """Return the window when a gateway has died."""
-        return Window(self.used, {name: count for name, count in self.running.items() if name != gateway})
+    def with_running(self, gateway: str, num_running: int) -> Window:
+        """Return the window when so many of a gateway's requests run, whatever it said of them before."""
+        others = {name: count for name, count in self.running.items() if name != gateway}
+        return Window(self.used, {**others, gateway: num_running} if num_running > 0 else others)
 
     def requests(self, limits: Limits, now: float) -> Standing | None:
         """Return how the account stands; None without such a limit."""

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from control_plane.accounts.gate import Gate, Identity
-from control_plane.accounts.store import Account, AccountStore, Limits
+from control_plane.accounts.store import LAST_MS, Account, AccountStore, Limits
 from control_plane.accounts.tokens import SCOPES, Token, now_ms
 from control_plane.faces.body import Body, Checked, check, read_json_object, refuse_extras
 from control_plane.faces.paging import page_of
@@ -181,7 +181,7 @@ def _token_json(token: Token) -> dict[str, Any]:
 def _time(milliseconds: int | None) -> str | None:
     if milliseconds is None:
         return None
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(min(milliseconds, LAST_MS) // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _milliseconds(name: str, text: str | None) -> int | None:

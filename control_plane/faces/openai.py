@@ -5,7 +5,8 @@ The same endpoints stand under /v1 and, for users of Cloudflare's URLs, under /c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.completion import TextStream
+from control_plane.completion import Prompt, TextStream
 from control_plane.faces.answers import Answer, collect
 from control_plane.faces.body import check, read_json_object
 from control_plane.faces.chat_messages import messages_for_template
@@ -23,10 +24,10 @@ from control_plane.faces.openai_answers import ChatShape, CompletionShape, Echo,
 from control_plane.faces.openai_objects import ModelObject
 from control_plane.faces.openai_schema import ChatBody, CompletionBody, OpenAIBody
 from control_plane.faces.run_options import caller_with
-from control_plane.faces.services import request_id_of, services_of
+from control_plane.faces.services import caller_of, request_id_of, services_of
 from control_plane.faces.side_by_side import SideBySide, start_all
 from control_plane.faces.streaming import DONE, EventStream, while_connected
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelDescription, Usage
 from control_plane.prompt_logprobs import check_scored
 from control_plane.text.request import ChatRequest, CompletionRequest
 from runtime.errors import InvalidRequest
@@ -58,12 +59,11 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     body = check(CompletionBody, await read_json_object(request))
     body.check_extras()
-    answer = await while_connected(request, _start(request, body), discard=SideBySide.aclose)
-    try:
-        echoes = await while_connected(request, _echoes(request, body, answer)) if body.echo else []
-    except BaseException:
-        await answer.aclose()
-        raise
+    text = services_of(request).text
+    prompts = await while_connected(request, _prepared(request, body))
+    echoes, used = await while_connected(request, _echoes(request, body, prompts))
+    starting = start_all([text.start_prepared(prompt) for prompt in prompts], used)
+    answer = await while_connected(request, starting, discard=SideBySide.aclose)
     usage = body.wants_usage_chunk
     shape = CompletionShape(request_id_of(request), body.model, answer.model, with_usage_chunk=usage, echoes=echoes)
     return await _respond(request, body, answer, shape)
@@ -78,8 +78,8 @@ async def get_model(request: Request) -> Response:
     return JSONResponse(_model_json(await services_of(request).catalog.get(request.path_params["model"])))
 
 
-async def _start(request: Request, body: CompletionBody) -> SideBySide:
-    """Start one stream per prompt of the body."""
+async def _prepared(request: Request, body: CompletionBody) -> list[Prompt]:
+    """Tokenize every prompt of the body; nothing is started before all of them are good."""
     if len(body.prompt) * (body.n or 1) > _MAX_CHOICES_PER_REQUEST:
         raise InvalidRequest(
             f"{len(body.prompt)} prompts with n = {body.n or 1} are more than {_MAX_CHOICES_PER_REQUEST} answers; "
@@ -93,7 +93,7 @@ async def _start(request: Request, body: CompletionBody) -> SideBySide:
         CompletionRequest(body.model, prompt, each, options, control_tokens=body.raw or False)
         for prompt, each in zip(body.prompt, callers, strict=True)
     ]
-    return await start_all([text.start(each) for each in requests])
+    return await asyncio.gather(*(text.prepare(each) for each in requests))
 
 
 async def _respond(request: Request, body: OpenAIBody, answer: Answer, shape: OpenAIShape) -> Response:
@@ -101,6 +101,8 @@ async def _respond(request: Request, body: OpenAIBody, answer: Answer, shape: Op
         async with aclosing(answer):
             choices = await while_connected(request, collect(answer))
         return Response(msgspec.json.encode(shape.whole(choices, answer.usage)), media_type="application/json")
+    # The price of a prompt's scores is known, but only the last chunk can tell that of all.
+    caller_of(request).answer_headers.pop("cf-ai-neurons", None)
     frames = _frames(answer, shape, with_usage_chunk=body.wants_usage_chunk)
     ping_seconds = services_of(request).settings.ping_seconds
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
@@ -118,19 +120,26 @@ def _frame(chunk: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-async def _echoes(request: Request, body: CompletionBody, answer: SideBySide) -> list[Echo]:
-    """Return, for every choice, the prompt it continues; prompts of token ids are decoded."""
+async def _echoes(request: Request, body: CompletionBody, prompts: Sequence[Prompt]) -> tuple[list[Echo], Usage]:
+    """Return, for every choice, the prompt it continues, and a usage that is only what scoring them costs.
+
+    Prompts of token ids are decoded.
+    """
+    found: list[Echo] = []
+    used = Usage(0, 0, 0, 0)
+    if not body.echo:
+        return found, used
     if body.logprobs is not None:
-        check_scored(sum(len(stream.prompt.token_ids) for stream in answer.streams))
-    found = []
-    for stream in answer.streams:
-        echo = Echo(stream.prompt.text)
+        check_scored(sum(len(prompt.token_ids) for prompt in prompts))
+    for prompt in prompts:
+        echo = Echo(prompt.text)
         if body.logprobs is not None:
-            first = stream.prompt.tokenizer.token_bytes(stream.prompt.token_ids[0]).decode(errors="replace")
-            scored = await services_of(request).text.prompt_logprobs(stream.prompt, body.logprobs)
+            first = prompt.tokenizer.token_bytes(prompt.token_ids[0]).decode(errors="replace")
+            scored, cost = await services_of(request).text.prompt_logprobs(prompt, body.logprobs)
             echo = replace(echo, first_token=first, logprobs=scored)
-        found += [echo] * stream.num_choices
-    return found
+            used += Usage(0, 0, 0, 0, microneurons=cost.microneurons)  # the answer's tokens are those that it has
+        found += [echo] * prompt.request.options.num_choices
+    return found, used
 
 
 def _model_json(model: ModelDescription) -> ModelObject:

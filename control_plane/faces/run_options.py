@@ -34,8 +34,8 @@ class GatewayOptions(Body):
         {"id", "cacheKey", "cacheTtl", "skipCache", "metadata", "collectLog", "eventId", "retries"}
     )
 
-    requestTimeoutMs: Annotated[int, Field(ge=1)] | None = None
-    """The request's deadline."""
+    requestTimeoutMs: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """The request's deadline, if that is sooner than the operator's."""
 
 
 class RunOptions(Body):

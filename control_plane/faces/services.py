@@ -11,6 +11,9 @@ from control_plane.accounts.gate import Identity
 from control_plane.completion import TextService
 from control_plane.generation import ModelCatalog
 from control_plane.text.request import Caller
+from runtime.errors import InvalidRequest
+
+MAX_ACCOUNT_CHARACTERS = 64
 
 
 class Readiness(Protocol):
@@ -49,9 +52,18 @@ def request_id_of(request: Request) -> str:
     return cast(str, request.state.request_id)
 
 
+def check_name(name: str, text: str, max_characters: int) -> None:
+    """Raise InvalidRequest for what can be no account's or model's name, before any database is asked for it."""
+    if len(text) > max_characters or not text.isprintable():
+        raise InvalidRequest(
+            f"{name} is {text[:max_characters]!r}; a name has up to {max_characters} printable characters", field=name
+        )
+
+
 def caller_of(request: Request) -> Caller:
-    """Return who calls."""
+    """Return who calls; raises InvalidRequest for an account that none can have."""
     identity = getattr(request.state, "identity", None) or Identity(request.path_params.get("account", "default"))
+    check_name("account", identity.account, MAX_ACCOUNT_CHARACTERS)
     return Caller(
         request_id=request_id_of(request),
         account=identity.account,

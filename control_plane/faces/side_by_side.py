@@ -19,8 +19,10 @@ from control_plane.text.choice import TextDelta
 class SideBySide:
     """Streams of the same model as one; choice c of prompt p has index p * choices per prompt + c, as OpenAI counts."""
 
-    def __init__(self, streams: Sequence[TextStream]) -> None:
+    def __init__(self, streams: Sequence[TextStream], before: Usage) -> None:
+        """`before`: what the same request has used up to here."""
         self.streams = list(streams)
+        self._before = before
 
     @property
     def model(self) -> ModelDescription:
@@ -32,7 +34,7 @@ class SideBySide:
 
     @property
     def usage(self) -> Usage:
-        return reduce(operator.add, (stream.usage for stream in self.streams))
+        return reduce(operator.add, (stream.usage for stream in self.streams), self._before)
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Yield deltas of all streams as they come; the first failure ends all of them."""
@@ -58,11 +60,11 @@ class SideBySide:
         return replace(delta, choice_index=index * self.streams[index].num_choices + delta.choice_index)
 
 
-async def start_all(starting: Sequence[Awaitable[TextStream]]) -> SideBySide:
+async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) -> SideBySide:
     """Wait until every stream has started; if one is refused, the others are closed and its error is raised."""
     tasks = [asyncio.ensure_future(start) for start in starting]
     try:
-        return SideBySide(await asyncio.gather(*tasks))
+        return SideBySide(await asyncio.gather(*tasks), before)
     except BaseException:
         with anyio.CancelScope(shield=True):
             await _cancel(tasks)

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from runtime.errors import InvalidRequest, Unavailable
+from runtime.errors import InvalidRequest, TandemError, Unavailable
+from runtime.log import get_logger
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -43,7 +46,7 @@ class Database:
         self._down_until = 0.0
         self._offset_seconds = 0.0
         self.problem = ""
-        """Why it could not be used when it was last tried; "" if it could."""
+        """Why it could not be used when it was last tried, for its operator alone; "" if it could."""
 
     def now(self) -> float:
         """Return the time, Unix seconds: by the database's clock, so that all gateways mean the same."""
@@ -66,7 +69,8 @@ class Database:
     async def begin(self) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that ends with the block. On SQLite it takes the write lock at once.
 
-        Raises Unavailable if the database cannot be reached or breaks off; IntegrityError passes.
+        Raises Unavailable if the database cannot be reached or breaks off, InvalidRequest for a value that it cannot
+        hold; IntegrityError passes.
         """
         with self._translated():
             async with self._engine.begin() as connection:
@@ -108,19 +112,51 @@ class Database:
             await self._thread.close()
         await self._engine.dispose()
 
-    def _translated(self) -> _Translation:
+    def check(self) -> None:
+        """Raise Unavailable if it could not be reached a moment ago."""
         if time.monotonic() < self._down_until:
-            raise Unavailable(f"the database {self.name} could not be reached just now; try again", **_SOON)
+            raise Unavailable("the database could not be reached just now; try again", **_SOON)
+
+    def _translated(self) -> _Translation:
+        self.check()
         return _Translation(self)
 
-    def failed(self, error: BaseException) -> Unavailable:
-        self._down_until = time.monotonic() + _PAUSE_SECONDS
-        is_broken = isinstance(error, DBAPIError) and error.connection_invalidated
+    def failed(self, error: BaseException) -> TandemError:
+        """Return what a caller is told; which database it is, and the driver's words, are for the log."""
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-        text = f"the database {self.name} cannot be used: {str(cause) or type(cause).__name__}; try again"
-        self.problem = text
-        return (_Broken if is_broken else Unavailable)(text, **_SOON)
+        text = f"the database {self.name} cannot be used: {str(cause) or type(cause).__name__}"
+        if _is_value_refused(error):
+            log.warning("database_refused_a_value", database=self.name, error=str(cause))
+            return InvalidRequest("the database cannot hold a value of this request; leave out characters such as NUL")
+        log.warning("database_failed", database=self.name, error=str(cause) or type(cause).__name__)
+        if _is_away(error):
+            self._down_until = time.monotonic() + _PAUSE_SECONDS
+            self.problem = text
+        is_broken = isinstance(error, DBAPIError) and error.connection_invalidated
+        return (_Broken if is_broken else Unavailable)("the database cannot be used; try again", **_SOON)
 
+
+def _is_value_refused(error: BaseException) -> bool:
+    """Whether a statement's values are at fault: PostgreSQL's class 22, or what its driver cannot even send."""
+    if not isinstance(error, DBAPIError) or error.statement is None:
+        return False
+    return _sqlstate(error).startswith("22") or isinstance(getattr(error.orig, "__cause__", None), ValueError)
+
+
+def _is_away(error: BaseException) -> bool:
+    """Whether nobody else could use the database now either; not so if only this statement has failed."""
+    if not isinstance(error, DBAPIError) or error.connection_invalidated or isinstance(error, InterfaceError):
+        return True
+    state = _sqlstate(error)
+    return state.startswith(_AWAY) if state else isinstance(error, OperationalError)  # SQLite has no states
+
+
+def _sqlstate(error: DBAPIError) -> str:
+    return getattr(error.orig, "sqlstate", None) or ""
+
+
+_AWAY = ("08", "25006", "28", "3D", "40", "53", "57", "58")
+"""SQLSTATEs of connections, standbys, logins, missing databases, conflicts, resources, operators, the machine."""
 
 _SINGLE = "tandem_single_statements"
 _SOON: dict[str, Any] = {"retry_after_seconds": 1.0}
@@ -152,7 +188,7 @@ class _Broken(Unavailable):
 
 
 class _Translation:
-    """Turns what drivers raise inside its block into Unavailable."""
+    """Turns what drivers raise inside its block into our own errors."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

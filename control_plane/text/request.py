@@ -29,7 +29,7 @@ class Caller:
     session_affinity: str = ""
     reject_if_busy: bool = False
     timeout_seconds: float | None = None
-    """None: the service's own."""
+    """None: the service's own, which is also the longest."""
     identity: Identity | None = None
     """Who was let in; None: nobody asks for tokens, and nobody is limited."""
     answer_headers: dict[str, str] = field(default_factory=dict, compare=False)

@@ -10,14 +10,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import sqlalchemy as sa
 from cloudflare import AsyncCloudflare
 from cloudflare import AuthenticationError as CloudflareAuthenticationError
 
 from control_plane.accounts.gate import STALE_SECONDS
 from control_plane.accounts.service import Accounts
+from control_plane.accounts.store import LAST_MS
 from control_plane.accounts.tokens import new_secret
 from control_plane.faces.authentication import needed_scope
 from control_plane.faces.services import HttpSettings
+from control_plane.storage.tables import tokens
 from tests.control_plane.faces.gateway import Gateway, serve
 from tests.control_plane.faces.model import ids_of
 from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
@@ -186,6 +189,14 @@ async def test_the_sdks_raise_their_own_authentication_errors(accounts: Accounts
         assert refusal.value.errors[0].code == 10000
 
 
+async def test_a_token_that_ends_beyond_the_calendar_can_be_listed(accounts: Accounts) -> None:
+    async with world(accounts) as here:
+        async with accounts.database.begin() as connection:
+            await connection.execute(sa.update(tokens).values(expires_ms=LAST_MS + 43_200_000))
+        listed = (await here.ask("/client/v4/accounts/me/tokens", here.admin, method="GET")).json()["result"]
+    assert [token["expires_on"] for token in listed] == ["9999-12-31T23:59:59Z"]
+
+
 async def test_accounts_and_tokens_are_administered_over_http(accounts: Accounts) -> None:
     async with world(accounts) as here:
 
@@ -224,6 +235,10 @@ async def test_accounts_and_tokens_are_administered_over_http(accounts: Accounts
             "expires_on is 'soon'"
             in (await call("POST", "/accounts/me/tokens", {"name": "x", "expires_on": "soon"}))[1]
         )
+        beyond = {"name": "x", "expires_on": "9999-12-31T23:59:59-12:00"}
+        assert "after the year 9999" in (await call("POST", "/accounts/me/tokens", beyond))[1]
+        last = await call("POST", "/accounts/me/tokens", {"name": "x", "expires_on": "9999-12-31T23:59:59Z"})
+        assert last["expires_on"] == "9999-12-31T23:59:59Z" and len(await call("GET", "/accounts/me/tokens")) == 2
         rolled = await call("PUT", f"/accounts/team/tokens/{token['id']}/value")
         assert (await call("GET", "/user/tokens/verify", secret=secret))[0] == 401
         assert (await call("GET", "/user/tokens/verify", secret=rolled))["status"] == "active"

@@ -64,6 +64,25 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capt
         Database(database_url(f"sqlite:///{tmp_path}/none/tandem.db", tmp_path))
 
 
+def test_a_token_that_cannot_be_made_makes_no_account(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--scopes", "bogus"], ["--token-name", ""], ["--expires-days", "9999999"], ["--expires-days", "-1"]):
+        assert main(["create", "me", "--database-url", url, *wrong]) == 2
+    assert "scopes has bogus" in capsys.readouterr().err
+    assert main(["list", "--database-url", url]) == 0 and capsys.readouterr().out == ""
+
+
+def test_the_first_account_may_come_before_the_gateways_first_start(tmp_path: Path) -> None:
+    folder = tmp_path / "none" / "yet"
+    assert main(["create", "me", "--state-dir", str(folder)]) == 0
+    assert folder.stat().st_mode & 0o777 == 0o700 and (folder / "tandem.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_who_stands_beside_the_database_is_told_what_is_wrong_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--database-url", "postgresql://me:secret@127.0.0.1:1/x"]) == 2
+    error = capsys.readouterr().err
+    assert "me:***@127.0.0.1:1/x cannot be used" in error and "--database-url" in error
+
+
 async def test_beyond_loopback_a_gateway_needs_an_account(tmp_path: Path) -> None:
     addresses = {"listen": "0.0.0.0:0", "grpc_listen": "127.0.0.1:0"}
     settings = ControlPlaneSettings(**addresses, insecure=True, state_dir=str(tmp_path))  # type: ignore[arg-type]

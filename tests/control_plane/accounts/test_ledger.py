@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from control_plane.accounts.window import Window
 from control_plane.generation import PhaseWork, Usage
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import gateways, ledger, windows
-from runtime.errors import Unavailable
+from runtime.errors import InternalError, InvalidRequest, Unavailable
 from tests.control_plane.postgres import Postgres
 
 USED = Usage(100, 60, 40, 7, PhaseWork(8, 2, 0, 4096, 1500, 2500), 123_456)
@@ -104,6 +105,53 @@ async def test_a_row_that_is_nonsense_does_not_take_others_along(accounts: Accou
     assert found["b"].num_prompt_tokens == 0
 
 
+async def test_a_closing_never_overtakes_its_opening(accounts: Accounts) -> None:
+    book = Ledger(accounts.database, "g")
+    for index in range(1100):
+        book.open(opening(f"r{index}"))
+    for index in reversed(range(1100)):  # the first slice of closings is of the last slice of openings
+        book.close(Closing(f"r{index}", "finished", USED))
+    await book.drain()
+    assert {row.status for row in (await rows(accounts)).values()} == {"finished"}
+
+
+async def test_each_opening_is_told_what_came_of_its_own_row(accounts: Accounts) -> None:
+    book = Ledger(accounts.database, "g")
+    good, nonsense = book.open(opening("good")), book.open(opening("nonsense", model=None))  # type: ignore[arg-type]
+    await good
+    with pytest.raises(InternalError, match="refused the request's row"):
+        await nonsense
+    assert set(await rows(accounts)) == {"good"}
+
+
+async def test_a_value_that_the_database_cannot_hold_is_its_requests_fault_alone(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    accounts = Accounts(database_url(postgres_url, tmp_path))
+    await accounts.open()
+    book = Ledger(accounts.database, "g")
+    there = [book.open(opening(name, account)) for name, account in (("a", "me"), ("b", "x\0"), ("c", "x" * 65))]
+    await there[0]
+    for refused in there[1:]:
+        with pytest.raises(InvalidRequest, match="cannot hold a value"):
+            await refused
+    assert accounts.database.problem == "" and set(await rows(accounts)) == {"a"}
+    accounts.database.check()
+    await accounts.close()
+
+
+async def test_one_statement_that_fails_is_no_outage(postgres_url: str, tmp_path: Path) -> None:
+    accounts = Accounts(database_url(postgres_url, tmp_path))
+    await accounts.open()
+    for statement, kind in (("SELECT * FROM nothing", Unavailable), ("SELECT 1/0", InvalidRequest)):
+        with pytest.raises(kind, match="the database cannot"):
+            async with accounts.database.each() as connection:
+                await connection.execute(sa.text(statement))
+        accounts.database.check()
+        assert accounts.database.problem == ""
+    await accounts.close()
+
+
 async def test_an_outage_refuses_new_rows_and_loses_no_closing(postgres: Postgres, postgres_url: str) -> None:
     accounts = Accounts(database_url(postgres_url, None))  # type: ignore[arg-type]
     await accounts.open()
@@ -111,8 +159,10 @@ async def test_an_outage_refuses_new_rows_and_loses_no_closing(postgres: Postgre
     await asyncio.gather(*(book.open(opening(f"r{index}")) for index in range(3)))
     postgres.stop()
     try:
-        with pytest.raises(Unavailable, match=r"the database postgresql.* cannot be used"):
+        with pytest.raises(Unavailable, match="the database cannot be used"):
             await book.open(opening("new"))
+        with pytest.raises(Unavailable, match="could not be reached just now"):
+            book.check()
         for index in range(3):
             book.close(Closing(f"r{index}", "finished", USED))
     finally:

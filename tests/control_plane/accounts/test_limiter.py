@@ -112,6 +112,32 @@ async def test_who_has_used_all_is_told_when_without_asking_the_database(
     assert await limiters[0].admit("me", Limits(max_requests_per_minute=2), 1)
 
 
+async def test_a_write_whose_answer_is_lost_leaves_nobody_running(
+    limiters: list[Limiter], accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, limiter = Limits(max_concurrent_requests=2), limiters[0]
+    running = await limiter.admit("me", limits, 1)
+    book = limiter._book("me")
+    swap = book._swap
+
+    async def lost(before: str, mine: str, window: Window) -> tuple[str, Window]:
+        await swap(before, mine, window)
+        monkeypatch.setattr(book, "_swap", swap)
+        raise Unavailable("the connection broke after the commit")
+
+    monkeypatch.setattr("control_plane.accounts.limiter._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(book, "_swap", lost)
+    with pytest.raises(Unavailable, match="after the commit"):
+        await limiter.admit("me", limits, 1)
+    await limiter.drain()  # the window is corrected although nobody asks again
+    assert (await stored(accounts)).running == {"gateway-0": 1}
+    monkeypatch.setattr(book, "_swap", lost)
+    limiter.settle(running, 1)
+    await limiter.drain()
+    assert (await stored(accounts)).running == {}
+    assert len(await try_all(limiters, limits, 2)) == 2
+
+
 async def test_an_outage_is_named_and_what_ended_meanwhile_is_settled_after_it(
     postgres: Postgres, postgres_url: str, tmp_path: object
 ) -> None:
@@ -122,7 +148,7 @@ async def test_an_outage_is_named_and_what_ended_meanwhile_is_settled_after_it(
     admissions = [await limiter.admit("me", limits, 1) for _ in range(2)]
     postgres.stop()
     try:
-        with pytest.raises(Unavailable, match=r"the database postgresql.* cannot be used"):
+        with pytest.raises(Unavailable, match="the database cannot be used"):
             await limiter.admit("me", limits, 1)
         limiter.settle(admissions[0], 1)
     finally:

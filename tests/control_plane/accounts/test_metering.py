@@ -133,7 +133,8 @@ async def test_a_client_that_leaves_pays_for_what_was_done(accounts: Accounts) -
     async with world(accounts, script, Limits(None, 1000, 3)) as here:
         body = {**CHAT, "stream": True}
         async with here.gateway.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            async for line in response.aiter_lines():
+            lines = response.aiter_lines()  # held, or the end of the loop would already leave
+            async for line in lines:
                 if "content" in line and '"content":""' not in line:
                     break
             assert (await here.window()).num_tokens > 256
@@ -167,6 +168,38 @@ async def test_what_is_refused_before_it_is_admitted_has_no_row(accounts: Accoun
         for body in ({**CHAT, "model": "nothing"}, {**CHAT, "messages": []}, {**CHAT, "max_tokens": -1}):
             assert (await here.gateway.client.post("/v1/chat/completions", json=body)).status_code in (400, 404)
         assert await here.rows() == []
+
+
+async def test_while_the_database_is_away_no_worker_is_asked(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(accounts) as here:
+        assert (await here.gateway.client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        num_asked, ledger_of = len(here.gateway.dispatcher.requests), accounts.metering._ledger
+        monkeypatch.setattr(accounts.database, "_down_until", float("inf"))
+        for body in (CHAT, {**CHAT, "stream": True}):
+            refused = await here.gateway.client.post("/v1/chat/completions", json=body)
+            assert refused.status_code == 503 and "the database could not be reached" in refused.text
+        assert len(here.gateway.dispatcher.requests) == num_asked
+        assert not ledger_of._openings and not ledger_of._closings
+        monkeypatch.undo()
+        assert len(await here.rows()) == 1
+
+
+async def test_a_name_that_no_database_can_hold_harms_nobody_else(accounts: Accounts) -> None:
+    async with serve(ScriptedDispatcher(Script(HELLO)), accounts=accounts) as gateway:
+        http = gateway.client
+        for account in ("a%00b", "x" * 65):
+            refused = await http.post(f"/client/v4/accounts/{account}/ai/run/demo", json={"prompt": "hi"})
+            assert refused.status_code == 400 and "up to 64 printable characters" in refused.text
+            assert (await http.get(f"/client/v4/accounts/{account}/ai/usage")).status_code == 400
+        for query in ("model=%00", "model=" + "x" * 257):
+            refused = await http.get(f"/client/v4/accounts/me/ai/usage?{query}")
+            assert refused.status_code == 400 and "model is" in refused.text
+        assert gateway.dispatcher.requests == [] and accounts.database.problem == ""
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        first = await http.get("/client/v4/accounts/me/ai/usage?to=0001-01-01")
+        assert first.status_code == 200 and first.json()["result"] == []
 
 
 async def test_a_row_that_cannot_be_opened_lets_nothing_run(
@@ -226,7 +259,8 @@ async def test_tokens_a_minute_count_what_was_used_not_what_was_asked(accounts: 
         used = sum(row.num_prompt_tokens + row.num_completion_tokens for row in rows)
         assert (await here.window()).num_tokens == used < 60
         too_long = await http.post("/v1/completions", json={"model": "demo", "prompt": [5] * 300})
-        assert too_long.status_code == 429 and "the prompt has 300 tokens, account me may use 300" in too_long.text
+        assert too_long.status_code == 400 and "the prompt has 300 tokens, account me may use 300" in too_long.text
+        assert "retry-after" not in too_long.headers
         assert (await http.post("/v1/completions", json={**body, "prompt": [5] * 299})).status_code == 429
         assert (await http.post("/v1/completions", json={**body, "prompt": [5] * 60})).status_code == 200
 
@@ -291,7 +325,11 @@ async def test_a_gateway_without_its_database_is_alive_but_not_ready(postgres: P
             with pytest.raises(Unavailable):
                 await accounts.incarnations.beat()
             unready = await gateway.client.get("/readyz")
-            assert unready.status_code == 503 and "the database postgresql" in unready.json()["reason"]
+            assert unready.status_code == 503
+            assert unready.json()["reason"] == "the database cannot be used" and "127.0.0.1" not in unready.text
+            refused = await gateway.client.post("/v1/chat/completions", json=CHAT)
+            assert refused.status_code == 503 and "127.0.0.1" not in refused.text and "postgres" not in refused.text
+            assert "127.0.0.1" in accounts.database.problem
             assert (await gateway.client.get("/healthz")).status_code == 200
         finally:
             postgres.start()

@@ -46,7 +46,7 @@ def test_running_requests_are_counted_by_gateway() -> None:
         assert refusal is None
     refused, refusal = window.admit(RUNNING, 1, "a", 100.0)
     assert refusal == Refusal("concurrency", 2, 1.0) and refused == window
-    assert window.without("b").running == {"a": 1}
+    assert window.with_running("b", 0).running == {"a": 1}
     window = window.settle(200, 0, "a", was_running=True, now=101.0)
     assert window.running == {"b": 1}
     assert window.admit(RUNNING, 1, "a", 102.0)[1] is None

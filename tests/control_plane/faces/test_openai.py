@@ -146,7 +146,7 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompts_tokens_before_th
     assert all(each.closed.is_set() for each in dispatcher.streams)
 
 
-async def test_an_echo_that_cannot_be_scored_ends_the_answer_too() -> None:
+async def test_an_echo_that_cannot_be_scored_starts_no_answer() -> None:
     dispatcher = ScriptedDispatcher()
     dispatcher.choose = lambda request: (
         Script(refuse=Overloaded("full")) if request.sampling.logit_bias else Script(HELLO)
@@ -154,7 +154,10 @@ async def test_an_echo_that_cannot_be_scored_ends_the_answer_too() -> None:
     async with serve(dispatcher) as gateway:
         body = {"model": "demo", "prompt": "Once upon", "echo": True, "logprobs": 0}
         response = await gateway.client.post("/v1/completions", json=body)
-        assert response.status_code == 429 and dispatcher.last.closed.is_set()
+        assert response.status_code == 429 and dispatcher.streams == []
+        too_long = await gateway.client.post("/v1/completions", json={**body, "prompt": [[5] * 1100, [6] * 1000]})
+        assert too_long.status_code == 400 and "up to 2,048 prompt tokens" in too_long.text
+        assert not [request for request in dispatcher.requests if not request.sampling.logit_bias]
 
 
 async def test_completions_logprobs_are_four_lists_side_by_side() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -47,6 +48,17 @@ async def test_the_documented_options_are_taken(face: str) -> None:
     assert [request.reject_if_busy for request in gateway.dispatcher.requests] == [True, False, False]
     known, plain, _ = gateway.dispatcher.requests
     assert 50 < plain.deadline - known.deadline < 60  # 5 s of the gateway's options, and the service's own 60
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(face: str) -> None:
+    async with serve(ScriptedDispatcher(Script(HELLO)), timeout_seconds=60) as gateway:
+        before = time.time()
+        assert (await run(gateway, face, {"gateway": {"requestTimeoutMs": 2**31 - 1}}))[0] == 200
+        (request,) = gateway.dispatcher.requests
+        assert before + 60 <= request.deadline <= time.time() + 60
+        status, text = await run(gateway, face, {"gateway": {"requestTimeoutMs": 2**31}})
+        assert status == 400 and "requestTimeoutMs" in text
 
 
 @pytest.mark.parametrize("face", FACES)

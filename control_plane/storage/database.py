@@ -257,7 +257,7 @@ def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry) -> None:
     """Readers never wait for the writer (WAL); a commit survives the process, though not a power cut at once."""
     connection.isolation_level = None  # the driver begins no transactions of its own: see _begin_immediate
     cursor = connection.cursor()
-    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "busy_timeout = 10000"):
+    for pragma in ("busy_timeout = 30000", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

@@ -46,15 +46,15 @@ class World:
 
 @asynccontextmanager
 async def world(accounts: Accounts, **settings: Any) -> AsyncIterator[World]:
-    """A gateway with two accounts: root, whose token is an admin's, and me."""
+    """A gateway with two accounts: chief, whose token is an admin's, and me."""
     secrets = {}
-    for name, scope in (("root", "admin"), ("me", "inference")):
+    for name, scope in (("chief", "admin"), ("me", "inference")):
         await accounts.store.create(name)
         _, secrets[name] = await accounts.store.create_token(name, "first", [scope])
     accounts.gate.forget()
     dispatcher = ScriptedDispatcher(Script([*ids_of("Hello"), 1]))
     async with serve(dispatcher, settings=HttpSettings(**settings), accounts=accounts) as gateway:
-        yield World(gateway, accounts, secrets["root"], secrets["me"])
+        yield World(gateway, accounts, secrets["chief"], secrets["me"])
 
 
 async def test_without_any_account_no_token_is_needed_but_nobody_administers(accounts: Accounts) -> None:
@@ -114,7 +114,7 @@ async def test_the_account_is_the_tokens_on_every_face(accounts: Accounts) -> No
 
 async def test_another_accounts_path_is_403_except_for_an_admin(accounts: Accounts) -> None:
     async with world(accounts) as here:
-        for path in ("/client/v4/accounts/root/ai/run/demo", "/client/v4/accounts/root/ai/v1/chat/completions"):
+        for path in ("/client/v4/accounts/chief/ai/run/demo", "/client/v4/accounts/chief/ai/v1/chat/completions"):
             refused = await here.ask(path, here.mine, json={"prompt": "hi"})
             assert refused.status_code == 403, refused.text
             assert refused.json()["errors"][0]["code"] == 10000 and "not root" in refused.text
@@ -211,7 +211,7 @@ async def test_accounts_and_tokens_are_administered_over_http(accounts: Accounts
         assert (await call("POST", "/accounts", {"name": "team"}))[0] == 409
         assert (await call("POST", "/accounts", {"name": "a/b"}))[0] == 400
         assert "did you mean limits" in (await call("POST", "/accounts", {"name": "x", "limit": {"a": 1}}))[1]
-        assert [account["id"] for account in await call("GET", "/accounts")] == ["me", "root", "team"]
+        assert [account["id"] for account in await call("GET", "/accounts")] == ["chief", "me", "team"]
         assert await call("GET", "/accounts?page=2") == []
         assert [account["id"] for account in await call("GET", "/accounts", secret=here.mine)] == ["me"]
         assert (await call("GET", "/accounts/team", secret=here.mine))[0] == 403

@@ -117,7 +117,7 @@ async def test_another_accounts_path_is_403_except_for_an_admin(accounts: Accoun
         for path in ("/client/v4/accounts/chief/ai/run/demo", "/client/v4/accounts/chief/ai/v1/chat/completions"):
             refused = await here.ask(path, here.mine, json={"prompt": "hi"})
             assert refused.status_code == 403, refused.text
-            assert refused.json()["errors"][0]["code"] == 10000 and "not root" in refused.text
+            assert refused.json()["errors"][0]["code"] == 10000 and "not chief" in refused.text
         encoded = await here.ask("/client/v4/accounts/ro%6ft/ai/run/demo", here.mine, json={"prompt": "hi"})
         assert encoded.status_code == 403
         assert here.gateway.dispatcher.requests == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,11 +52,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _days(text: str) -> float:
+    days = float(text)
+    if not math.isfinite(days):
+        raise argparse.ArgumentTypeError(f"{text} is no number of days; leave the flag out for a token that never ends")
+    return days
+
+
 def _add_token_flags(parser: argparse.ArgumentParser) -> None:
     default = "all for the first account, inference,usage for others"
     parser.add_argument("--scopes", metavar="SCOPE,...", help=f"of {', '.join(SCOPES)} [default: {default}]")
     parser.add_argument("--token-name", default="first", metavar="TEXT", help="what the token is called in lists")
-    parser.add_argument("--expires-days", type=float, metavar="N", help="days until the token ends [default: never]")
+    parser.add_argument("--expires-days", type=_days, metavar="N", help="days until the token ends [default: never]")
 
 
 async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int:

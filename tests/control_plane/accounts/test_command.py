@@ -140,3 +140,11 @@ def test_tandem_makes_accounts_tokens_and_limits(
         assert "is revoked" in run("token", "revoke", "team", token["id"])
         monkeypatch.setenv("TANDEM_TOKEN", rolled)
         assert "is revoked" in run("token", "verify", code=1)
+
+
+@pytest.mark.parametrize("days", ["nan", "inf", "soon"])
+def test_days_that_are_none_are_refused(days: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["create", "me", "--state-dir", str(tmp_path), "--expires-days", days])
+    assert "--expires-days" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -76,6 +76,15 @@ async def published(fleet: Fleet, num_blocks: int) -> None:
     await until(are_there, 20)
 
 
+async def missed(fleet: Fleet, *worker_ids: str) -> None:
+    """Wait until no request is sent to these dead workers: decode would compute a prompt meant for such a prefill."""
+
+    def are_missed() -> bool:
+        return not any(worker.is_usable for worker_id in worker_ids if (worker := fleet.registry.get(worker_id)))
+
+    await until(are_missed, 20)
+
+
 def prefill_ledger(flight: Flight) -> pb.PhaseLedger:
     ledger = flight.prefill_ledger
     assert ledger is not None, "prefill has reported"
@@ -95,6 +104,7 @@ async def test_a_prompt_outlives_the_workers_that_computed_it(fleet: Fleet, chec
         await fleet.ended(fleet.services.pop(worker_id))
     _start_workers(fleet, checkpoint, "1")
     await fleet.ready()
+    await missed(fleet, "prefill-0", "decode-0")
     # 3. The prompt again: its full blocks come from the store.
     flight = await run(fleet, prompt)
     assert flight.choices[0].tokens == expected

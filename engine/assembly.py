@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,17 +11,21 @@ import torch
 
 from engine.core import EngineCore
 from engine.execution.crew import use_threads
+from engine.execution.draft_runner import DraftRunner
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.execution.pool_size import choose_num_blocks
 from engine.messages import Ready
 from engine.models.checkpoint import Progress
+from engine.models.draft import load_draft_model
 from engine.models.loader import LoadedModel, load_model
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.settings import EngineConfig
 
 if TYPE_CHECKING:
     from engine.execution.block_checksums import BlockChecksums
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,22 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     torch.set_num_threads(num_threads)
     use_threads(num_threads)
     loaded = load_model(config, report)
+    draft = _draft_model(config, loaded, report)
     num_blocks = choose_num_blocks(
-        config, loaded.geometry, loaded.info.context_length, loaded.device, loaded.mapped_bytes
+        config,
+        loaded.geometry,
+        loaded.info.context_length,
+        loaded.device,
+        loaded.mapped_bytes + (draft.mapped_bytes if draft else 0),
+        draft.geometry.bytes_per_block if draft else 0,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     runner = ModelRunner(loaded.model, loaded.ops, cache, _checksums(cache) if config.verify_kv else None)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
+    if draft is not None:
+        core.scheduler.speculator.use_model(_draft_runner(draft, cache))
     return AssembledEngine(core, _ready(config, loaded, cache), cache.region.fd)
 
 
@@ -75,6 +88,21 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
 def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     """Return 0 where a row's bits depend on the rows beside it: a token that was guessed could be another one."""
     return config.max_draft_tokens if config.speculation == "auto" and loaded.is_rowwise else 0
+
+
+def _draft_model(config: EngineConfig, loaded: LoadedModel, report: Progress) -> LoadedModel | None:
+    """Load the draft model, if there is one and its guesses may be used."""
+    if not config.draft_model:
+        return None
+    if not _max_draft_tokens(config, loaded):
+        log.warning("the draft model %s is not loaded: nothing is guessed here", config.draft_model)
+        return None
+    return load_draft_model(config, loaded, report)
+
+
+def _draft_runner(draft: LoadedModel, target: PagedKVCache) -> DraftRunner:
+    cache = PagedKVCache(draft.geometry, target.num_blocks, draft.device, staging=False)
+    return DraftRunner(draft.model, draft.ops, cache, target.generations, draft.info.context_length)
 
 
 def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache) -> Ready:

@@ -53,6 +53,8 @@ class EngineConfig:
     """auto: tokens of answers are guessed ahead where that pays, by measurement; no token changes. off: never."""
     max_draft_tokens: int = 8
     """Tokens guessed ahead of one answer in one step, at most."""
+    draft_model: str = ""
+    """A second, smaller model that guesses, too, while that pays: as `model`, of the same vocabulary; empty: none."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False

@@ -45,6 +45,9 @@ class WorkerSettings:
         "auto", "whether tokens of answers are guessed ahead where that pays; it changes no token"
     )
     max_draft_tokens: int = setting(8, "tokens guessed ahead of one answer in one step, at most; 1 to 32")
+    draft_model: str = setting(
+        "", "folder or Hub id of a smaller model of the same tokenizer that guesses tokens ahead, too; none if empty"
+    )
     max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
     cpus: tuple[int, ...] = setting((), "cores the engine process is pinned to; all it may use if empty")

@@ -17,29 +17,35 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_num_blocks(
-    config: EngineConfig, geometry: KVGeometry, context_length: int, device: torch.device, mapped_bytes: int = 0
+    config: EngineConfig,
+    geometry: KVGeometry,
+    context_length: int,
+    device: torch.device,
+    mapped_bytes: int = 0,
+    draft_bytes_per_block: int = 0,
 ) -> int:
     """Return the pool's size: as told in blocks, in bytes, or by the memory that is free once the weights are loaded.
 
     A block is of one group of layers; told in blocks, there are as many for each. Not told, it never exceeds what a
     full batch of longest requests could use. `mapped_bytes` of weights lie in mapped files: the system calls their
-    memory free. Raises ModelUnusable if no block fits.
+    memory free. A draft model's blocks, of the same ids, are of the same memory. Raises ModelUnusable if no block fits.
     """
+    bytes_per_block = geometry.bytes_per_block + draft_bytes_per_block
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * geometry.num_groups
     if config.kv_memory_bytes is not None:
-        return _fitting(config.kv_memory_bytes, geometry)
+        return _fitting(config.kv_memory_bytes, bytes_per_block)
     most_useful = config.max_num_seqs * -(-context_length // geometry.block_size) * geometry.num_groups
     limit_bytes = config.kv_memory_limit_bytes
     free_bytes = _free_for_kv(device, mapped_bytes)
-    return min(most_useful, _fitting(free_bytes if limit_bytes is None else min(free_bytes, limit_bytes), geometry))
+    return min(most_useful, _fitting(min(free_bytes, limit_bytes or free_bytes), bytes_per_block))
 
 
-def _fitting(num_bytes: int, geometry: KVGeometry) -> int:
-    num_blocks = num_bytes // geometry.bytes_per_block
+def _fitting(num_bytes: int, bytes_per_block: int) -> int:
+    num_blocks = num_bytes // bytes_per_block
     if num_blocks < 1:
         raise ModelUnusable(
-            f"{num_bytes:,} bytes for KV do not hold one block of {geometry.bytes_per_block:,}; "
+            f"{num_bytes:,} bytes for KV do not hold one block of {bytes_per_block:,}; "
             "give more with --kv-memory-bytes, or serve a smaller model"
         )
     return num_blocks

@@ -28,7 +28,7 @@ from engine.models.lean.config import DecoderConfig, NotLean
 from engine.models.lean.family import Family
 from engine.models.lean.load import LeanRequest, load_decoder
 from engine.models.placement import choose_device, choose_dtype, choose_route, numerics_class
-from engine.models.support import check_config, context_length
+from engine.models.support import check_config, context_length, draft_context_length
 from engine.ops.base import Ops
 from engine.ops.choice import choose_ops
 from engine.ops.cpu import KernelsUnavailable
@@ -76,8 +76,11 @@ class _Built:
     is_rowwise: bool
 
 
-def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
-    """Find, check, load and try out the model; raises ModelUnusable, saying what to do instead."""
+def load_model(config: EngineConfig, report: Progress, target: LoadedModel | None = None) -> LoadedModel:
+    """Find, check, load and try out the model; raises ModelUnusable, saying what to do instead.
+
+    With `target` it is to guess for that one: it shares its op layer, takes no longer context, and has one group.
+    """
     checkpoint = find_checkpoint(config.model, config.served_model_name, report)
     model_config = _read_config(checkpoint)
     check_config(model_config)
@@ -88,10 +91,10 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
         config=config,
         checkpoint=checkpoint,
         model_config=model_config,
-        length=context_length(model_config, config.max_model_len),
+        length=_length(config, model_config, target),
         device=device,
         dtype=dtype,
-        ops=_ops(config, device, dtype, report),
+        ops=_ops(config, device, dtype, report) if target is None else target.ops,
         digests=DigestCache(Path(config.state_dir).expanduser() if config.state_dir else None),
         report=report,
     )
@@ -104,11 +107,17 @@ def load_model(config: EngineConfig, report: Progress) -> LoadedModel:
     )
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
     longest_context = getattr(model_config, "max_position_embeddings", None)
-    groups = choose_groups(built.windows, longest_context)
+    groups = choose_groups(built.windows, longest_context) if target is None else ()
     geometry = replace(built.geometry, order=job.ops.kv_order, groups=groups)
     mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
     window = _widest(built.windows)
     return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_rowwise)
+
+
+def _length(config: EngineConfig, model_config: Any, target: LoadedModel | None) -> int:
+    if target is None:
+        return context_length(model_config, config.max_model_len)
+    return draft_context_length(model_config, target.info.context_length)
 
 
 def _widest(windows: Sequence[int | None]) -> int | None:

@@ -58,6 +58,12 @@ def context_length(config: Any, max_model_len: int | None) -> int:
     return length
 
 
+def draft_context_length(config: Any, target_length: int) -> int:
+    """Return how many tokens a draft model can take of a context that the target takes `target_length` of."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return context_length(config, target_length if limit is None else min(limit, target_length))
+
+
 def _stable_rope_length(config: Any) -> int | None:
     """Return up to where "longrope" and "dynamic" embeddings stay as they are; None: always."""
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -23,7 +23,7 @@ class Pacer:
         self._target_seconds = config.itl_target_ms / 1000
         self._block_size = config.block_size
         self._window = config.window
-        self._timer = timer
+        self.timer = timer
         self._started = 0.0
         self._copying_seconds = 0.0
 
@@ -33,17 +33,17 @@ class Pacer:
         return self._target_seconds > 0
 
     def begin(self) -> None:
-        self._started = self._timer()
+        self._started = self.timer()
         self._copying_seconds = 0.0
 
     def copied(self, seconds: float) -> None:
-        """So much of this step went into copying blocks: it is not the model's, but answers wait for it."""
+        """So much of this step went into copying blocks, or guesses: not the model's, but answers wait for it."""
         self._copying_seconds += seconds
 
     def end(self, runs: Sequence[ScheduledRun]) -> None:
         """The step that began last has computed `runs`; a step that broke is never ended."""
         if runs:
-            seconds = self._timer() - self._started - self._copying_seconds
+            seconds = self.timer() - self._started - self._copying_seconds
             self.model.observe(work_of(runs, self._window), seconds)
 
     def prompt_limit(self, batch: Batch, first_position: int, num_wanted: int) -> int:

@@ -2,7 +2,8 @@
 
 A guess pays while what it should bring, the chance that it is right, is to the seconds it adds as the tokens of the
 step are to its seconds, and a margin more. What a step takes and what a guess adds to it is measured (`step_time`). So
-guessing ends by itself where guesses are wrong, and in steps of so many answers that rows are dear.
+guessing ends by itself where guesses are wrong, and in steps of so many answers that rows are dear. Where no text is
+sure of what follows, a draft model may be asked, if there is one (`draft_model`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.speculation.acceptance import MOST_CHANCE, Acceptance, Rates
+from engine.scheduling.speculation.draft_model import DraftModel, ModelDrafter
 from engine.scheduling.speculation.drafters import Drafter, EarlierAnswers, Guess, OwnText
 from engine.scheduling.speculation.rest import Gain, Rest
 from engine.scheduling.step_time import work_of
@@ -33,6 +35,11 @@ class _Offer(NamedTuple):
     guess: Guess
     acceptance: Acceptance
     chances: list[float]
+    is_asked: bool = False
+    """It is the draft model's."""
+
+
+_Looked = list[tuple[Request, _Offer | None]]
 
 
 class Speculator:
@@ -48,6 +55,7 @@ class Speculator:
         self._num_priced = self._num_steps_priced = 0
         self._seconds: float | None = None
         self._seconds_each: float | None = None
+        self._model: ModelDrafter | None = None
         self.use([OwnText(), EarlierAnswers()])
 
     def use(self, drafters: Sequence[Drafter]) -> None:
@@ -55,6 +63,10 @@ class Speculator:
         self._drafters = drafters
         self._rates = [Rates() for _ in drafters]
         self._gain = Gain()
+
+    def use_model(self, model: DraftModel) -> None:
+        """Ask this one, too; before the first request."""
+        self._model = ModelDrafter(model, self._pacer.timer)
 
     def draft(self, batch: Batch, num_reserve_blocks: int) -> None:
         """Put guesses behind the answers of a step that has all else; they leave that many blocks to others."""
@@ -65,16 +77,21 @@ class Speculator:
         if not runs or (self._pacer.has_target and len(runs) < len(batch.runs)):
             return
         awake = [run.request for run in runs if self._standing(run.request).rest.is_over(run.request.num_tokens)]
-        if not awake or (step := self._step(runs)) is None:
+        model = self._model
+        if model is not None and (not model.is_on or model.rests()):
+            model = None
+        if not (awake or model) or (step := self._step(runs)) is None:
             return
         if step.least_chance >= MOST_CHANCE:
             self._num_too_dear += 1
             if self._num_too_dear % _ASKED_AGAIN_AFTER:
                 return
-            step, awake = _Step(1, 1.0, _FIRST_SHARE), awake[:1]
+            step, awake, model = _Step(1, 1.0, _FIRST_SHARE), awake[:1], None
         least = step.least_chance
-        offers = [(request, self._offer(request, least)) for request in awake]
-        self._add_best(offers, step, batch, num_reserve_blocks)
+        looked: _Looked = [(request, self._offer(request, least)) for request in awake]
+        if model is not None:
+            looked = self._ask(model, looked, step, batch, num_reserve_blocks)
+        self._add_best(looked, step, batch, num_reserve_blocks)
 
     def _step(self, runs: Sequence[ScheduledRun]) -> _Step | None:
         """Return what a step without guesses takes; None while nothing like it was measured."""
@@ -95,7 +112,8 @@ class Speculator:
         if run.draft_tokens:
             offer, num_right = self._tried.pop(run.request), num_drawn - 1
             offer.acceptance.observe(offer.guess, len(run.draft_tokens), num_right)
-            self._standings[run.request].rest.looked(run.end + num_right, num_right)
+            if not offer.is_asked:
+                self._standings[run.request].rest.looked(run.end + num_right, num_right)
 
     def forget(self, request: Request) -> None:
         """The request is over."""
@@ -104,6 +122,8 @@ class Speculator:
         if self._config.max_draft_tokens:
             for drafter in self._drafters:
                 drafter.forget(request)
+        if self._model is not None:
+            self._model.forget(request)
 
     def _standing(self, request: Request) -> _Standing:
         standing = self._standings.get(request)
@@ -114,7 +134,7 @@ class Speculator:
 
     def _offer(self, request: Request, least: float) -> _Offer | None:
         """Return the likeliest guess, if there is any."""
-        max_tokens = min(self._config.max_draft_tokens, max_kv_tokens(request, self._config) - request.num_tokens)
+        max_tokens = min(self._config.max_draft_tokens, self._num_left(request))
         best: _Offer | None = None
         if max_tokens < 1:
             return best
@@ -127,20 +147,50 @@ class Speculator:
                     break
         return best
 
-    def _add_best(
-        self, looked: Sequence[tuple[Request, _Offer | None]], step: _Step, batch: Batch, num_reserve_blocks: int
-    ) -> None:
+    def _num_left(self, request: Request) -> int:
+        """Return how many guesses its slots would ever have room for."""
+        return max_kv_tokens(request, self._config) - request.num_tokens
+
+    def _ask(
+        self, model: ModelDrafter, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int
+    ) -> _Looked:
+        """Let the draft model guess where no text is sure, if that pays; what it takes is part of the step."""
+        sure = [(request, offer) for request, offer in looked if offer and offer.chances[0] > _SURE]
+        without, others = step.copy(), step.copy()
+        _rank(looked, without)
+        num_room = batch.num_tokens_left - sum(_rank(sure, others))
+        of_texts = {request for request, _ in sure}
+        limits = {
+            run.request: (min(self._config.max_draft_tokens, self._num_left(run.request)), self._num_left(run.request))
+            for run in batch.runs.values()
+            if run.is_decode and run.request.mode != "prefill" and run.request not in of_texts
+        }
+        wanted = {}
+        for request, num_wanted in model.choose(limits, without, others).items():
+            num_tokens = min(num_wanted, num_room)
+            num_tokens = self._kv.room_for_drafts(request, num_tokens, num_reserve_blocks) if num_tokens else 0
+            if num_tokens:
+                wanted[request] = num_tokens
+                num_room -= num_tokens
+        if not wanted:
+            return looked
+        proposals, seconds = model.ask(wanted)
+        self._pacer.copied(seconds)
+        step.seconds += seconds
+        asked = [
+            (request, _Offer(request, guess, acceptance, acceptance.chances(guess, step.least_chance), is_asked=True))
+            for request, (proposed, acceptance) in proposals.items()
+            if (guess := _before_stop(proposed, request))
+        ]
+        return [*((request, offer) for request, offer in looked if request not in proposals or not offer), *asked]
+
+    def _add_best(self, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int) -> None:
         """Add guesses, the likeliest first, as long as they pay."""
-        counts = [0] * len(looked)
-        ranked = [(chance, -i) for i, (_, offer) in enumerate(looked) if offer for chance in offer.chances]
-        for chance, number in sorted(ranked, reverse=True):
-            if chance <= step.least_chance:
-                break
-            step.add(chance)
-            counts[-number] += 1
-        for (request, offer), count in zip(looked, counts, strict=True):
+        for (request, offer), count in zip(looked, _rank(looked, step), strict=True):
             rest = self._standings[request].rest
-            if not offer or not self._add(offer, count or rest.num_probes, batch, num_reserve_blocks):
+            if offer and offer.is_asked:
+                self._add(offer, max(1, count), batch, num_reserve_blocks)
+            elif not offer or not self._add(offer, count or rest.num_probes, batch, num_reserve_blocks):
                 rest.looked(request.num_tokens, 0)
 
     def _add(self, offer: _Offer, num_wanted: int, batch: Batch, num_reserve_blocks: int) -> int:
@@ -159,6 +209,18 @@ class _Standing(NamedTuple):
     rest: Rest
 
 
+def _rank(looked: Sequence[tuple[Request, _Offer | None]], step: _Step) -> list[int]:
+    """Let guesses join a step, the likeliest first, as long as they pay; return of each offer how many do."""
+    counts = [0] * len(looked)
+    ranked = [(chance, -i) for i, (_, offer) in enumerate(looked) if offer for chance in offer.chances]
+    for chance, number in sorted(ranked, reverse=True):
+        if chance <= step.least_chance:
+            break
+        step.add(chance)
+        counts[-number] += 1
+    return counts
+
+
 def _before_stop(guess: Guess | None, request: Request) -> Guess | None:
     """Return what is worth computing of a guess: nothing follows a stop token."""
     if guess is not None:
@@ -172,15 +234,18 @@ class _Step:
     """A step as it grows: what it should bring, and what it should take."""
 
     def __init__(self, num_tokens: float, seconds: float, seconds_each: float) -> None:
-        self._num_tokens = num_tokens
-        self._seconds = seconds
-        self._seconds_each = seconds_each
+        self.num_tokens = num_tokens
+        self.seconds = seconds
+        self.seconds_each = seconds_each
+
+    def copy(self) -> _Step:
+        return _Step(self.num_tokens, self.seconds, self.seconds_each)
 
     @property
     def least_chance(self) -> float:
         """A guess has to be likelier to pay."""
-        return (1 + _MARGIN) * self._seconds_each * self._num_tokens / self._seconds
+        return (1 + _MARGIN) * self.seconds_each * self.num_tokens / self.seconds
 
     def add(self, chance: float) -> None:
-        self._num_tokens += chance
-        self._seconds += self._seconds_each
+        self.num_tokens += chance
+        self.seconds += self.seconds_each

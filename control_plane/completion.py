@@ -38,6 +38,7 @@ from control_plane.text.request import (
     stop_token_ids,
     token_request,
 )
+from control_plane.text.structure import GrammarCheck
 from control_plane.text.telemetry import GenerationMeter, GenerationRecord
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
@@ -64,6 +65,7 @@ class TextService:
         self._dispatcher = dispatcher
         self._default_timeout_seconds = default_timeout_seconds
         self._tokenizers = TokenizerCache()
+        self._grammars = GrammarCheck()
         self._public_prefixes = public_prefixes or PublicPrefixes({})
         self._meter = GenerationMeter()
         self._accounts: Meter = meter or Unmetered()
@@ -85,6 +87,8 @@ class TextService:
             async with _until(deadline, timeout_seconds):
                 model = await self._catalog.get(request.model)
                 record.model_found(model)
+                if request.options.grammar is not None:
+                    await self._grammars.check(request.options.grammar)
                 tokenizer = await self._tokenizers.get(model)
                 with tracing.tracer().start_as_current_span("tokenize"):
                     token_ids = await _prompt_ids(request, model, tokenizer)

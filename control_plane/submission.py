@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from control_plane.generation import TokenRequest
 from control_plane.prompt_hashes import Hashes
 from control_plane.registry import Worker
+from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.kv.layout import layout_digest
 from runtime.kv.mac import sign_handle
@@ -117,4 +118,10 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     )
     if params.num_logprobs is not None:
         message.num_logprobs = params.num_logprobs
+    if params.grammar is not None:
+        message.grammar.CopyFrom(grammar_to_proto(params.grammar))
     return message
+
+
+def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=pb.GrammarKind.Value(f"GRAMMAR_KIND_{grammar.kind.upper()}"), text=grammar.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +13,12 @@ import torch
 from engine.core import EngineCore
 from engine.execution.crew import use_threads
 from engine.execution.draft_runner import DraftRunner
+from engine.execution.grammar.masks import GrammarMasks
+from engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.execution.pool_size import choose_num_blocks
-from engine.messages import Ready
+from engine.messages import ModelInfo, Ready
 from engine.models.checkpoint import Progress
 from engine.models.draft import load_draft_model
 from engine.models.loader import LoadedModel, load_model
@@ -54,7 +57,9 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
-    runner = ModelRunner(loaded.model, loaded.ops, cache, _checksums(cache) if config.verify_kv else None)
+    checksums = _checksums(cache) if config.verify_kv else None
+    masks = grammar_masks(loaded.info)
+    runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
@@ -65,6 +70,26 @@ def _checksums(cache: PagedKVCache) -> BlockChecksums:
     from engine.execution.block_checksums import BlockChecksums  # xxhash: an engine that does not verify needs none
 
     return BlockChecksums(cache)
+
+
+def grammar_masks(info: ModelInfo) -> GrammarMasks:
+    """Return what masks the answers of a model; its tokenizer is read for the first request that has a grammar."""
+    return GrammarMasks(lambda: _guide(info))
+
+
+def _guide(info: ModelInfo) -> MakeMatcher:
+    tokenizer_path = info.asset_paths.get("tokenizer.json")
+    if tokenizer_path is None or not info.eos_token_ids:
+        missing = "tokenizer.json" if tokenizer_path is None else "token that ends an answer"
+        raise GrammarFailed(f"{info.model_id} has no {missing}: structured output is not possible with it")
+    try:
+        from engine.execution.grammar.guided import Guide  # an optional package, and some megabytes
+    except ImportError as error:
+        raise GrammarFailed("llguidance is not installed here; install it for structured output") from error
+    try:
+        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids)
+    except ValueError as error:
+        raise GrammarFailed(f"llguidance cannot read the tokenizer of {info.model_id}: {error}") from error
 
 
 def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> SchedulerConfig:

@@ -49,10 +49,11 @@ class CorruptBlock(RegionError):
 class RequestsFailed(Exception):
     """A step broke because of these requests; the others have lost nothing and run again in the next one."""
 
-    def __init__(self, request_ids: Collection[str], message: str) -> None:
+    def __init__(self, request_ids: Collection[str], message: str, *, is_callers_fault: bool = False) -> None:
         super().__init__(message)
         self.request_ids = tuple(request_ids)
         self.message = message
+        self.is_callers_fault = is_callers_fault
 
 
 class Runner(Protocol):
@@ -172,7 +173,7 @@ class EngineCore:
                 raise
             for request_id in sorted(guilty):
                 self.scheduler.abort(request_id)
-                self._failures.append(RequestFailed(request_id, error.message))
+                self._failures.append(RequestFailed(request_id, error.message, error.is_callers_fault))
             return None
 
     def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:

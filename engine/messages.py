@@ -327,6 +327,8 @@ class StepDone:
 class RequestFailed:
     request_id: str
     message: str
+    is_callers_fault: bool = False
+    """What was asked for cannot be done; else something broke."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine import messages
+from engine.scheduling.grammar import Grammar, GrammarKind
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import ContextTooLong, InternalError, InvalidRequest, Overloaded, TandemError, Unsupported
 from tandem.v1 import types_pb2 as pb
@@ -11,6 +12,13 @@ FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     None: pb.FINISH_REASON_UNSPECIFIED,
+}
+
+_GRAMMAR_KINDS: dict[pb.GrammarKind.ValueType, GrammarKind] = {
+    pb.GRAMMAR_KIND_JSON_OBJECT: "json_object",
+    pb.GRAMMAR_KIND_JSON_SCHEMA: "json_schema",
+    pb.GRAMMAR_KIND_REGEX: "regex",
+    pb.GRAMMAR_KIND_LARK: "lark",
 }
 
 _REFUSALS: dict[str, type[TandemError]] = {
@@ -39,9 +47,16 @@ def sampling_from_proto(params: pb.SamplingParams) -> SamplingParams:
             num_logprobs=params.num_logprobs if params.HasField("num_logprobs") else None,
             stop_token_ids=tuple(params.stop_token_ids),
             min_tokens=params.min_tokens,
+            grammar=_grammar(params.grammar) if params.HasField("grammar") else None,
         )
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def _grammar(grammar: pb.Grammar) -> Grammar:
+    if grammar.kind not in _GRAMMAR_KINDS:
+        raise ValueError(f"grammar.kind is {grammar.kind}, which this worker does not know")
+    return Grammar(_GRAMMAR_KINDS[grammar.kind], grammar.text)
 
 
 def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> messages.AddRequest:

@@ -169,7 +169,8 @@ class WorkerFront:
             case messages.SlabImported():
                 self._hand_over.imported(event)
             case messages.RequestFailed() if request := self._requests.get(event.request_id):
-                self.abort(request, InternalError(event.message))
+                kind = InvalidRequest if event.is_callers_fault else InternalError
+                self.abort(request, kind(event.message))
             case messages.LoadProgress():
                 self._progress = event
                 log.info("loading", stage=event.stage, fraction=round(event.fraction, 2))

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field
 from control_plane.cache_policy import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.faces.body import Body, refuse_extras
 from control_plane.faces.run_options import RunOptions
+from control_plane.faces.structured import StructuredBody
 from control_plane.text.request import GenerationOptions
-from runtime.errors import Unsupported
 
 MAX_CHOICES = 128
 _MAX_STOP_STRINGS = 4
@@ -27,8 +27,8 @@ HARMLESS = frozenset(
 UNSUPPORTED = frozenset(
     {
         "tools", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options", "suffix",
-        "moderation", "logit_processors", "logits_processors", "guided_json", "guided_regex", "guided_choice",
-        "guided_grammar", "structured_outputs", "reasoning_effort", "reasoning", "chat_template", "image", "images",
+        "moderation", "logit_processors", "logits_processors", "reasoning_effort",
+        "reasoning", "chat_template", "image", "images",
         "chat_template_kwargs", "lora", "input", "requests", "request_id", "use_beam_search", "prompt_logprobs",
         "continue_final_message", "thinking", "conversation", "background", "top_a", "bad_words",
         "mm_processor_kwargs", "return_token_ids", "verbosity",
@@ -78,13 +78,7 @@ class StreamOptions(Body):
     """Taken, and changes nothing."""
 
 
-class ResponseFormat(Body):
-    type: Annotated[str, Field(json_schema_extra={"enum": ["text"]})]
-
-    unsupported: ClassVar[frozenset[str]] = frozenset({"json_schema"})
-
-
-class TextBody(Body):
+class TextBody(StructuredBody):
     """What the OpenAI and the Workers AI bodies have in common; null is "not said" everywhere."""
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
@@ -119,7 +113,6 @@ class TextBody(Body):
     """`read` leaves nothing in the prompt caches, `write` takes nothing from them, `off` neither."""
     prompt_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     """Only so many leading tokens of the prompt are taken from caches or left there."""
-    response_format: ResponseFormat | None = None
     options: RunOptions | None = None
     """Workers AI's run options."""
 
@@ -131,11 +124,7 @@ class TextBody(Body):
         """Refuse by name what would change the answer and is not built; raises InvalidRequest."""
         if self.options is not None:
             self.options.check()
-        if self.response_format is not None and self.response_format.type != "text":
-            raise Unsupported(
-                f"response_format {self.response_format.type!r} is not supported here; leave it out or send 'text'",
-                field="response_format",
-            )
+        self.grammar()
         refuse_extras(self)
 
     def shared_options(self) -> GenerationOptions:
@@ -150,6 +139,7 @@ class TextBody(Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos or False,
             min_tokens=self.min_tokens or 0,
+            grammar=self.grammar(),
             cache=CachePolicy.of(self.prompt_cache or "on", self.prompt_cache_tokens),
             cache_salt=self.cache_salt or "",
         )

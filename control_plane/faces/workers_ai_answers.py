@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
 
-from control_plane.faces.answers import Answer, collect, usage_json
+from control_plane.faces.answers import Answer, WholeChoice, collect, usage_json
 from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
 from control_plane.faces.streaming import DONE
 from control_plane.faces.workers_ai_objects import NativeEvent, NativeResult
 from control_plane.faces.workers_ai_schema import TextGenerationBody
 from control_plane.generation import ModelDescription, Usage
+from runtime.errors import InvalidRequest
 
 _FILLER = "abcdefghijklmnopqrstuvwxyz0123456789"
 _NOTHING = Usage(0, 0, 0, 0)
@@ -31,18 +33,21 @@ class Wire(Protocol):
 
 def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
     if model.wire_format == "native":
-        return NativeWire()
+        return NativeWire(is_json=body.wants_json)
     shape = CompletionShape if body.messages is None else ChatShape
     return OpenAIWire(shape(request_id, model.model_id, model, with_usage_chunk=False))
 
 
 class NativeWire:
-    """One event per piece of text, one with the usage."""
+    """One event per piece of text, one with the usage. Of JSON, the whole answer is a value instead of a text."""
+
+    def __init__(self, *, is_json: bool = False) -> None:
+        self._is_json = is_json
 
     async def result(self, answer: Answer) -> NativeResult:
         (choice,) = await collect(answer)
         return {
-            "response": choice.text,
+            "response": _as_json(choice) if self._is_json else choice.text,
             "tool_calls": [],
             "finish_reason": choice.finish_reason,
             "usage": usage_json(answer.usage),
@@ -79,6 +84,19 @@ class OpenAIWire:
         yield _frame({**self._shape.usage_chunk(answer.usage - told), "p": _filler()})
         yield _frame(NativeEvent(response="", usage=usage_json(answer.usage)))
         yield DONE
+
+
+def _as_json(choice: WholeChoice) -> msgspec.Raw:
+    """Return the answer as the value that it is, to the digit; raises InvalidRequest if it was cut off."""
+    try:
+        json.loads(choice.text)
+    except ValueError as error:
+        remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
+        raise InvalidRequest(
+            f"JSON Mode couldn't be met: the answer ended ({choice.finish_reason}) before its JSON did; {remedy}",
+            field="response_format",
+        ) from error
+    return msgspec.Raw(choice.text.encode())
 
 
 def _filler() -> str:

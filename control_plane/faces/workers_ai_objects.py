@@ -11,7 +11,7 @@ from control_plane.generation import FinishReason
 
 
 class NativeResult(TypedDict):
-    response: str
+    response: Annotated[Any, Meta(description="Text; with response_format json_object or json_schema, that value.")]
     tool_calls: list[dict[str, Any]]
     finish_reason: FinishReason | None
     usage: UsageObject

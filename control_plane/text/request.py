@@ -14,6 +14,7 @@ from typing import Any
 from control_plane.accounts.gate import Identity
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
+from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import ContextTooLong, InvalidRequest
 
@@ -59,6 +60,8 @@ class GenerationOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    grammar: Grammar | None = None
+    """What the answer's text must look like."""
     cache: CachePolicy = EVERYTHING
     cache_salt: str = ""
     """Only requests of the same account with the same salt share the prompt's cache; "" with all of the account."""
@@ -118,6 +121,10 @@ def choice_seed(seed: int, choice_index: int) -> int:
 def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, num_prompt_tokens: int) -> SamplingParams:
     defaults = model.generation_defaults
     top_p = _first(options.top_p, defaults.get("top_p"), 1.0)
+    if options.grammar is not None and options.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos: an answer with a structure ends where that ends; leave it out", field="ignore_eos"
+        )
     check_token_ids("logit_bias", tuple(options.logit_bias), model)
     check_token_ids("stop_token_ids", options.stop_token_ids, model)
     try:
@@ -135,6 +142,7 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
             num_logprobs=options.num_logprobs,
             stop_token_ids=stop_token_ids(options, model),
             min_tokens=options.min_tokens,
+            grammar=options.grammar,
         )
     except ValueError as error:
         raise InvalidRequest(str(error), field=str(error).split(" ")[0]) from error

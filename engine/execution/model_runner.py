@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.core import RegionError
+from engine.execution.grammar.masks import GrammarMasks, no_guide
 from engine.execution.input_batch import build_input_batch
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model import Model
@@ -18,6 +19,7 @@ from engine.execution.regions import MappedRegions
 from engine.execution.sampler import Draw, sample
 from engine.messages import ExtentRef, MapRegion
 from engine.ops.base import Ops
+from engine.ops.sampling import Words
 from engine.scheduling.batch import ScheduledRun, SchedulerOutput
 from engine.scheduling.request import Sampled
 
@@ -28,11 +30,19 @@ if TYPE_CHECKING:
 class ModelRunner:
     """The `engine.core.Runner` over a model and a paged KV cache; reads requests, writes none."""
 
-    def __init__(self, model: Model, ops: Ops, cache: PagedKVCache, checksums: BlockChecksums | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        cache: PagedKVCache,
+        checksums: BlockChecksums | None = None,
+        masks: GrammarMasks | None = None,
+    ) -> None:
         self._model = model
         self._ops = ops
         self._cache = cache
         self._checksums = checksums
+        self._masks = masks or GrammarMasks(no_guide)
         self._regions = MappedRegions()
         self.generations = cache.generations
 
@@ -49,9 +59,10 @@ class ModelRunner:
             self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
             kv_written()
 
+        masks = self._masks.of(output.runs)
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
-        drawn = sample(logits, [_draw(run) for run in output.runs if run.samples], self._ops.sample)
+        drawn = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
         self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
         return drawn
 
@@ -99,7 +110,7 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
         yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
 
 
-def _draw(run: ScheduledRun) -> Draw:
+def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words]]) -> Draw:
     request = run.request
     return Draw(
         request.request_id,
@@ -108,6 +119,7 @@ def _draw(run: ScheduledRun) -> Draw:
         request.token_ids,
         request.num_prompt_tokens,
         run.draft_tokens,
+        masks.get(request.request_id, ()),
     )
 
 

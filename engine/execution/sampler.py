@@ -18,7 +18,7 @@ from engine.core import RequestsFailed
 from engine.messages import Logprob, PositionLogprobs
 from engine.ops import plain_sampling
 from engine.ops.plain_sampling import gumbel_noise
-from engine.ops.sampling import Drawn, LogitChanges, SamplingRow, TokenLogprob, UnusableLogits
+from engine.ops.sampling import Drawn, LogitChanges, SamplingRow, TokenLogprob, UnusableLogits, Words
 from engine.scheduling.request import Sampled
 from engine.scheduling.sampling_params import SamplingParams
 
@@ -40,6 +40,8 @@ class Draw:
     num_prompt_tokens: int
     draft_tokens: Sequence[int] = ()
     """Guesses of the next tokens, with one seed: so many more rows of logits, each behind one more of them."""
+    allowed: Sequence[Words] = ()
+    """What a grammar allows in each row; rows without are behind a draft that it does not. None at all: no grammar."""
 
     @property
     def num_rows(self) -> int:
@@ -49,7 +51,8 @@ class Draw:
         """Return the draw of the token behind so many drafts, which were right."""
         if not num_drafts:
             return self
-        return replace(self, token_ids=[*self.token_ids, *self.draft_tokens[:num_drafts]], draft_tokens=())
+        token_ids = [*self.token_ids, *self.draft_tokens[:num_drafts]]
+        return replace(self, token_ids=token_ids, draft_tokens=(), allowed=self.allowed[num_drafts:])
 
     @property
     def num_answer_tokens(self) -> int:
@@ -124,6 +127,7 @@ def _row(draw: Draw, vocab_size: int) -> SamplingRow:
         top_p=params.top_p,
         min_p=params.min_p,
         changes=_changes(draw, vocab_size) if _changes_logits(draw) else None,
+        allowed=draw.allowed[0] if draw.allowed else None,
         num_top=params.num_logprobs,
     )
 
@@ -142,7 +146,20 @@ def _logprob(entry: TokenLogprob) -> Logprob:
 def _changes_logits(draw: Draw) -> bool:
     params = draw.params
     has_penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    return bool(params.logit_bias or has_penalties or draw.num_answer_tokens < params.min_tokens)
+    return bool(params.logit_bias or has_penalties or _bans_stop_tokens(draw))
+
+
+def _bans_stop_tokens(draw: Draw) -> bool:
+    """Whether the answer may not end yet; where its grammar lets it do nothing else, it may."""
+    if draw.num_answer_tokens >= draw.params.min_tokens:
+        return False
+    if not draw.allowed:
+        return True
+    others = draw.allowed[0].astype(np.uint32)
+    for token_id in draw.params.stop_token_ids:
+        if token_id // 32 < len(others):
+            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return bool(others.any())
 
 
 def _changes(draw: Draw, vocab_size: int) -> LogitChanges:
@@ -151,7 +168,7 @@ def _changes(draw: Draw, vocab_size: int) -> LogitChanges:
     answer = _answer(draw)
     counted = _ids(answer, vocab_size)
     biased = _ids(tuple(params.logit_bias), vocab_size)
-    banned = _ids(params.stop_token_ids if draw.num_answer_tokens < params.min_tokens else (), vocab_size)
+    banned = _ids(params.stop_token_ids if _bans_stop_tokens(draw) else (), vocab_size)
     token_ids = _ids(np.concatenate((seen, counted, biased, banned)), vocab_size)
     bias, is_seen, minus = np.zeros(len(token_ids)), np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids))
     bias[token_ids.searchsorted(biased)] = [params.logit_bias[token_id] for token_id in biased.tolist()]

@@ -38,7 +38,7 @@ class Sampled:
     logprobs: PositionLogprobs | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """One generated run of tokens. Only the Scheduler and its parts write it; the runner reads it.
 

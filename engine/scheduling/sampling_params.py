@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.scheduling.grammar import Grammar
+
 MAX_LOGPROBS = 20
 """Most alternatives per position, as in OpenAI's API."""
 
@@ -35,7 +37,9 @@ class SamplingParams:
     """None: no log probabilities; 0: the chosen token's; n: the n most likely besides."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    """Stop tokens cannot be drawn before that many tokens of the answer."""
+    """Stop tokens cannot be drawn before that many tokens of the answer, unless its grammar allows nothing else."""
+    grammar: Grammar | None = None
+    """What the answer's text must look like; None: anything."""
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -11,6 +11,7 @@ from control_plane.generation import TokenRequest
 from control_plane.prompt_hashes import hash_prompt
 from control_plane.registry import Worker
 from control_plane.submission import base_submit, decode_submit, mint_handle, prefill_submit
+from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import TandemError
 from runtime.kv.mac import verify_handle
@@ -34,6 +35,7 @@ SAMPLING = SamplingParams(
     num_logprobs=0,
     stop_token_ids=(2, 7),
     min_tokens=1,
+    grammar=Grammar("json_schema", '{"type":"string"}'),
 )
 REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.time() + 60)
 

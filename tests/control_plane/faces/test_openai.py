@@ -193,7 +193,7 @@ async def test_a_stream_is_data_lines_only_and_ends_with_done() -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({"functions": [{}]}, "functions", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' is not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'xml' is not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
         ({"temperature": "0.5"}, "temperature", 'should be a valid number, got "0.5"'),

@@ -141,10 +141,7 @@ async def test_defaults_and_run_options_are_cloudflares() -> None:
         ({"prompt": "a", "logprobs": True}, "logprobs is not supported here: @tandem/demo answers natively"),
         ({"prompt": "a", "suffix": "x"}, "suffix is not supported"),
         ({"prompt": "a", "foo": False}, "foo is not a field of this request"),
-        (
-            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}},
-            "'json_schema' is not supported",
-        ),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "'xml' is not supported"),
         ({"prompt": "a", "stream_options": {"include_use": True}}, "did you mean include_usage?"),
         ({"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]}, "only a tool answers a call"),
         ({"messages": [{"role": "user", "content": "a"}], "raw": True}, "raw goes with prompt"),

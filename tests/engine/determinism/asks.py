@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 
 MAX_ANSWER_TOKENS = 40
@@ -13,6 +14,14 @@ _LONG_SHARE = 0.04
 _MAX_LONG_PROMPT_TOKENS = 1200
 """Attention adds up its keys in parts of 512: some contexts must have more than one."""
 _FIRST_TOKEN_ID = 2
+_ENDS = (0, 1, 2)
+"""Tokens that end an answer of one of the models."""
+_GRAMMARS = (
+    *[None] * 5,
+    Grammar("json_object"),
+    Grammar("regex", "([a-z]{2,5}[ ,]){3,12}[.]"),
+    Grammar("json_schema", '{"type":"array","items":{"enum":["a","bc",17,null]},"minItems":3,"maxItems":12}'),
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ def _prompt(chance: random.Random, vocab_size: int, context_length: int) -> tupl
 
 def _sampling(chance: random.Random, vocab_size: int) -> SamplingParams:
     max_tokens = chance.randint(1, MAX_ANSWER_TOKENS)
+    grammar = chance.choice(_GRAMMARS)
+    ends = _ENDS if grammar else ()
     return SamplingParams(
         max_tokens=max_tokens,
         seed=chance.getrandbits(64),
@@ -60,8 +71,9 @@ def _sampling(chance: random.Random, vocab_size: int) -> SamplingParams:
         presence_penalty=chance.choice([0.0, 0.0, 0.6, -0.3]),
         logit_bias=_logit_bias(chance, vocab_size),
         num_logprobs=chance.choice([None, None, 0, 1, 5, 20]),
-        stop_token_ids=random_tokens(chance, chance.choice([0, 1, vocab_size // 40]), vocab_size),
+        stop_token_ids=random_tokens(chance, chance.choice([0, 1, vocab_size // 40]), vocab_size) + ends,
         min_tokens=chance.choice([0, 0, chance.randint(1, max_tokens)]),
+        grammar=grammar,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.assembly import grammar_masks
 from engine.core import EngineCore
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
@@ -127,7 +128,8 @@ class Engine:
         self._seconds = 1.0
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks)
-        runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache), model, self.journal)
+        masks = grammar_masks(stage.model.info)
+        runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache, masks=masks), model, self.journal)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,

@@ -14,6 +14,7 @@ from engine.core import EngineCore
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import AddRequest, RequestOutput
+from engine.scheduling.grammar import Grammar
 from engine.scheduling.request import Request
 from engine.scheduling.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -31,6 +32,9 @@ ASKS = {
     "logprobs": SamplingParams(NUM_ANSWER_TOKENS, temperature=0.0, num_logprobs=3),
     "min tokens": SamplingParams(
         NUM_ANSWER_TOKENS, seed=7, min_tokens=10, stop_token_ids=tuple(range(2, 320, 2)), logit_bias={9: 3.0}
+    ),
+    "grammar": SamplingParams(
+        NUM_ANSWER_TOKENS, seed=8, grammar=Grammar("regex", "([a-z]{2,4} )+[.]"), min_tokens=9, stop_token_ids=(1,)
     ),
     "short": SamplingParams(3, temperature=0.0),
 }

@@ -147,6 +147,28 @@ MEMORY_KIND_DEVICE: MemoryKind.ValueType  # 2
 MEMORY_KIND_DISK: MemoryKind.ValueType  # 3
 """refused by name"""
 
+class _GrammarKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_KIND_JSON_OBJECT: _GrammarKind.ValueType  # 1
+    """any; no text"""
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 2
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 3
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 4
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind.ValueType  # 1
+"""any; no text"""
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 2
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 3
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 4
+
 class _FinishReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -693,6 +715,7 @@ class SamplingParams(message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     temperature: builtins.float
     """0: greedy"""
@@ -718,6 +741,10 @@ class SamplingParams(message.Message):
     def stop_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """EOS ids included, unless the caller ignores EOS"""
 
+    @builtins.property
+    def grammar(self) -> Grammar:
+        """what the answer's text must look like; absent: anything"""
+
     def __init__(
         self,
         *,
@@ -734,14 +761,35 @@ class SamplingParams(message.Message):
         num_logprobs: builtins.int | None = ...,
         stop_token_ids: abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
+        grammar: Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "grammar", b"grammar", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+
+@typing.final
+class Grammar(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    kind: GrammarKind.ValueType
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        kind: GrammarKind.ValueType = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class Submit(message.Message):

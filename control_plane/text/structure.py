@@ -1,0 +1,97 @@
+"""Can an answer be held to this grammar?
+
+Asked before a request is admitted, of the library that the engine uses and with the same limits, but over a vocabulary
+of bytes: so it takes neither the model's tokenizer nor much time, and never the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from engine.scheduling.grammar import Grammar
+from engine.scheduling.grammar_source import GrammarUnusable, limits, source
+from runtime.errors import InvalidRequest, Unsupported
+
+_MAX_KNOWN = 256
+_TRIED_BYTES = 8
+"""Some grammars show only behind their first characters that they are too complex."""
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+FIELDS = {
+    "json_object": "response_format",
+    "json_schema": "response_format",
+    "regex": "guided_regex",
+    "lark": "guided_grammar",
+}
+
+
+class GrammarCheck:
+    """Remembers the grammars that passed."""
+
+    def __init__(self) -> None:
+        self._passed: OrderedDict[Grammar, None] = OrderedDict()
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raise Unsupported naming the keywords that are not built, or InvalidRequest saying what else is wrong."""
+        if grammar not in self._passed:
+            await asyncio.to_thread(_check, grammar)
+            self._passed[grammar] = None
+            if len(self._passed) > _MAX_KNOWN:
+                self._passed.popitem(last=False)
+        self._passed.move_to_end(grammar)
+
+
+def _check(grammar: Grammar) -> None:
+    problem = _problem(grammar)
+    if not problem:
+        return
+    field = FIELDS[grammar.kind]
+    if found := _UNIMPLEMENTED.search(problem):
+        keywords = ", ".join(json.loads(found[1]))
+        raise Unsupported(f"{field} has keywords that are not supported here: {keywords}; take them out", field=field)
+    raise InvalidRequest(f"{field} cannot be used: {problem}; change or simplify it", field=field)
+
+
+def _problem(grammar: Grammar) -> str:
+    try:
+        matcher = LLMatcher(_bytes(), source(grammar), log_level=0, limits=limits())
+    except GrammarUnusable as error:
+        return str(error)
+    for _ in range(_TRIED_BYTES):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & (1 << _END) - 1
+        if not mask:
+            break
+        matcher.consume_tokens([(mask & -mask).bit_length() - 1])
+    return _first_lines(matcher.get_error())
+
+
+def _first_lines(error: str) -> str:
+    return error.removesuffix("<non-verbose/>").strip()
+
+
+_END = 256
+
+
+class _Bytes:
+    """A vocabulary of all bytes and an end, as llguidance takes one."""
+
+    eos_token_id = _END
+    bos_token_id = None
+    tokens: Sequence[bytes] = (*(bytes([byte]) for byte in range(_END)), b"<end>")
+    special_token_ids: Sequence[int] = (_END,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))

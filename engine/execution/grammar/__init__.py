@@ -1,0 +1,1 @@
+"""Which tokens does a grammar let an answer go on with?"""

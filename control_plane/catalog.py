@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from control_plane.generation import ModelDescription
@@ -14,6 +15,7 @@ from control_plane.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from runtime.channel import open_channel
 from runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from runtime.log import get_logger
+from runtime.model_table import SHIPPED, ModelTable
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 
@@ -31,8 +33,17 @@ class ModelCatalog:
     Tokenizers are fetched from workers by digest and kept, so that this host needs no model files.
     """
 
-    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives monotonic seconds."""
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        models: ModelTable = SHIPPED,
+        fallback_model: str = "",
+    ) -> None:
+        """`clock` gives monotonic seconds; `fallback_model` answers in the place of models that are not loaded."""
+        self._models = models
+        self._fallback_model = fallback_model
         self._registry = registry
         self._clock = clock
         self._gone: dict[str, tuple[float, pb.ModelCard]] = {}
@@ -47,20 +58,42 @@ class ModelCatalog:
         return len(self._descriptions)
 
     def card(self, name: str) -> pb.ModelCard:
-        """Return the card of a model by id or alias; raises ModelNotFound naming what is served.
+        """Return the card of a model by id, alias or a name of the table; raises ModelNotFound naming what is served.
 
         Where workers differ, that of one which takes requests, with the shortest context: any of them takes those. A
         model whose last worker has just gone is known for as long as requests wait for that to be back.
         """
         cards = self._cards()
-        for card in (*cards, *self._lately_gone()):
+        known = (*cards, *self._lately_gone())
+        for card in known:
             if name == card.model_id or name in card.aliases:
+                return card
+        for card in known:
+            if name in self._models.names_of(card.model_id):
                 return card
         served = ", ".join(sorted({card.model_id for card in cards})) or "nothing yet: no worker has loaded a model"
         raise ModelNotFound(f"no model {name!r} here; served: {served}", field="model")
 
     async def get(self, name: str) -> ModelDescription:
-        card = self.card(name)
+        card, is_fallback = self._card_or_fallback(name)
+        model = await self._describe_once(card)
+        if not is_fallback:
+            return model
+        asked = self._models.find(name)  # its clients read its answers, so these keep their form
+        return replace(model, is_fallback=True, wire_format=(asked and asked.wire_format) or "native")
+
+    def _card_or_fallback(self, name: str) -> tuple[pb.ModelCard, bool]:
+        try:
+            return self.card(name), False
+        except ModelNotFound as error:
+            if not self._fallback_model or not self._models.writes_text(name):
+                raise
+            try:
+                return self.card(self._fallback_model), True
+            except ModelNotFound:
+                raise error from None
+
+    async def _describe_once(self, card: pb.ModelCard) -> ModelDescription:
         key = _key(card)
         if key not in self._descriptions:
             async with self._lock:
@@ -103,10 +136,10 @@ class ModelCatalog:
         assets = {asset.name: await self._asset(asset) for asset in card.assets}
         if "tokenizer.json" not in assets:
             raise Unsupported(f"{card.model_id} has no tokenizer.json; add one to its folder and restart its workers")
-        defaults = card.generation_defaults
+        defaults, entry = card.generation_defaults, self._models.describes(card.model_id)
         return ModelDescription(
             model_id=card.model_id,
-            aliases=tuple(card.aliases),
+            aliases=tuple(dict.fromkeys((*card.aliases, *self._models.names_of(card.model_id)))),
             context_length=card.context_length,
             block_size=card.block_size,
             vocab_size=card.vocab_size,
@@ -118,6 +151,7 @@ class ModelCatalog:
             created_unix_seconds=card.created_unix_seconds,
             architecture=card.architecture,
             num_parameters=card.num_parameters,
+            wire_format=(entry and entry.wire_format) or "native",
             tokenizer_json=assets["tokenizer.json"],
             tokenizer_config=json.loads(assets.get("tokenizer_config.json", b"{}")),
         )

@@ -47,6 +47,8 @@ from runtime import tracing
 from runtime.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+FALLBACK_HEADER = "tandem-fallback-model"
+"""Names the model that answered in the place of the one that was asked for."""
 
 
 class TextService:
@@ -87,6 +89,8 @@ class TextService:
             async with _until(deadline, timeout_seconds):
                 model = await self._catalog.get(request.model)
                 record.model_found(model)
+                if model.is_fallback:
+                    request.caller.answer_headers[FALLBACK_HEADER] = model.model_id
                 if request.options.grammar is not None:
                     await self._grammars.check(request.options.grammar)
                 tokenizer = await self._tokenizers.get(model)

@@ -60,7 +60,7 @@ class Gateway:
         self._links = LinkPool(self.registry, gateway_id, incarnation)
         self._kv_clients = KvClients(incarnation)
         self.registry.listen(self._kv_clients.changed)
-        self.catalog = ModelCatalog(self.registry)
+        self.catalog = ModelCatalog(self.registry, models=settings.models, fallback_model=settings.fallback_model)
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
         self.dispatcher = self.make_dispatcher(
@@ -105,7 +105,7 @@ class Gateway:
     async def run(self, drain: asyncio.Event) -> int:
         """Serve until `drain` is set; then let running requests finish."""
         settings = self._settings
-        prices = PriceTable.parse(settings.prices)
+        prices = PriceTable.parse(settings.prices).over(settings.models)
         accounts = Accounts(self._database_url, self._incarnation, prices, settings.gateway_gone_seconds)
         try:
             return await self._run(drain, accounts)

@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from engine.scheduling.sampling_params import SamplingParams
+from runtime.model_table import WireFormat
 
 FinishReason = Literal["stop", "length"]
-WireFormat = Literal["native", "openai"]
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,13 @@ class ModelDescription:
     """Special tokens by name (bos_token, eos_token), for templates."""
     wire_format: WireFormat = "native"
     """How `AI.run` and /ai/run answer: Workers AI's older models natively, its newer ones as OpenAI does."""
+    is_fallback: bool = False
+    """It answers in place of another, which was asked for and is not loaded."""
 
 
 class ModelCatalog(Protocol):
     async def get(self, name: str) -> ModelDescription:
-        """Return the model served under that id or alias; raises ModelNotFound naming what is served."""
+        """Return the model that answers to that id or alias; raises ModelNotFound naming what is served."""
 
     def list(self) -> list[ModelDescription]:
         """Every model that a ready worker serves, by id."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
 from control_plane.cache_policy import AccountPolicies
+from runtime.model_table import SHIPPED, ModelTable
 from runtime.settings import setting
 
 
@@ -62,6 +63,12 @@ class ControlPlaneSettings:
         DEFAULT_PRICES,
         "what models cost, as MODEL=INPUT/CACHED/OUTPUT, * for all others: US dollars for a million tokens each of the "
         "prompt's computed, of its cached and of the answer's",
+    )
+    models: ModelTable = setting(SHIPPED, "other names, wire formats and prices of models", shared=True, file_only=True)
+    fallback_model: str = setting(
+        "",
+        "for development: the model that answers, with the header tandem-fallback-model, where one is asked for that "
+        "is not loaded; such requests are refused if empty",
     )
     gateway_gone_seconds: float = setting(
         30.0, "silence after which another gateway on the same database closes this one's requests as aborted"

@@ -23,6 +23,8 @@ class EngineConfig:
 
     model: str
     """A folder, a Hub id, or "@tandem/demo"."""
+    revision: str = ""
+    """Branch, tag or commit of a Hub id; empty: its main branch."""
     served_model_name: str = ""
     """Empty: the Hub id, the folder's name, or "@tandem/demo"."""
     device: Device = "auto"

@@ -33,6 +33,8 @@ def from_toml(kind: Any, value: Any) -> Any:
         return _container(kind)(from_toml(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is Literal:
         return _choice(kind, value)
+    if hasattr(kind, "from_toml"):
+        return kind.from_toml(value)
     if kind is float and type(value) is int:
         return float(value)
     if kind is Path and isinstance(value, str):

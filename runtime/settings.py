@@ -22,12 +22,13 @@ from runtime import setting_values
 T = TypeVar("T")
 
 
-def setting(default: T, help: str, *, shared: bool = False, secret: bool = False) -> T:
+def setting(default: T, help: str, *, shared: bool = False, secret: bool = False, file_only: bool = False) -> T:
     """Declare a field of a settings dataclass: its default and one sentence with its unit.
 
-    A shared field means the same to every service. A secret one is never printed.
+    A shared field means the same to every service. A secret one is never printed. One that is too
+    large for a flag or a variable stands in tandem.toml only, and its type reads it: a class method `from_toml`.
     """
-    metadata: dict[str, object] = {"help": help, "shared": shared, "secret": secret}
+    metadata: dict[str, object] = {"help": help, "shared": shared, "secret": secret, "file_only": file_only}
     if isinstance(default, list):
         return cast(T, dataclasses.field(default_factory=default.copy, metadata=metadata, repr=not secret))
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -67,6 +68,7 @@ class _Field:
     help: str
     shared: bool
     secret: bool
+    file_only: bool
     service: str
 
     @property
@@ -82,7 +84,16 @@ class _Field:
         return self._checked(source, text, setting_values.from_text)
 
     def accept(self, source: str, value: Any) -> Any:
+        if self.file_only:
+            return self._explained(source, value)
         return self._checked(source, value, setting_values.from_toml)
+
+    def _explained(self, source: str, value: Any) -> Any:
+        """Read what has parts: its own message names the part that does not fit."""
+        try:
+            return setting_values.from_toml(self.kind, value)
+        except ValueError as error:
+            raise ValueError(f"{source} does not fit: {error}") from None
 
     def _checked(self, source: str, value: Any, read: Any) -> Any:
         try:
@@ -103,6 +114,7 @@ def _fields_of(cls: type[Any], service: str) -> list[_Field]:
             help=field.metadata["help"],
             shared=field.metadata["shared"],
             secret=field.metadata["secret"],
+            file_only=field.metadata["file_only"],
             service=service,
         )
         for field in dataclasses.fields(cls)
@@ -115,7 +127,7 @@ def _look_up(field: _Field, flags: Mapping[str, Any], file: _File) -> list[Any]:
     if field.name in flags:
         given = flags[field.name]
         return [given if isinstance(given, bool) else field.parse(field.flag, given)]
-    for variable in field.variables:
+    for variable in () if field.file_only else field.variables:
         if variable in os.environ:
             return [field.parse(variable, os.environ[variable])]
     return file.values_of(field)
@@ -180,7 +192,8 @@ def _parser(cls: type[Any], service: str, fields: Sequence[_Field]) -> argparse.
         "--config", metavar="PATH", help="Settings file [default: tandem.toml if it is there; $TANDEM_CONFIG]"
     )
     for field in fields:
-        _add_flag(parser, field)
+        if not field.file_only:
+            _add_flag(parser, field)
     return parser
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from engine.settings import EngineConfig
+from runtime.model_table import SHIPPED, ModelTable
 from runtime.settings import setting
 
 
@@ -13,8 +14,11 @@ from runtime.settings import setting
 class WorkerSettings:
     """Settings of a prefill or decode worker; each field is a flag, a variable and a key of tandem.toml."""
 
-    model: str = setting("@tandem/demo", "folder or Hub id of the checkpoint to serve", shared=True)
+    model: str = setting(
+        "@tandem/demo", "what to serve: the folder or Hub id of a checkpoint, or the name of a model", shared=True
+    )
     served_model_name: str = setting("", "name clients use instead of the folder name or Hub id", shared=True)
+    models: ModelTable = setting(SHIPPED, "which checkpoints are behind names", shared=True, file_only=True)
     control: tuple[str, ...] = setting(
         ("127.0.0.1:8643",), "gRPC addresses of the control plane's processes", shared=True
     )
@@ -73,4 +77,16 @@ class WorkerSettings:
         """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         taken = {field.name: ours[field.name] for field in fields(EngineConfig) if field.name in ours}
-        return EngineConfig(**{**taken, "state_dir": state_dir, "region_id": region_id})
+        return EngineConfig(**{**taken, **self._checkpoint(), "state_dir": state_dir, "region_id": region_id})
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """Return what the table says of a model that was asked for by name; what was said to this worker goes first."""
+        entry = self.models.find(self.model)
+        if entry is None:
+            return {}
+        return {
+            "model": entry.source or self.model,
+            "revision": entry.revision,
+            "served_model_name": self.served_model_name or entry.name,
+            "dtype": entry.dtype if self.dtype == "auto" else self.dtype,
+        }

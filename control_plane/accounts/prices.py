@@ -7,9 +7,10 @@ prompt that were computed, of the prompt that were cached, of the answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from control_plane.generation import Usage
+from runtime.model_table import ModelTable
 
 DOLLARS_PER_NEURON = 0.000011
 DEFAULT_PRICES = ("*=0.1/0.02/0.3",)
@@ -51,6 +52,16 @@ class PriceTable:
                 raise ValueError(f"prices names {model!r} twice; say once what it costs")
             prices[model] = price
         return cls(prices, prices.pop("*", FREE))
+
+    def over(self, models: ModelTable) -> PriceTable:
+        """Return this table with the prices of `models` for models that it does not name itself."""
+        named = {
+            name: Price(**asdict(entry.prices))
+            for entry in models.entries
+            if entry.prices is not None
+            for name in (*entry.names, *([entry.source] if entry.source else []))
+        }
+        return PriceTable({**named, **self.by_model}, self.others)
 
     def of(self, model: str) -> Price:
         return self.by_model.get(model, self.others)

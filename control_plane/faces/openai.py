@@ -52,7 +52,9 @@ async def chat_completions(request: Request) -> Response:
         body.model, messages_for_template(body.messages), caller_with(request, body.options), body.generation_options()
     )
     stream = await while_connected(request, services_of(request).text.start(chat), discard=TextStream.aclose)
-    shape = ChatShape(request_id_of(request), body.model, stream.model, with_usage_chunk=body.wants_usage_chunk)
+    shape = ChatShape(
+        request_id_of(request), _named(body, stream.model), stream.model, with_usage_chunk=body.wants_usage_chunk
+    )
     return await _respond(request, body, stream, shape)
 
 
@@ -65,7 +67,8 @@ async def completions(request: Request) -> Response:
     starting = start_all([text.start_prepared(prompt) for prompt in prompts], used)
     answer = await while_connected(request, starting, discard=SideBySide.aclose)
     usage = body.wants_usage_chunk
-    shape = CompletionShape(request_id_of(request), body.model, answer.model, with_usage_chunk=usage, echoes=echoes)
+    name = _named(body, answer.model)
+    shape = CompletionShape(request_id_of(request), name, answer.model, with_usage_chunk=usage, echoes=echoes)
     return await _respond(request, body, answer, shape)
 
 
@@ -76,6 +79,11 @@ async def list_models(request: Request) -> Response:
 
 async def get_model(request: Request) -> Response:
     return JSONResponse(_model_json(await services_of(request).catalog.get(request.path_params["model"])))
+
+
+def _named(body: OpenAIBody, model: ModelDescription) -> str:
+    """Return what an answer calls its model: as the caller did, unless another one stands in for it."""
+    return model.model_id if model.is_fallback else body.model
 
 
 async def _prepared(request: Request, body: CompletionBody) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -78,4 +79,5 @@ async def answer(
 async def _start(request: Request, model: str, body: TextGenerationBody, options: RunOptions) -> TextStream:
     services = services_of(request)
     description = await services.catalog.get(model)
-    return await services.text.start(body.for_model(description, caller_with(request, body.options, options)))
+    asked = body.for_model(description, caller_with(request, body.options, options))
+    return await services.text.start(replace(asked, model=model))

@@ -57,14 +57,19 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def find_checkpoint(model: str, served_model_name: str, report: Progress) -> Checkpoint:
-    """Return the files of a folder, a Hub id (downloaded if need be) or "@tandem/demo"; raises ModelUnusable."""
-    folder, default_name = _locate(model, report)
+def find_checkpoint(model: str, served_model_name: str, report: Progress, revision: str = "") -> Checkpoint:
+    """Return the files of a folder, a Hub id (downloaded if need be) or "@tandem/demo"; raises ModelUnusable.
+
+    `revision` is a Hub id's branch, tag or commit; "" is its main branch, and all that a folder has.
+    """
+    folder, default_name = _locate(model, revision, report)
     _check_files(folder)
     return Checkpoint(served_model_name or default_name, folder)
 
 
-def _locate(model: str, report: Progress) -> tuple[Path, str]:
+def _locate(model: str, revision: str, report: Progress) -> tuple[Path, str]:
+    if revision and (model == DEMO_MODEL or Path(model).expanduser().is_dir()):
+        raise ModelUnusable(f"{model} has no revisions, and {revision!r} was asked for; leave it out, or give a Hub id")
     if model == DEMO_MODEL:
         from engine.demo import checkpoint_path
 
@@ -74,20 +79,21 @@ def _locate(model: str, report: Progress) -> tuple[Path, str]:
         return folder.resolve(), folder.resolve().name
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ModelUnusable(f"{model} is not a folder")
-    return _download(model, report), model
+    return _download(model, revision, report), model
 
 
-def _download(model: str, report: Progress) -> Path:
+def _download(model: str, revision: str, report: Progress) -> Path:
     """Fetch safetensors and JSON from the Hub, with its progress bars on stderr; HF_HUB_OFFLINE=1 is honoured."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     report(f"looking for {model} on the Hugging Face Hub", 0.0)
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_PATTERNS)))
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=list(_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        where = f"{model} at {revision}" if revision else model
         raise ModelUnusable(
-            f"{model} is neither a folder here nor a model that the Hugging Face Hub gave us "
+            f"{where} is neither a folder here nor a model that the Hugging Face Hub gave us "
             f"({type(error).__name__}: {error}); check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
         ) from error
 

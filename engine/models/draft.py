@@ -11,7 +11,7 @@ from engine.settings import EngineConfig
 
 def load_draft_model(config: EngineConfig, target: LoadedModel, report: Progress) -> LoadedModel:
     """Load `config.draft_model` as `load_model` does; raises ModelUnusable if its tokens are not the target's."""
-    own = replace(config, model=config.draft_model, served_model_name="", draft_model="")
+    own = replace(config, model=config.draft_model, revision="", served_model_name="", draft_model="")
     try:
         draft = load_model(own, lambda stage, fraction: report(f"draft model: {stage}", 0.6 + 0.3 * fraction), target)
     except ModelUnusable as error:

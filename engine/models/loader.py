@@ -81,7 +81,7 @@ def load_model(config: EngineConfig, report: Progress, target: LoadedModel | Non
 
     With `target` it is to guess for that one: it shares its op layer, takes no longer context, and has one group.
     """
-    checkpoint = find_checkpoint(config.model, config.served_model_name, report)
+    checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     model_config = _read_config(checkpoint)
     check_config(model_config)
     device = choose_device(config.device)

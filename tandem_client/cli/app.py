@@ -23,6 +23,7 @@ from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.chat_session import ChatOptions
 from tandem_client.cli.plan import UpOptions
+from tandem_client.cli.worker_command import worker_app
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 from tandem_client.wire import error_of
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(accounts.account_app, name="account")
 app.add_typer(accounts.token_app, name="token")
+app.add_typer(worker_app, name="worker")
 app.command("usage")(accounts.usage)
 
 Url = Annotated[
@@ -66,9 +68,14 @@ def tandem(
 @app.command()
 def up(
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint folder or Hub id.", show_default="the built-in @tandem/demo")
+        str | None,
+        typer.Option(help="Checkpoint folder, Hub id or model name.", show_default="the built-in @tandem/demo"),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
+    fallback_model: Annotated[
+        str | None,
+        typer.Option(help="For development: the model that answers where another one is asked for that is not loaded."),
+    ] = None,
     prefill: Annotated[
         int, typer.Option(help="Prefill workers; 0: decode workers read the prompts too (aggregated).")
     ] = 1,
@@ -89,6 +96,7 @@ def up(
     options = UpOptions(
         model=_as_folder_or_hub_id(model),
         served_model_name=served_model_name,
+        fallback_model=fallback_model,
         num_prefill=prefill,
         num_decode=decode,
         host=host,

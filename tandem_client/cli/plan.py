@@ -25,6 +25,7 @@ class UpOptions:
 
     model: str | None = None
     served_model_name: str | None = None
+    fallback_model: str | None = None
     num_prefill: int = 1
     num_decode: int = 1
     host: str = "127.0.0.1"
@@ -121,6 +122,8 @@ def _worker_names(options: UpOptions) -> list[tuple[str, str]]:
 def _control_plane(options: UpOptions) -> ProcessSpec:
     host = f"[{options.host}]" if ":" in options.host else options.host
     flags = ["--listen", f"{host}:{options.port}", "--grpc-listen", options.control_address]
+    if options.fallback_model is not None:
+        flags += ["--fallback-model", options.fallback_model]
     if options.insecure:
         flags.append("--insecure")
     # By the environment, which only this user can read: a flag would show in every list of processes.

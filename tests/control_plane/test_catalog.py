@@ -12,6 +12,7 @@ import pytest
 from control_plane.catalog import ModelCatalog
 from control_plane.registry import RESTART_SECONDS, WorkerRegistry
 from runtime.errors import ModelNotFound, Unavailable, Unsupported
+from runtime.model_table import ModelTable
 from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
@@ -161,3 +162,44 @@ async def test_models_that_came_and_went_are_not_kept_for_ever() -> None:
             register(registry, "w", address, fingerprint=pb.Fingerprint(digest=bytes([life]) * 16))
             await catalog.get("m")
     assert catalog.num_kept == 32
+
+
+async def test_a_model_answers_to_the_names_of_the_table_in_its_wire_format() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    models = ModelTable.from_toml({"mine": {"aliases": ["my"], "wire_format": "openai"}})
+    catalog = ModelCatalog(registry, models=models)
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="mine")
+        register(registry, "b", address, model_id="meta-llama/Llama-3.2-1B-Instruct")
+        mine, llama = await catalog.get("my"), await catalog.get("@cf/meta/llama-3.2-1b-instruct")
+    assert (mine.model_id, mine.aliases, mine.wire_format, mine.is_fallback) == ("mine", ("my",), "openai", False)
+    assert (llama.model_id, llama.wire_format) == ("meta-llama/Llama-3.2-1B-Instruct", "native")
+    assert llama.aliases == ("@cf/meta/llama-3.2-1b-instruct",)
+
+
+async def test_a_name_that_a_worker_serves_goes_before_the_tables() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, models=ModelTable.from_toml({"one": {"aliases": ["two"]}}))
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="one")
+        register(registry, "b", address, model_id="two")
+        assert (await catalog.get("two")).model_id == "two"
+
+
+async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, fallback_model="m")
+    with pytest.raises(ModelNotFound, match="no model 'x' here"):
+        await catalog.get("x")  # the fallback is not loaded either
+    async with serving() as (_, address):
+        register(registry, "a", address)
+        loaded, unknown, newer = [await catalog.get(name) for name in ("m", "x", "@cf/openai/gpt-oss-20b")]
+        for name in ("@cf/baai/bge-m3", "@cf/openai/whisper"):
+            with pytest.raises(ModelNotFound, match="served: m"):
+                await catalog.get(name)
+    assert [model.model_id for model in (loaded, unknown, newer)] == ["m", "m", "m"]
+    assert [model.is_fallback for model in (loaded, unknown, newer)] == [False, True, True]
+    assert (unknown.wire_format, newer.wire_format) == ("native", "openai")
+    with pytest.raises(ModelNotFound):
+        catalog.card("x")  # what routes a request takes no stand-in
+    assert catalog.list() == [loaded]

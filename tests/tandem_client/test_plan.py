@@ -44,11 +44,13 @@ def test_without_prefill_there_is_no_kv_service() -> None:
 
 def test_model_name_and_config_reach_the_workers() -> None:
     options = UpOptions(model="org/m", served_model_name="m", config=Path("t.toml"), port=9000, grpc_port=9001)
+    with_fallback, *_ = plan(TWO_CORES, UpOptions(fallback_model="@tandem/demo"))
+    assert flag(with_fallback, "--fallback-model") == "@tandem/demo"
     control, _, prefill, decode = plan(TWO_CORES, options)
     for worker in (prefill, decode):
         assert (flag(worker, "--model"), flag(worker, "--served-model-name")) == ("org/m", "m")
         assert (flag(worker, "--control"), flag(worker, "--config")) == ("127.0.0.1:9001", "t.toml")
-    assert flag(control, "--listen") == "127.0.0.1:9000"
+    assert (flag(control, "--listen"), flag(control, "--fallback-model")) == ("127.0.0.1:9000", None)
 
 
 def test_a_share_does_not_replace_what_the_user_configured() -> None:

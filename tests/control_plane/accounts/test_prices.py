@@ -8,6 +8,7 @@ from control_plane.accounts.prices import DEFAULT_PRICES, FREE, Price, PriceTabl
 from control_plane.faces.answers import usage_json
 from control_plane.generation import PhaseWork, Usage
 from control_plane.settings import ControlPlaneSettings
+from runtime.model_table import ModelTable
 
 
 def test_neurons_are_dollars_by_cloudflares_unit() -> None:
@@ -44,3 +45,11 @@ def test_usages_add_up() -> None:
     assert one + two == Usage(15, 11, 4, 3, PhaseWork(num_store_tokens=4, decode_us=10), 150)
     assert (Usage(1, 1, 0, 1) + Usage(1, 1, 0, 1)).microneurons is None
     assert usage_json(one)["neurons"] == 0.0001 and "neurons" not in usage_json(Usage(1, 1, 0, 1))
+
+
+def test_prices_of_models_come_from_tandem_toml_unless_prices_names_them() -> None:
+    cost = {"input": 1, "cached_input": 0.5, "output": 2}
+    models = ModelTable.from_toml({"a": {"source": "o/a", "aliases": ["b"], "prices": cost}, "c": {"prices": cost}})
+    table = PriceTable.parse(["c=9/9/9", "*=0.1/0/0.3"]).over(models)
+    assert [table.of(name) for name in ("a", "b", "o/a")] == [Price(1.0, 0.5, 2.0)] * 3
+    assert table.of("c") == Price(9, 9, 9) and table.of("@tandem/demo") == Price(0.1, 0, 0.3)

@@ -141,6 +141,14 @@ def test_a_hub_model_that_cannot_be_had_offline_says_what_to_check(monkeypatch: 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelUnusable, match="HF_HUB_OFFLINE"):
         find_checkpoint("tandem-tests/not-a-model", "", _quiet)
+    with pytest.raises(ModelUnusable, match="tandem-tests/not-a-model at v2 is neither"):
+        find_checkpoint("tandem-tests/not-a-model", "", _quiet, "v2")
+
+
+@pytest.mark.parametrize("name", ["", "@tandem/demo"])
+def test_a_revision_of_what_has_none_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(ModelUnusable, match="has no revisions, and 'v2' was asked for"):
+        find_checkpoint(name or str(folder), "", _quiet, "v2")
 
 
 def test_a_longer_context_than_the_models_is_refused() -> None:

@@ -157,6 +157,10 @@ class Ops(Protocol):
         """Return x / sqrt(mean(x^2) + eps) * weight; `weight` [features], float32, any 1 + already added."""
         ...
 
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add `more` to `x`, in place, and return `rms_norm` of the sum: the same bits as one after the other."""
+        ...
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first.
 

@@ -124,6 +124,9 @@ class TorchOps:
         mean_square = x.square().sum(-1, keepdim=True).div_(x.shape[-1])
         return x / mean_square.add_(eps).sqrt_() * weight
 
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.rms_norm(x.add_(more), weight, eps)
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         activated = silu(gate) if activation == "silu" else gelu_tanh(gate)

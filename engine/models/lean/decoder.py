@@ -44,13 +44,13 @@ class Decoder:
         `token_ids` [num_tokens] and `sample_rows` [num_sampled] are int64 on the model's device; the blocks of the
         tokens before are full. Called under `torch.inference_mode`.
         """
-        x = self._embed(token_ids)
+        x, more = self._embed(token_ids), None
         for layer in self._layers[:-1]:
-            x = layer.forward(x, step, pool)
-        x = self._layers[-1].forward(x, step, pool, sample_rows, kv_written)
+            more = layer.forward(x, more, step, pool)
+        x, more = self._layers[-1].finish(x, more, step, pool, sample_rows, kv_written)
         if len(x) == 0:
             return x.new_empty(0, self.config.vocab_size)
-        x = self.ops.rms_norm(x, self.weights.tensors["final_norm"], self.config.norm_eps)
+        x = self.ops.add_rms_norm(x, more, self.weights.tensors["final_norm"], self.config.norm_eps)
         logits = self.ops.linear(x, self.weights.linears["head"])
         return logits if self.config.logit_softcap is None else softcap_(logits, self.config.logit_softcap)
 
@@ -81,22 +81,31 @@ class _Layer:
         mixture = self._layer.experts
         self._experts = None if mixture is None else Experts(mixture, config.activation, weights.linears, ops)
 
-    def forward(
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None, step: Step, pool: KVPool) -> torch.Tensor:
+        """Return what is to be added to the residual stream `x` [num_tokens, hidden_size] behind this layer.
+
+        `more` is what the layer before returned; it is added here, in place, as the layer's own attention is.
+        """
+        attended = self._attend(self._added(x, more, "input_norm"), step, pool, ignore)
+        return self._behind_attention(x, attended)
+
+    def finish(
         self,
         x: torch.Tensor,
+        more: torch.Tensor | None,
         step: Step,
         pool: KVPool,
-        rows: torch.Tensor | None = None,
-        kv_written: Callable[[], None] = ignore,
-    ) -> torch.Tensor:
-        """Return the residual stream behind this layer, [num_tokens, hidden_size]; of `rows` alone, if given."""
-        attended = self._attend(self._normed(x, "input_norm"), step, pool, kv_written)
-        if rows is not None:
-            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-            if len(rows) == 0:
-                return x
-        x = x + self._normed(self._ops.linear(attended, self._linears["output"]), "attention_output_norm")
-        return x + self._normed(self._mlp(self._normed(x, "mlp_norm")), "mlp_output_norm")
+        rows: torch.Tensor,
+        kv_written: Callable[[], None],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream of `rows` alone, and what is to be added to it, as `forward` does."""
+        attended = self._attend(self._added(x, more, "input_norm"), step, pool, kv_written)
+        x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+        return x, self._behind_attention(x, attended) if len(rows) else x
+
+    def _behind_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        more = self._normed(self._ops.linear(attended, self._linears["output"]), "attention_output_norm")
+        return self._normed(self._mlp(self._added(x, more, "mlp_norm")), "mlp_output_norm")
 
     def _attend(self, x: torch.Tensor, step: Step, pool: KVPool, kv_written: Callable[[], None]) -> torch.Tensor:
         num_heads = self._config.num_heads
@@ -120,6 +129,13 @@ class _Layer:
             return self._experts.forward(x)
         gated = self._ops.gated(self._ops.linear(x, self._linears["gate_up"]), self._config.activation)
         return self._ops.linear(gated, self._linears["down"])
+
+    def _added(self, x: torch.Tensor, more: torch.Tensor | None, norm: str) -> torch.Tensor:
+        """Add `more` to `x`, in place, and return the sum normed."""
+        if more is None:
+            return self._normed(x, norm)
+        weight = self._norms.get(norm)
+        return x.add_(more) if weight is None else self._ops.add_rms_norm(x, more, weight, self._config.norm_eps)
 
     def _normed(self, x: torch.Tensor, norm: str) -> torch.Tensor:
         """Return `x` normed; as it is, if the family has no such norm."""

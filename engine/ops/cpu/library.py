@@ -25,7 +25,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_embed_f32": (_POINTER, _INT, _POINTER, _INT, _POINTER),
     "tandem_embed_bf16": (_POINTER, _INT, _POINTER, _INT, _POINTER),
     "tandem_linear": (_POINTER, _INT, _INT, _POINTER, _POINTER),
-    "tandem_rms_norm": (_POINTER, _INT, _INT, _INT, _POINTER, _FLOAT, _POINTER),
+    "tandem_rms_norm": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _FLOAT, _POINTER),
     "tandem_silu_gated": (_POINTER, _INT, _INT, _INT, _POINTER),
     "tandem_gelu_tanh_gated": (_POINTER, _INT, _INT, _INT, _POINTER),
     "tandem_rope_and_kv_write": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),

@@ -110,10 +110,23 @@ class CpuOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x, stride = _rows(x)
+        return self._normed(x, stride, None, 0, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert x.dtype == torch.float32 and x.stride(1) == 1 and x.shape == more.shape, "`x` is summed up in place"
+        more, more_stride = _rows(more)
+        return self._normed(x, x.stride(0), more.data_ptr(), more_stride, weight, eps)
+
+    def _normed(
+        self, x: torch.Tensor, stride: int, more: int | None, more_stride: int, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert weight.dtype == torch.float32, "a norm's weight is float32"
         num_tokens, features = x.shape
         y = torch.empty(num_tokens, features)
-        assert weight.dtype == torch.float32, "a norm's weight is float32"
-        self._library.tandem_rms_norm(x.data_ptr(), stride, num_tokens, features, weight.data_ptr(), eps, y.data_ptr())
+        self._library.tandem_rms_norm(
+            *(x.data_ptr(), stride, more, more_stride, num_tokens, features),
+            *(weight.data_ptr(), eps, y.data_ptr()),
+        )
         return y
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

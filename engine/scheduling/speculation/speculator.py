@@ -151,9 +151,7 @@ class Speculator:
         """Return how many guesses its slots would ever have room for."""
         return max_kv_tokens(request, self._config) - request.num_tokens
 
-    def _ask(
-        self, model: ModelDrafter, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int
-    ) -> _Looked:
+    def _ask(self, model: ModelDrafter, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int) -> _Looked:
         """Let the draft model guess where no text is sure, if that pays; what it takes is part of the step."""
         sure = [(request, offer) for request, offer in looked if offer and offer.chances[0] > _SURE]
         without, others = step.copy(), step.copy()

@@ -28,6 +28,18 @@ def test_rms_norm(machine: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("machine", FLAGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_adding_before_a_norm_gives_the_bits_of_one_after_the_other(machine: str, size: int) -> None:
+    ops = cpu_ops(machine)
+    x, weight = torch.randn(70, size + 5)[:, 3 : size + 3], torch.randn(size)
+    more = torch.randn(size, 70).t()
+    total = x + more
+    y = ops.add_rms_norm(x, more, weight, 1e-5)
+    assert torch.equal(x, total)
+    assert torch.equal(y, ops.rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("machine", FLAGS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", SIZES)
 def test_gates(machine: str, activation: Activation, size: int) -> None:

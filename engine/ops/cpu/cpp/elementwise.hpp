@@ -53,11 +53,24 @@ static inline void rms_norm_row(const float* from, int64_t size, const float* we
   });
 }
 
-static void rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t size, const float* weight,
-                     float epsilon, float* y, int64_t y_stride) {
+static inline void add_row(const float* from, int64_t size, float* to) {
+  by_wides(size, [&](int64_t i, int count) {
+    Wide sum = load_wide(to + i, count);
+    const Wide one = load_wide(from + i, count);
+    for (int p = 0; p < kParts; p++) sum.part[p] += one.part[p];
+    store_wide(to + i, sum, count);
+  });
+}
+
+// y = x normed; if `more` is not null, x += more before.
+static void rms_norm(float* x, int64_t x_stride, const float* more, int64_t more_stride, int64_t num_rows, int64_t size,
+                     const float* weight, float epsilon, float* y, int64_t y_stride) {
   in_parallel_rows(num_rows, size, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; row++)
-      rms_norm_row(x + row * x_stride, size, weight, epsilon, y + row * y_stride);
+    for (int64_t row = first; row < end; row++) {
+      float* at = x + row * x_stride;
+      if (more) add_row(more + row * more_stride, size, at);
+      rms_norm_row(at, size, weight, epsilon, y + row * y_stride);
+    }
   });
 }
 

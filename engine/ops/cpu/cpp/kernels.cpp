@@ -80,9 +80,9 @@ void tandem_linear(const float* x, int64_t x_stride, int64_t rows, const Weights
     Linear<float>{x, x_stride, rows, inputs, static_cast<const float*>(packed), outputs, bias, y, outputs}.run();
 }
 
-void tandem_rms_norm(const float* x, int64_t x_stride, int64_t rows, int64_t size, const float* weight, float epsilon,
-                     float* y) {
-  rms_norm(x, x_stride, rows, size, weight, epsilon, y, size);
+void tandem_rms_norm(float* x, int64_t x_stride, const float* more, int64_t more_stride, int64_t rows, int64_t size,
+                     const float* weight, float epsilon, float* y) {
+  rms_norm(x, x_stride, more, more_stride, rows, size, weight, epsilon, y, size);
 }
 void tandem_silu_gated(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y) {
   gated<silu>(x, x_stride, rows, size, y, size);

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks import engine_figures, engine_limits
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured: dict[str, dict[str, dict[str, Turns]]] = {}
         for shape in shapes:
             plan = replace(_PLANS[shape], num_rounds=options.rounds or _PLANS[shape].num_rounds)
-            stage = Stage(cpus, folder, say)
+            stage = Stage(cpus, folder, say, partial(engine_limits.measure, cpus, folder, quick=shape == "tiny"))
             await _measure_shape(kinds, shape, plan, _phases(options.quick), stage, outcome, measured)
         if options.plot:
             draw(measured, _phases(options.quick), options.plot)
@@ -92,34 +93,31 @@ async def _measure_shape(
 ) -> None:
     """Measure all phases; the tables hold what there is when a run breaks off."""
     by_phase = measured.setdefault(shape, {})
-    quick = shape == "tiny"
-    limits = await engine_limits.measure(stage.cpus, stage.folder, quick=quick)
     try:
         async with aclosing(measure_phases(kinds, shape, phases, plan, stage)) as measuring:
             async for phase, turns in measuring:
                 by_phase[phase.name] = turns
-                limits = limits.better(await engine_limits.measure(stage.cpus, stage.folder, quick=quick))
     finally:
-        _add(outcome, shape, by_phase, phases, limits)
+        _add(outcome, shape, by_phase, phases)
 
 
-def _add(
-    outcome: Outcome, shape: str, by_phase: dict[str, dict[str, Turns]], phases: Sequence[Phase], limits: Limits
-) -> None:
+def _add(outcome: Outcome, shape: str, by_phase: dict[str, dict[str, Turns]], phases: Sequence[Phase]) -> None:
     """Enter one shape's tables, figures and targets."""
     facts = ShapeFacts(SHAPES[shape])
     weight_bytes = {kind.name: kind.weight_bytes for kind in (*OURS, *PEERS)}
+    seen: list[Limits] = []
     for phase in phases:
         for name, turns in by_phase.get(phase.name, {}).items():
-            turns.limit = phase.limit_tokens_per_second(facts, weight_bytes[name], limits)
+            turns.rooflines = [
+                phase.limit_tokens_per_second(facts, weight_bytes[name], limits) for limits in turns.limits
+            ]
+            seen += turns.limits
     ours = [kind.name for kind in OURS]
     outcome.sheets += engine_figures.sheets(shape, by_phase, phases, ours)
     outcome.figures |= engine_figures.figures(shape, by_phase, ours)
-    outcome.figures |= {
-        f"{shape}.limit.read_gb_per_second": limits.read_bytes_per_second / 1e9,
-        f"{shape}.limit.gflops": limits.flops_per_second / 1e9,
-    }
-    outcome.sheets.append(engine_figures.limit_sheet(shape, limits))
+    if seen:
+        outcome.figures |= engine_figures.limit_figures(shape, seen)
+        outcome.sheets.append(engine_figures.limit_sheet(shape, seen))
     if shape == _TARGET_SHAPE:
         found, unmeasured = engine_figures.targets(by_phase)
         outcome.targets += found

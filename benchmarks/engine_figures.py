@@ -1,8 +1,9 @@
 """Which numbers do an engine's turns come to: medians, shares of the roofline, ratios, targets? Pure.
 
 tokens/s   decode: of the whole batch; prefill: of one prompt
-roofline   the least time in which the machine's limits, measured in the same run, let a step's bytes be read and
-           its operations be done, the one beside the other; the share is that time in the time it took
+roofline   the least time in which the machine's limits, measured right before each round of turns, let a step's
+           bytes be read and its operations be done, the one beside the other; the share is that time in the time it
+           took, the median of all turns
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Turns:
     num_disturbed: int = 0
     """Turns during which others used the machine, however often they were repeated."""
     peak_bytes: int = 0
-    limit: float = 0.0
-    """Tokens per second at the roofline."""
+    limits: list[Limits] = field(default_factory=list)
+    """Of the machine, at each turn."""
+    rooflines: list[float] = field(default_factory=list)
+    """Tokens per second that those allowed, at each turn."""
 
     @property
     def median(self) -> float:
@@ -70,7 +73,8 @@ class Turns:
 
     @property
     def share(self) -> float:
-        return self.median / self.limit
+        by_turn = zip(self.tokens_per_second, self.rooflines, strict=True)
+        return percentile([speed / most for speed, most in by_turn], 50)
 
     @property
     def figures(self) -> Figures:
@@ -171,10 +175,26 @@ def sheets(shape: str, by_phase: ByPhase, phases: Sequence[Phase], ours: Sequenc
     return [table for table in tables if table.rows]
 
 
-def limit_sheet(shape: str, limits: Limits) -> Sheet:
+def limit_figures(shape: str, seen: Sequence[Limits]) -> Figures:
+    """Return what the machine could do before the rounds: the median, the lowest and the highest."""
+    reads, flops = [each.read_bytes_per_second / 1e9 for each in seen], [each.flops_per_second / 1e9 for each in seen]
+    by_name = {"read_gb_per_second": reads, "gflops": flops}
+    return {
+        f"{shape}.limit.{name}{end}": value
+        for name, values in by_name.items()
+        for end, value in (("", percentile(values, 50)), (".low", min(values)), (".high", max(values)))
+    }
+
+
+def limit_sheet(shape: str, seen: Sequence[Limits]) -> Sheet:
     """Return the limits that the shares refer to."""
-    row = (limits.how, f"{limits.read_bytes_per_second / 1e9:.1f}", f"{limits.flops_per_second / 1e9:.0f}")
-    return Sheet(f"shape {shape}: the machine's limits, best of all repeats", ("", "read GB/s", "GFLOP/s"), [row])
+    found = limit_figures(shape, seen)
+    cells = [
+        f"{found[name]:.4g} ({found[f'{name}.low']:.4g}-{found[f'{name}.high']:.4g})"
+        for name in (f"{shape}.limit.read_gb_per_second", f"{shape}.limit.gflops")
+    ]
+    title = f"shape {shape}: the machine's limits before each round, median (lowest-highest)"
+    return Sheet(title, ("", "read GB/s", "GFLOP/s"), [(seen[0].how, *cells)])
 
 
 def unmeasured_sheet(names: Sequence[str]) -> Sheet:

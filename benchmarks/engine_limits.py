@@ -83,7 +83,7 @@ int main(int count, char **words) {
 
 @dataclass(frozen=True)
 class Limits:
-    """The best of several repeats: what disturbs makes them smaller, never larger."""
+    """The best of a few repeats at one moment: what disturbs makes them smaller, never larger."""
 
     read_bytes_per_second: float
     flops_per_second: float
@@ -92,14 +92,6 @@ class Limits:
     def seconds(self, num_bytes: float, num_flops: float) -> float:
         """Return the least time in which so much can be read and computed, the one beside the other."""
         return max(num_bytes / self.read_bytes_per_second, num_flops / self.flops_per_second)
-
-    def better(self, other: Limits) -> Limits:
-        """Return the higher ones of two measurements."""
-        return Limits(
-            max(self.read_bytes_per_second, other.read_bytes_per_second),
-            max(self.flops_per_second, other.flops_per_second),
-            self.how,
-        )
 
 
 async def measure(cpus: Sequence[int], folder: Path, *, quick: bool) -> Limits:

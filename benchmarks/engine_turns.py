@@ -13,6 +13,7 @@ import psutil
 from benchmarks.command import Say
 from benchmarks.engine_figures import Phase, Turns
 from benchmarks.engine_kinds import EngineKind
+from benchmarks.engine_limits import Limits
 from benchmarks.engine_models import SHAPES, ShapeFacts, weight_bytes
 from benchmarks.engine_process import EngineFault, EngineProcess, Room
 from benchmarks.machine import CpuUse
@@ -59,6 +60,8 @@ class Stage:
     folder: Path
     """For their logs."""
     say: Say
+    limits: Callable[[], Awaitable[Limits]]
+    """What the machine could do at this moment: memory that is shared with other machines is faster and slower."""
 
 
 async def measure_phases(
@@ -74,14 +77,14 @@ async def measure_phases(
     if len(list(teams(kinds, shape, plan.room(largest, stage.cpus), budget))) == 1:
         async with _loaded(kinds, shape, plan.room(largest, stage.cpus), stage) as engines:
             for phase in phases:
-                yield phase, await _measure_phase(engines, kinds, phase, plan, stage.say)
+                yield phase, await _measure_phase(engines, kinds, phase, plan, stage)
         return
     for phase in phases:
         room = plan.room(phase, stage.cpus)
         found: dict[str, Turns] = {}
         for team in teams([kind for kind in kinds if phase.has(kind.batches)], shape, room, budget):
             async with _loaded(team, shape, room, stage) as engines:
-                found |= await _measure_phase(engines, team, phase, plan, stage.say)
+                found |= await _measure_phase(engines, team, phase, plan, stage)
         yield phase, found
 
 
@@ -126,7 +129,7 @@ async def _loaded(
 
 
 async def _measure_phase(
-    engines: Sequence[EngineProcess], kinds: Sequence[EngineKind], phase: Phase, plan: Plan, say: Say
+    engines: Sequence[EngineProcess], kinds: Sequence[EngineKind], phase: Phase, plan: Plan, stage: Stage
 ) -> dict[str, Turns]:
     """Compute the contexts of each engine, let them take turns, and forget the contexts."""
     wanted = {kind.name for kind in kinds if phase.has(kind.batches)}
@@ -136,10 +139,10 @@ async def _measure_phase(
             try:
                 await _prepare(engine, phase, plan)
             except EngineFault as error:
-                say(f"{engine.name} is left out of {phase.title}: {error}")
+                stage.say(f"{engine.name} is left out of {phase.title}: {error}")
                 continue
             alive.append(engine)
-    found = await _take_turns(alive, phase, plan, say)
+    found = await _take_turns(alive, phase, plan, stage)
     for engine in alive:
         if engine.name in found:
             found[engine.name].peak_bytes = engine.peak_bytes()
@@ -156,18 +159,20 @@ async def _prepare(engine: EngineProcess, phase: Phase, plan: Plan) -> None:
         await engine.prefill(phase.num_tokens, seed=0)
 
 
-async def _take_turns(engines: Sequence[EngineProcess], phase: Phase, plan: Plan, say: Say) -> dict[str, Turns]:
+async def _take_turns(engines: Sequence[EngineProcess], phase: Phase, plan: Plan, stage: Stage) -> dict[str, Turns]:
     found: dict[str, Turns] = {engine.name: Turns() for engine in engines}
     alive = list(engines)
     for turn in range(plan.num_rounds):
         first = turn % max(1, len(alive))
+        limits = await stage.limits()
         for engine in [*alive[first:], *alive[:first]]:  # whatever drifts, drifts for all
             try:
                 await _take_turn(engine, alive, found[engine.name], phase, plan, seed=1 + turn)
+                found[engine.name].limits.append(limits)
             except EngineFault as error:
-                say(f"{engine.name} has failed and is left out: {error}")
+                stage.say(f"{engine.name} has failed and is left out: {error}")
                 alive.remove(engine)
-        say(f"{phase.title}: " + ", ".join(f"{each.name} {_last(found[each.name])}" for each in alive))
+        stage.say(f"{phase.title}: " + ", ".join(f"{each.name} {_last(found[each.name])}" for each in alive))
     return {engine.name: found[engine.name] for engine in alive}
 
 

@@ -117,6 +117,9 @@ class TimedOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._watch.time("norms", self._ops.rms_norm, x, weight, eps)
 
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._watch.time("norms", self._ops.add_rms_norm, x, more, weight, eps)
+
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._watch.time("gated", self._ops.gated, gate_up, activation)
 

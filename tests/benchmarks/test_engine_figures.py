@@ -14,7 +14,7 @@ _LIMITS = Limits(read_bytes_per_second=33.0e9, flops_per_second=380e9, how="by h
 
 
 def _turns(*speeds: float, limit: float = 100.0) -> Turns:
-    return Turns(list(speeds), 0, 1 << 30, limit)
+    return Turns(list(speeds), 0, 1 << 30, [_LIMITS] * len(speeds), [limit] * len(speeds))
 
 
 def _everybody(speed: float) -> ByPhase:
@@ -39,8 +39,15 @@ def test_the_roofline_of_shape_m_is_the_one_worked_out_by_hand(
     assert limit == pytest.approx(tokens_per_second, rel=0.01)
 
 
-def test_limits_are_the_best_that_was_seen_of_each() -> None:
-    assert Limits(2.0, 7.0, "x").better(Limits(3.0, 5.0, "x")) == Limits(3.0, 7.0, "x")
+def test_a_turn_is_held_against_what_the_machine_could_do_then() -> None:
+    turns = _turns(10.0, 30.0, 80.0)
+    turns.rooflines = [20.0, 40.0, 100.0]
+    assert turns.share == 0.75
+
+
+def test_limits_are_shown_with_their_spread() -> None:
+    seen = [Limits(20e9, 200e9, "by hand"), Limits(40e9, 230e9, "by hand"), Limits(33e9, 235e9, "by hand")]
+    assert engine_figures.limit_sheet("M", seen).rows == [("by hand", "33 (20-40)", "230 (200-235)")]
 
 
 def test_an_engine_counts_by_its_median_and_shows_its_spread() -> None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import engine_process
 from benchmarks.engine_figures import Phase
 from benchmarks.engine_kinds import OURS, PEERS, EngineKind, available
+from benchmarks.engine_limits import Limits
 from benchmarks.engine_process import EngineFault, EngineProcess, Room
 from benchmarks.engine_turns import Plan, Stage, measure_phases, needed_bytes, teams
 
@@ -45,16 +46,21 @@ def test_engines_that_do_not_fit_together_make_several_teams() -> None:
     assert alone == [["a"], ["b"], ["c"]]
 
 
+async def _limits() -> Limits:
+    return Limits(1e9, 1e9, "by hand")
+
+
 async def test_every_engine_takes_as_many_turns_and_one_that_fails_is_left_out(tmp_path: Path) -> None:
     kinds = [_kind("slow", step_seconds=0.5), _kind("fast", step_seconds=0.25), _kind("broken", fails="decode")]
     said: list[str] = []
-    stage = Stage((0,), tmp_path, said.append)
+    stage = Stage((0,), tmp_path, said.append, _limits)
     found = {}
     async with aclosing(measure_phases(kinds, "tiny", (Phase(0, 64), Phase(8, 64)), _PLAN, stage)) as measuring:
         async for phase, turns in measuring:
             found[phase.name] = turns
     assert set(found["prefill"]) == {"slow", "fast", "broken"}
     assert found["prefill"]["slow"].tokens_per_second == [64 / 0.5] * 3
+    assert found["prefill"]["slow"].limits == [await _limits()] * 3
     assert set(found["decode_b8"]) == {"slow", "fast"}
     assert found["decode_b8"]["slow"].tokens_per_second == [8 / 0.5] * 3
     assert found["decode_b8"]["fast"].tokens_per_second == [8 / 0.25] * 3

@@ -63,5 +63,6 @@ def create_app(
     app.router.redirect_slashes = False
     if accounts is not None:
         readiness = ReadyWithDatabase(readiness, accounts.database)
-    app.state.services = Services(text, catalog, fleet, readiness, settings)
+    price_of = accounts.metering.price_of if accounts else None
+    app.state.services = Services(text, catalog, fleet, readiness, settings, price_of)
     return app

@@ -74,6 +74,9 @@ class Metering:
         self._ledger = ledger
         self._prices = prices
 
+    def price_of(self, model_id: str) -> Price:
+        return self._prices.of(model_id)
+
     async def admit(self, caller: Caller, asked: Asked) -> Entry:
         self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
@@ -91,7 +94,7 @@ class Metering:
             asked.request_id, caller.account, token_id, asked.model_id, asked.num_choices, asked.num_prompt_tokens
         )
         is_there = self._ledger.open(opening)
-        return _Entry(self, caller, opening, is_there, self._prices.of(asked.model_id), admission)
+        return _Entry(self, caller, opening, is_there, self.price_of(asked.model_id), admission)
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:

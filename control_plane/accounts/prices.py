@@ -7,7 +7,7 @@ prompt that were computed, of the prompt that were cached, of the answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from control_plane.generation import Usage
 from runtime.model_table import ModelTable
@@ -41,6 +41,8 @@ FREE = Price(0.0, 0.0, 0.0)
 class PriceTable:
     by_model: Mapping[str, Price] = field(default_factory=dict)
     others: Price = FREE
+    models: ModelTable | None = None
+    """What tandem.toml and the shipped table say of models that `by_model` does not name."""
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> PriceTable:
@@ -55,16 +57,16 @@ class PriceTable:
 
     def over(self, models: ModelTable) -> PriceTable:
         """Return this table with the prices of `models` for models that it does not name itself."""
-        named = {
-            name: Price(**asdict(entry.prices))
-            for entry in models.entries
-            if entry.prices is not None
-            for name in (*entry.names, *([entry.source] if entry.source else []))
-        }
-        return PriceTable({**named, **self.by_model}, self.others)
+        return replace(self, models=models)
 
     def of(self, model: str) -> Price:
-        return self.by_model.get(model, self.others)
+        """Return the price of a model by the id that its worker serves."""
+        if model in self.by_model:
+            return self.by_model[model]
+        names = (model, *self.models.names_of(model)) if self.models else ()
+        entries = (self.models.find(name) for name in names) if self.models else ()
+        said = next((entry.prices for entry in entries if entry and entry.prices), None)
+        return Price(**asdict(said)) if said else self.others
 
 
 def _parse(entry: str) -> tuple[str, Price]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -10,9 +10,10 @@ from uuid import NAMESPACE_URL, uuid5
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from control_plane.accounts.prices import Price
 from control_plane.faces.paging import number
 from control_plane.faces.services import services_of
-from control_plane.faces.workers_ai_objects import FoundModel, Task
+from control_plane.faces.workers_ai_objects import FoundModel, ModelProperty, Task, UnitPrice
 from control_plane.generation import ModelDescription
 from runtime.errors import InvalidRequest, Unsupported
 
@@ -43,9 +44,9 @@ async def search(request: Request) -> Response:
         )
     if request.query_params.get("source"):
         number(request, "source", default=_SOURCE, highest=MAX_PAGE)
-    return _page(
-        request, [_model_json(model) for model in services_of(request).catalog.list() if _fits(model, request)]
-    )
+    services = services_of(request)
+    found = [model for model in services.catalog.list() if _fits(model, request)]
+    return _page(request, [_model_json(model, services.price_of) for model in found])
 
 
 async def tasks(request: Request) -> Response:
@@ -91,9 +92,14 @@ def _fits(model: ModelDescription, request: Request) -> bool:
     )
 
 
-def _model_json(model: ModelDescription) -> FoundModel:
+def _model_json(model: ModelDescription, price_of: Callable[[str], Price] | None) -> FoundModel:
     created = datetime.fromtimestamp(model.created_unix_seconds, UTC)
-    properties = [("context_window", str(model.context_length)), ("architecture", model.architecture)]
+    properties: list[ModelProperty] = [
+        {"property_id": "context_window", "value": str(model.context_length)},
+        {"property_id": "architecture", "value": model.architecture},
+    ]
+    if price_of is not None:
+        properties.append({"property_id": "price", "value": _price_json(price_of(model.model_id))})
     return {
         "id": str(uuid5(NAMESPACE_URL, model.model_id)),
         "source": _SOURCE,
@@ -101,6 +107,11 @@ def _model_json(model: ModelDescription) -> FoundModel:
         "description": f"{model.architecture} with {model.num_parameters:,} parameters",
         "task": TEXT_GENERATION,
         "tags": [],
-        "properties": [{"property_id": name, "value": value} for name, value in properties],
+        "properties": properties,
         "created_at": created.strftime("%Y-%m-%d %H:%M:%S.000"),
     }
+
+
+def _price_json(price: Price) -> list[UnitPrice]:
+    units = {"input": price.input, "output": price.output, "cached input": price.cached_input}
+    return [{"unit": f"per M {unit} tokens", "price": each, "currency": "USD"} for unit, each in units.items()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from starlette.requests import Request
 
 from control_plane.accounts.gate import Identity
+from control_plane.accounts.prices import Price
 from control_plane.completion import TextService
 from control_plane.generation import ModelCatalog
 from control_plane.text.request import Caller
@@ -42,6 +44,8 @@ class Services:
     fleet: FleetView
     readiness: Readiness
     settings: HttpSettings
+    price_of: Callable[[str], Price] | None = None
+    """What a model costs, by the id that its worker serves; None: nothing is counted here."""
 
 
 def services_of(request: Request) -> Services:

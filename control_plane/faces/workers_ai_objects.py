@@ -53,9 +53,17 @@ class Task(TypedDict):
     description: str
 
 
+class UnitPrice(TypedDict):
+    unit: str
+    price: float
+    currency: str
+
+
 class ModelProperty(TypedDict):
+    """`price` is a list of prices, the others are texts."""
+
     property_id: str
-    value: Any
+    value: str | list[UnitPrice]
 
 
 class FoundModel(TypedDict):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem_client.cli.worker_config import Assets, ConfigUnusable, WorkerConfig
+from tandem_client.cli.worker_assets import Assets
+from tandem_client.cli.worker_config import ConfigUnusable, WorkerConfig
 from tandem_client.cli.worker_modules import Module
 
 CONFIG = "config.capnp"
@@ -29,7 +30,7 @@ class Upstream:
 def write(folder: Path, config: WorkerConfig, modules: Sequence[Module], upstream: Upstream) -> Path:
     """Write the configuration and what it embeds into `folder`, and return its path; raises ConfigUnusable.
 
-    The token is in it: the folder must be its owner's alone.
+    It has no address: workerd is given the socket. The token is in it: the folder must be its owner's alone.
     """
     for number, module in enumerate(modules):
         (folder / f"module-{number}").write_bytes(module.content)
@@ -50,7 +51,7 @@ const config :Workerd.Config = (
   services = [
     {_list(services)}
   ],
-  sockets = [(name = "http", address = "127.0.0.1:0", http = (), service = {_text(_entry(config))})],
+  sockets = [(name = "http", http = (), service = {_text(_entry(config))})],
 );
 """
     path = folder / CONFIG
@@ -62,14 +63,11 @@ def _entry(config: WorkerConfig) -> str:
     """Return the service that a browser's request comes to first."""
     if config.main is None:
         return "assets"
-    return "assets-first" if config.assets is not None and not config.assets.run_worker_first else "worker"
+    return "assets-first" if config.assets is not None and not config.assets.worker_first else "worker"
 
 
 def _worker(config: WorkerConfig, modules: Sequence[Module]) -> str:
-    embedded = [
-        f"(name = {_text(module.name)}, {module.kind} = embed {_text(f'module-{number}')})"
-        for number, module in enumerate(modules)
-    ]
+    embedded = [_module(module, f"module-{number}") for number, module in enumerate(modules)]
     bindings = [*_ai_bindings(config), *_variables(config.variables)]
     if config.assets is not None and config.assets.binding:
         bindings.append(_named(config.assets.binding, 'service = "assets"'))
@@ -80,6 +78,11 @@ def _worker(config: WorkerConfig, modules: Sequence[Module]) -> str:
       compatibilityFlags = [{flags}],
       bindings = [{_list(bindings, 8)}],
     )"""
+
+
+def _module(module: Module, file: str) -> str:
+    exports = f", namedExports = [{', '.join(map(_text, module.exports))}]" if module.exports else ""
+    return _named(module.name, f"{module.kind} = embed {_text(file)}{exports}")
 
 
 def _ai_bindings(config: WorkerConfig) -> list[str]:
@@ -98,14 +101,14 @@ def _variables(variables: Mapping[str, Any]) -> list[str]:
 
 
 def _asset_services(config: WorkerConfig, assets: Assets) -> list[str]:
-    disk = _named("DISK", 'service = "disk"')
+    given = [_named("DISK", 'service = "disk"'), _named("RULES", f"json = {_text(json.dumps(assets.rules()))}")]
     following = _named("NEXT", 'service = "worker"')
     made = [
-        _named("disk", f"disk = (path = {_text(str(assets.directory))})"),
-        _named("assets", f"worker = {_assets_worker([disk])}"),
+        _named("disk", f"disk = (path = {_text(str(assets.directory))}, allowDotfiles = true)"),
+        _named("assets", f"worker = {_assets_worker(given)}"),
     ]
     if _entry(config) == "assets-first":
-        made.append(_named("assets-first", f"worker = {_assets_worker([disk, following])}"))
+        made.append(_named("assets-first", f"worker = {_assets_worker([*given, following])}"))
     return made
 
 

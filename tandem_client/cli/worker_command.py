@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from tandem_client.cli import worker_dev
 from tandem_client.cli.worker_capnp import Upstream
 from tandem_client.cli.worker_config import ConfigUnusable
 from tandem_client.cli.worker_process import WorkerdEnded
+from tandem_client.cli.worker_view import View
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 
 worker_app = typer.Typer(help="Run Cloudflare Workers whose env.AI is Tandem.", no_args_is_help=True)
@@ -30,7 +32,8 @@ def dev(
     ] = Path(),
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0: a free one.", min=0, max=65535)] = 8787,
     environment: Annotated[
-        str | None, typer.Option("--env", metavar="NAME", help="Named environment of the wrangler file.")
+        str | None,
+        typer.Option("--env", "-e", metavar="NAME", envvar="CLOUDFLARE_ENV", help="Environment of the wrangler file."),
     ] = None,
     gateway: Annotated[
         str | None,
@@ -47,13 +50,8 @@ def dev(
     try:
         connection = Connection.resolve(gateway, None, None)
         upstream = Upstream(connection.base_url, connection.token)
-        options = worker_dev.DevOptions(folder.resolve(), upstream, port, environment, ignore_unsupported)
-        asyncio.run(worker_dev.dev(options, _say))
-    except (ConfigUnusable, WorkerdEnded, ValueError) as error:
+        options = worker_dev.DevOptions(folder.resolve(), upstream, port, environment or None, ignore_unsupported)
+        asyncio.run(worker_dev.dev(options, View(Console(highlight=False))))
+    except (ConfigUnusable, WorkerdEnded, ValueError, OSError) as error:
         typer.secho(f"tandem: {error}", fg="red" if sys.stderr.isatty() else None, err=True)
         raise typer.Exit(1) from None
-
-
-def _say(what: str) -> None:
-    typer.echo(what)
-    sys.stdout.flush()

@@ -14,6 +14,7 @@ from typing import Any
 
 import json5
 
+from tandem_client.cli.worker_assets import Assets, read_assets, unknown_settings
 from tandem_client.cli.worker_secrets import read_secrets
 
 NAMES = ("wrangler.json", "wrangler.jsonc", "wrangler.toml")
@@ -23,30 +24,17 @@ _DEPLOYMENT = frozenset({
     "$schema", "account_id", "base_dir", "compliance_region", "dev", "env", "find_additional_modules",
     "first_party_worker", "keep_names", "keep_vars", "legacy_env", "limits", "logpush", "migrations", "minify", "name",
     "no_bundle", "observability", "placement", "preserve_file_names", "preview_urls", "route", "routes", "send_metrics",
-    "triggers", "tsconfig", "upload_source_maps", "workers_dev",
+    "streaming_tail_consumers", "tail_consumers", "triggers", "upload_source_maps", "workers_dev",
 })
 """What matters to a deployment, or to wrangler itself, but not to the Worker as it runs here."""
-_READ = frozenset(
-    {"main", "compatibility_date", "compatibility_flags", "rules", "define", "alias", "assets", "vars", "ai"}
-)
-_OF_ONE_ENVIRONMENT = frozenset({"vars", "ai", "define"})
+_BUNDLING = frozenset({"define", "alias", "tsconfig", "jsx_factory", "jsx_fragment"})
+_READ = _BUNDLING | {"main", "compatibility_date", "compatibility_flags", "rules", "assets", "vars", "ai", "secrets"}
+_OF_ONE_ENVIRONMENT = frozenset({"vars", "ai", "define", "secrets", "tail_consumers", "streaming_tail_consumers"})
 """A named environment does not inherit bindings, and every key that is not read here counts as one."""
-_ASSETS = frozenset({"directory", "binding", "run_worker_first"})
-_ASSETS_AS_THEY_ARE = {"html_handling": "auto-trailing-slash", "not_found_handling": "none"}
-"""What the assets here do anyway."""
 
 
 class ConfigUnusable(ValueError):
     """This Worker cannot run here; the message names what is wrong, and the remedy."""
-
-
-@dataclass(frozen=True)
-class Assets:
-    """Files that are served as they are."""
-
-    directory: Path
-    binding: str | None = None
-    run_worker_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,8 +60,16 @@ class WorkerConfig:
     rules: tuple[Rule, ...] = ()
     define: Mapping[str, str] = field(default_factory=dict)
     alias: Mapping[str, str] = field(default_factory=dict)
+    tsconfig: str | None = None
+    jsx: Mapping[str, str] = field(default_factory=dict)
+    """`factory` and `fragment`, as esbuild's flags call them."""
+    name: str = ""
+    secrets: frozenset[str] = frozenset()
+    """Those of the variables that come from a file of secrets."""
     ignored: tuple[str, ...] = ()
     """What it asks for and does not get."""
+    notes: tuple[str, ...] = ()
+    """What its author should know, and does not stop it."""
 
 
 def read_config(folder: Path, environment: str | None = None, *, ignore_unsupported: bool = False) -> WorkerConfig:
@@ -84,30 +80,40 @@ def read_config(folder: Path, environment: str | None = None, *, ignore_unsuppor
     unsupported = _unsupported(said)
     if unsupported and not ignore_unsupported:
         raise ConfigUnusable(
-            f"{path} asks for {', '.join(unsupported)}, which there is not here; take it out, or go on without it with "
-            "--ignore-unsupported"
+            f"{path.name} asks for what there is not here: {', '.join(unsupported)}\n"
+            "take it out, or go on without it: --ignore-unsupported"
         )
-    main, assets = said.get("main"), _assets(folder, said.get("assets"))
-    if main is None and assets is None:
+    main = said.get("main")
+    if main is None and not said.get("assets"):
         raise ConfigUnusable(f"{path} names no main and no assets; there is nothing to run")
     if main is not None and not (folder / main).is_file():
         raise ConfigUnusable(f"{path} has main = {main!r}, and there is no such file")
+    if main is not None and main.endswith(".py"):
+        raise ConfigUnusable(f"{path} has main = {main!r}: Python does not run here, JavaScript and TypeScript do")
     if not isinstance(date := said.get("compatibility_date"), str):
         raise ConfigUnusable(f'{path} has no compatibility_date; add one, such as "2026-11-01"')
+    flags = tuple(said.get("compatibility_flags", ()))
+    assets = _assets(folder, said, date, flags)
+    secrets, missing = _secrets(folder, environment, said.get("secrets"))
     ai = said.get("ai") or {}
     return WorkerConfig(
         folder=folder,
         path=path,
         main=None if main is None else (folder / main).resolve(),
         compatibility_date=date,
-        compatibility_flags=tuple(said.get("compatibility_flags", ())),
+        compatibility_flags=flags,
         ai_binding=ai.get("binding"),
-        variables={**(said.get("vars") or {}), **_secrets(folder, environment)},
+        variables={**(said.get("vars") or {}), **secrets},
         assets=assets,
         rules=tuple(Rule(rule["type"], tuple(rule["globs"])) for rule in said.get("rules", ())),
         define=said.get("define") or {},
         alias=said.get("alias") or {},
+        tsconfig=said.get("tsconfig"),
+        jsx={key.removeprefix("jsx_"): said[key] for key in ("jsx_factory", "jsx_fragment") if said.get(key)},
+        name=said.get("name") or folder.name,
+        secrets=frozenset(secrets),
         ignored=tuple(unsupported),
+        notes=(*missing, *(assets.notes if assets else ())),
     )
 
 
@@ -142,26 +148,36 @@ def _of_environment(path: Path, said: dict[str, Any], environment: str | None) -
 def _unsupported(said: Mapping[str, Any]) -> list[str]:
     """Return what there is not here, an empty list or table of which asks for nothing."""
     nothing: tuple[Any, ...] = ([], {}, None, False)
-    found = [key for key, value in said.items() if key not in _READ | _DEPLOYMENT and value not in nothing]
-    assets = said.get("assets") or {}
-    for key, value in assets.items():
-        known = key in _ASSETS or value == _ASSETS_AS_THEY_ARE.get(key)
-        if not known or (key == "run_worker_first" and not isinstance(value, bool)):
-            found.append(f"assets.{key} = {value!r}")
-    return found
+    known = _READ | _DEPLOYMENT
+    found = [_with_names(key, value) for key, value in said.items() if key not in known and value not in nothing]
+    return [*found, *unknown_settings(said.get("assets") or {})]
 
 
-def _secrets(folder: Path, environment: str | None) -> dict[str, str]:
+def _with_names(key: str, value: Any) -> str:
+    """Return "kv_namespaces (CACHE, USERS)": the key and what the Worker would call its bindings."""
+    if isinstance(value, dict):
+        value = next((each for each in value.values() if isinstance(each, list)), [value])  # durable_objects.bindings
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    names = [str(name) for item in items if (name := item.get("binding") or item.get("name"))]
+    return f"{key} ({', '.join(names)})" if names else key
+
+
+def _secrets(folder: Path, environment: str | None, said: Any) -> tuple[dict[str, str], list[str]]:
+    """Return the secrets that are declared (all, where none is), and what is to be said of those that are missing."""
     try:
-        return read_secrets(folder, environment)
+        found = read_secrets(folder, environment)
     except (OSError, ValueError) as error:
         raise ConfigUnusable(f"the file of secrets cannot be read: {error}") from error
+    if not isinstance(said, dict) or not isinstance(required := said.get("required"), list):
+        return found, []
+    missing = [f"the secret {name} is missing: add {name}=... to .dev.vars" for name in required if name not in found]
+    return {name: value for name, value in found.items() if name in required}, missing
 
 
-def _assets(folder: Path, said: Mapping[str, Any] | None) -> Assets | None:
-    if not said:
+def _assets(folder: Path, said: Mapping[str, Any], date: str, flags: tuple[str, ...]) -> Assets | None:
+    if not said.get("assets"):
         return None
-    directory = said.get("directory")
-    if not directory or not (folder / directory).is_dir():
-        raise ConfigUnusable(f"assets.directory is {directory!r}, and there is no such folder; build the assets first")
-    return Assets((folder / directory).resolve(), said.get("binding"), said.get("run_worker_first") is True)
+    try:
+        return read_assets(folder, said["assets"], date, flags)
+    except ValueError as error:
+        raise ConfigUnusable(str(error)) from error

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
+import shutil
 import signal
+import socket
+import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 from watchfiles import Change, DefaultFilter, awatch
 
 from tandem_client.cli import worker_capnp
+from tandem_client.cli.worker_bundle import modules_of
 from tandem_client.cli.worker_capnp import Upstream
 from tandem_client.cli.worker_config import ConfigUnusable, WorkerConfig, read_config
-from tandem_client.cli.worker_modules import modules_of
-from tandem_client.cli.worker_process import Workerd, WorkerdEnded, find_workerd
-from tandem_client.wire import is_loopback
+from tandem_client.cli.worker_process import Workerd, WorkerdEnded, find_workerd, listen, newest_date
+from tandem_client.cli.worker_source_map import SourceMap
+from tandem_client.cli.worker_view import View
 
-Say = Callable[[str], None]
 Changes = set[tuple[Change, str]]
 
 
@@ -37,19 +38,34 @@ class DevOptions:
     ignore_unsupported: bool = False
 
 
-class WorkerDev:
-    """One Worker under development: workerd runs what its folder holds, and is started anew when that changes."""
+@dataclass(frozen=True)
+class _Build:
+    """A Worker as it is to run: what was read, and workerd's configuration of it."""
 
-    def __init__(self, options: DevOptions, workerd: Path, folder: Path, say: Say) -> None:
+    config: WorkerConfig
+    path: Path
+    digest: bytes
+    """Of all that workerd reads: two builds that are alike have the same."""
+    source_map: SourceMap | None
+
+    def located(self, line: str) -> str:
+        """Return a line that workerd wrote with the places in the Worker's own sources."""
+        return self.source_map.located(line) if self.source_map else line
+
+
+class WorkerDev:
+    """One Worker under development: workerd runs what its folder holds, and another one does when that changes."""
+
+    def __init__(self, options: DevOptions, workerd: Path, listener: socket.socket, folder: Path, view: View) -> None:
         """`folder` is where configurations are written, its owner's alone."""
         self._options = options
         self._workerd_path = workerd
+        self._listener = listener
         self._folder = folder
-        self._say = say
+        self._view = view
         self._num_builds = 0
+        self._digest = b""
         self._workerd: Workerd | None = None
-        self._port = options.port
-        self._ignored: tuple[str, ...] = ()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run it until `stop`; raises ConfigUnusable or WorkerdEnded if it cannot even start, or ends by itself."""
@@ -58,8 +74,9 @@ class WorkerDev:
         next_change = asyncio.ensure_future(anext(changes, None))
         await asyncio.sleep(0)  # lets it begin
         try:
-            await self._restart(await self._build())
-            self._say(f"{self._options.folder} listens on {self.url} (env.AI: {self._options.upstream.url})")
+            build = await asyncio.to_thread(self._build)
+            await self._exchange(build)
+            await self._view.started(build.config, self._listener.getsockname()[1], self._options.upstream)
             while not stop.is_set() and (found := await self._until(next_change)) is not None:
                 next_change = asyncio.ensure_future(anext(changes, None))
                 await self._reload(found)
@@ -69,14 +86,9 @@ class WorkerDev:
             if self._workerd is not None:
                 await self._workerd.stop()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
     async def _until(self, next_change: asyncio.Future[Changes | None]) -> Changes | None:
         """Return the next change, None at the end; raises WorkerdEnded if workerd ends before it."""
-        if self._workerd is None:
-            return await next_change
+        assert self._workerd is not None, "it runs since the start"
         ended = asyncio.ensure_future(self._workerd.ended())
         try:
             either: set[asyncio.Future[Any]] = {next_change, ended}
@@ -88,42 +100,48 @@ class WorkerDev:
             ended.cancel()
 
     async def _reload(self, changes: Changes) -> None:
-        names = sorted({str(Path(path).relative_to(self._options.folder)) for _, path in changes})
+        """Run what the folder holds now; if that cannot run, what ran before goes on."""
+        names = self._names(changes)
         try:
-            await self._restart(await self._build())
-        except ConfigUnusable as error:
-            still = "what ran before goes on" if self._workerd else "nothing runs"
-            self._say(f"{error}\n{still}; the next change is tried")
-        except WorkerdEnded as error:
-            self._say(f"{error}\nnothing runs; the next change is tried")
+            build = await asyncio.to_thread(self._build)
+            if build.digest == self._digest:
+                return
+            await self._exchange(build)
+        except (ConfigUnusable, WorkerdEnded) as error:
+            self._digest = b""  # what ran before is loaded anew when it comes back, which says that all is well
+            self._view.failed(names, str(error))
         else:
-            self._say(f"reloaded after a change of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+            self._view.reloaded(names, build.config)
 
-    async def _build(self) -> Path:
-        """Write workerd's configuration and return its path."""
-        return await asyncio.to_thread(self._write)
+    def _names(self, changes: Changes) -> list[str]:
+        """Return which files changed, without those that an editor made and took away, if there are others."""
+        paths = [Path(path) for _, path in changes]
+        there = [path for path in paths if path.exists()] or paths
+        return sorted({str(path.relative_to(self._options.folder)) for path in there})
 
-    def _write(self) -> Path:
+    def _build(self) -> _Build:
         options = self._options
         config = read_config(options.folder, options.environment, ignore_unsupported=options.ignore_unsupported)
+        config = _with_date(config, newest_date(self._workerd_path))
         modules = [] if config.main is None else modules_of(config)
+        if self._num_builds:  # workerd reads its configuration once
+            shutil.rmtree(self._folder / str(self._num_builds))
         self._num_builds += 1
         folder = self._folder / str(self._num_builds)
         folder.mkdir()
-        self._tell_ignored(config)
-        return worker_capnp.write(folder, config, modules, options.upstream)
+        path = worker_capnp.write(folder, config, modules, options.upstream)
+        digest = hashlib.sha256()
+        for file in sorted(folder.iterdir()):
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+        return _Build(config, path, digest.digest(), modules[0].source_map if modules else None)
 
-    def _tell_ignored(self, config: WorkerConfig) -> None:
-        if config.ignored != self._ignored:
-            self._ignored = config.ignored
-            self._say(f"goes on without {', '.join(config.ignored) or 'nothing'}")
-
-    async def _restart(self, config: Path) -> None:
-        before, self._workerd = self._workerd, None
+    async def _exchange(self, build: _Build) -> None:
+        """Start another workerd on the same socket, then end the one before: nobody finds the port closed."""
+        started = await Workerd.start(self._workerd_path, build.path, self._listener, _write_error, build.located)
+        before, self._workerd, self._digest = self._workerd, started, build.digest
         if before is not None:
             await before.stop()
-        self._workerd = await Workerd.start(self._workerd_path, config, self._port)
-        self._port = self._workerd.port
 
 
 class _Sources(DefaultFilter):
@@ -132,22 +150,26 @@ class _Sources(DefaultFilter):
     ignore_dirs = (*DefaultFilter.ignore_dirs, ".wrangler")
 
 
-async def dev(options: DevOptions, say: Say) -> None:
+async def dev(options: DevOptions, view: View) -> None:
     """Run a Worker until a signal ends it; raises ConfigUnusable or WorkerdEnded."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     workerd = find_workerd(options.folder)
-    await _look_for(options.upstream, say)
-    with tempfile.TemporaryDirectory(prefix="tandem-worker-") as folder:
-        await WorkerDev(options, workerd, Path(folder), say).run(stop)
+    with listen(options.port) as listener, tempfile.TemporaryDirectory(prefix="tandem-worker-") as folder:
+        await WorkerDev(options, workerd, listener, Path(folder), view).run(stop)
 
 
-async def _look_for(upstream: Upstream, say: Say) -> None:
-    """Say so where nothing answers; the Worker itself may run without it for now."""
-    async with httpx.AsyncClient(base_url=upstream.url, trust_env=not is_loopback(upstream.url), timeout=2.0) as client:
-        with contextlib.suppress(httpx.TimeoutException):
-            try:
-                await client.get("/healthz")
-            except httpx.TransportError:
-                say(f"nothing answers at {upstream.url} yet: start Tandem with `tandem up`, or say --gateway URL")
+def _with_date(config: WorkerConfig, newest: str | None) -> WorkerConfig:
+    """Let a Worker of tomorrow run in the workerd of today, and say so, as wrangler does."""
+    if newest is None or config.compatibility_date <= newest:
+        return config
+    note = (
+        f"this workerd knows compatibility dates up to {newest}, so {config.compatibility_date} is not in force; "
+        "a newer one: `npm install --save-dev workerd@latest`"
+    )
+    return replace(config, compatibility_date=newest, notes=(*config.notes, note))
+
+
+def _write_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

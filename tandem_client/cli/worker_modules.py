@@ -1,21 +1,25 @@
 """Which modules is a Worker made of, as workerd takes them?
 
-JavaScript that imports its own files is taken as it is. The Worker's own esbuild bundles TypeScript and packages.
+JavaScript that imports its own files is taken as it is. Packages of npm are bundled where npm has installed esbuild,
+else taken as they are too; TypeScript and JSX need it.
 """
 
 from __future__ import annotations
 
+import json
+import posixpath
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import commonpath
 from pathlib import Path, PurePosixPath
 
+from tandem_client.cli import worker_packages
 from tandem_client.cli.worker_config import ConfigUnusable, WorkerConfig
+from tandem_client.cli.worker_source_map import SourceMap
 
-_KINDS = {"ESModule": "esModule", "Text": "text", "Data": "data", "CompiledWasm": "wasm"}
-_BY_SUFFIX = {
+KINDS = {"ESModule": "esModule", "Text": "text", "Data": "data", "CompiledWasm": "wasm"}
+BY_SUFFIX = {
     ".js": "esModule",
     ".mjs": "esModule",
     ".txt": "text",
@@ -26,121 +30,147 @@ _BY_SUFFIX = {
     ".json": "json",
 }
 """What wrangler takes files for without any rule."""
-_LOADERS = {"esModule": "js", "text": "text", "data": "copy", "wasm": "copy", "json": "json"}
+BUILT_IN = ("cloudflare:", "node:", "workerd:")
 _NEEDS_BUNDLING = (".ts", ".tsx", ".mts", ".jsx")
-_BUILT_IN = ("cloudflare:", "node:", "workerd:")
 _COMMENT = re.compile(r"/\*.*?\*/|(?<!:)//[^\n]*", re.DOTALL)
 _IMPORT = re.compile(r"""(?:\bfrom|\bimport)\s*\(?\s*["']([^"'\n]+)["']""")
-_BUNDLE_SECONDS = 60
+_REQUIRE = re.compile(r"""\brequire\(\s*["']([^"'\n]+)["']\s*\)""")
 
 
 @dataclass(frozen=True)
 class Module:
-    """One module; `kind` is workerd's word: esModule, text, data, wasm or json."""
+    """One module; `kind` is workerd's word: esModule, commonJsModule, text, data, wasm or json."""
 
     name: str
     kind: str
     content: bytes
+    exports: tuple[str, ...] = ()
+    """The names that others may import from CommonJS."""
+    source_map: SourceMap | None = None
+    """Of a bundle."""
 
 
-class _MustBundle(Exception):
+class MustBundle(Exception):
     """Says why the sources cannot be taken as they are."""
 
 
-def modules_of(config: WorkerConfig) -> list[Module]:
-    """Return the Worker's modules, its main one first; raises ConfigUnusable."""
-    assert config.main is not None, "a Worker of assets alone has no modules"
-    try:
-        if config.define or config.alias:
-            raise _MustBundle(f"{config.path.name} has define or alias")
-        return list(_as_they_are(config, config.main, set()))
-    except _MustBundle as why:
-        return _bundled(config, config.main, str(why))
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    kind: str
+    content: bytes
 
 
-def _as_they_are(config: WorkerConfig, path: Path, seen: set[Path]) -> Iterator[Module]:
-    """Yield a module and those that it imports."""
-    seen.add(path)
-    if not path.is_relative_to(config.folder):
-        raise _MustBundle(f"{path} is outside {config.folder}")
-    if path.suffix in _NEEDS_BUNDLING:
-        raise _MustBundle(f"{path.name} is TypeScript or JSX")
-    name, content = path.relative_to(config.folder).as_posix(), path.read_bytes()
-    kind = _kind(config, name)
-    yield Module(name, kind, content)
-    for specifier in _imports(content) if kind == "esModule" else []:
-        if specifier.startswith(_BUILT_IN):
-            continue
-        imported = (path.parent / specifier).resolve()
-        if not specifier.startswith(("./", "../")) or not imported.is_file():
-            raise _MustBundle(f"{name} imports {specifier!r}, which is none of its own files")
-        if imported not in seen:
-            yield from _as_they_are(config, imported, seen)
+@dataclass(frozen=True)
+class _Link:
+    """What a module calls another by, where that is not the way to its file."""
+
+    importer: _File
+    specifier: str
+    target: _File | str
+    """A file, or the module of Node.js that is meant."""
 
 
-def _imports(content: bytes) -> list[str]:
-    return _IMPORT.findall(_COMMENT.sub("", content.decode("utf-8", errors="replace")))
+def as_they_are(config: WorkerConfig, main: Path, *, may_bundle: bool) -> list[Module]:
+    """Return the main module and what it imports; raises MustBundle, or ConfigUnusable for what is not there."""
+    collected = _Collector(config, may_bundle)
+    collected.take(main)
+    return list(collected.modules())
 
 
-def _kind(config: WorkerConfig, name: str) -> str:
+def kind_of(config: WorkerConfig, name: str) -> str:
+    """Return what kind of module a file is, by the rules; raises ConfigUnusable."""
     for rule in config.rules:
-        if rule.kind in _KINDS and any(_matches(name, glob) for glob in rule.globs):
-            return _KINDS[rule.kind]
-    kind = _BY_SUFFIX.get(PurePosixPath(name).suffix)
+        if rule.kind in KINDS and any(_matches(name, glob) for glob in rule.globs):
+            return KINDS[rule.kind]
+    kind = BY_SUFFIX.get(PurePosixPath(name).suffix)
     if kind is None:
         raise ConfigUnusable(f"{name} is imported, and no rule says what it is; add one to {config.path.name}")
     return kind
+
+
+class _Collector:
+    def __init__(self, config: WorkerConfig, may_bundle: bool) -> None:
+        self._config = config
+        self._may_bundle = may_bundle
+        self._files: dict[Path, _File] = {}
+        self._links: list[_Link] = []
+
+    def take(self, path: Path) -> _File:
+        """Take a file and all that it imports."""
+        if path in self._files:
+            return self._files[path]
+        if path.suffix in _NEEDS_BUNDLING:
+            raise MustBundle(f"{path.name} is TypeScript or JSX")
+        file = self._files[path] = _File(path, self._kind(path), path.read_bytes())
+        for specifier in _imports(file):
+            if not specifier.startswith(BUILT_IN) and (found := self._found(path, specifier)) is not None:
+                self._links.append(_Link(file, specifier, found))
+        return file
+
+    def _kind(self, path: Path) -> str:
+        if _is_packaged(path) and path.suffix in (".js", ".cjs"):
+            return "commonJsModule" if worker_packages.is_commonjs(path) else "esModule"
+        return kind_of(self._config, self._shown(path))
+
+    def _found(self, importer: Path, specifier: str) -> _File | str | None:
+        """Return what a specifier means; None: in a package, where it may be anything that looks like an import."""
+        exact = (importer.parent / specifier).resolve()
+        is_own, is_path = not _is_packaged(importer), specifier.startswith(("./", "../"))
+        if is_path and exact.is_file():
+            return self.take(exact)
+        if is_own and is_path and any(Path(f"{exact}{suffix}").is_file() for suffix in _NEEDS_BUNDLING):
+            raise MustBundle(f"{self._shown(importer)} imports {specifier!r}, which is TypeScript or JSX")
+        if is_own and not is_path and self._may_bundle:
+            raise MustBundle(f"{self._shown(importer)} imports {specifier!r}")
+        if specifier in worker_packages.NODE_MODULES and "nodejs_compat" in self._config.compatibility_flags:
+            return f"node:{specifier}"
+        try:
+            return self.take(worker_packages.resolve(specifier, importer.parent))
+        except worker_packages.NotFound as why:
+            if not is_own:
+                return None
+            shown = f"{self._shown(importer)} imports {specifier!r}"
+            raise ConfigUnusable(f"{shown}, and there is no such file" if is_path else f"{shown}, and {why}") from why
+
+    def modules(self) -> Iterator[Module]:
+        """Yield the modules, and one that passes on another for each name that is not the way to a file."""
+        root = Path(commonpath([self._config.folder, *(path.parent for path in self._files)]))
+        names = {path: path.relative_to(root).as_posix() for path in self._files}
+        for file in self._files.values():
+            exports = worker_packages.exports_of(file.content) if file.kind == "commonJsModule" else ()
+            yield Module(names[file.path], file.kind, file.content, exports)
+        made = set(names.values())
+        for link in self._links:
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(names[link.importer.path]), link.specifier))
+            if name not in made:
+                made.add(name)
+                target = link.target if isinstance(link.target, str) else f"/{names[link.target.path]}"
+                yield _passing_on(json.dumps(target), name, link.importer.kind)
+
+    def _shown(self, path: Path) -> str:
+        folder = self._config.folder
+        return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+
+
+def _passing_on(target: str, name: str, kind: str) -> Module:
+    """Return a module for importers of a kind that exports what another does."""
+    # Whether that has a default is not known, and to pass on one that is not there would be an error.
+    esm = f"import * as all from {target};\nexport * from {target};\nexport default all.default;\n"
+    text = f"module.exports = require({target});\n" if kind == "commonJsModule" else esm
+    return Module(name, kind, text.encode())
+
+
+def _is_packaged(path: Path) -> bool:
+    return "node_modules" in path.parts
+
+
+def _imports(file: _File) -> list[str]:
+    pattern = {"esModule": _IMPORT, "commonJsModule": _REQUIRE}.get(file.kind)
+    return pattern.findall(_COMMENT.sub("", file.content.decode("utf-8", errors="replace"))) if pattern else []
 
 
 def _matches(name: str, glob: str) -> bool:
     """Whether a path fits `*.html`, `**/*.html` or `src/*.txt`; `**/` is any number of folders, none included."""
     pattern = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
     return re.fullmatch(pattern, name) is not None
-
-
-def _bundled(config: WorkerConfig, main: Path, why: str) -> list[Module]:
-    esbuild = _esbuild(config, why)
-    loaders = {suffix: _LOADERS[kind] for suffix, kind in _BY_SUFFIX.items()} | _loaders_of_rules(config)
-    with tempfile.TemporaryDirectory(prefix="tandem-bundle-") as folder:
-        command = [
-            *(str(esbuild), str(main), "--bundle", "--format=esm", "--target=es2022", f"--outdir={folder}"),
-            *("--entry-names=index", "--asset-names=[name]-[hash]", "--log-level=warning", "--color=false"),
-            *("--conditions=workerd,worker,browser", *(f"--external:{name}*" for name in _BUILT_IN)),
-            *(f"--loader:{suffix}={loader}" for suffix, loader in loaders.items()),
-            *(f"--define:{name}={value}" for name, value in config.define.items()),
-            *(f"--alias:{name}={value}" for name, value in config.alias.items()),
-        ]
-        try:
-            done = subprocess.run(
-                command, cwd=config.folder, capture_output=True, text=True, timeout=_BUNDLE_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ConfigUnusable(f"esbuild took longer than {_BUNDLE_SECONDS} s over {main}") from error
-        if done.returncode != 0:
-            raise ConfigUnusable(f"esbuild could not bundle {main}:\n{done.stderr.strip()}")
-        others = sorted(path for path in Path(folder).iterdir() if path.name != "index.js")
-        return [_module_of(config, path) for path in (Path(folder) / "index.js", *others)]
-
-
-def _module_of(config: WorkerConfig, path: Path) -> Module:
-    return Module(path.name, _kind(config, path.name), path.read_bytes())
-
-
-def _loaders_of_rules(config: WorkerConfig) -> dict[str, str]:
-    suffixes = {}
-    for rule in config.rules:
-        for glob in rule.globs:
-            if rule.kind in _KINDS and (found := re.fullmatch(r"(?:\*\*/)?\*(\.\w+)", glob)):
-                suffixes[found[1]] = _LOADERS[_KINDS[rule.kind]]
-    return suffixes
-
-
-def _esbuild(config: WorkerConfig, why: str) -> Path:
-    """Return the nearest esbuild that npm has installed for this Worker."""
-    for folder in (config.folder, *config.folder.parents):
-        if (path := folder / "node_modules" / ".bin" / "esbuild").exists():
-            return path
-    raise ConfigUnusable(
-        f"{why}, so the Worker has to be bundled, and esbuild is not installed: run "
-        f"`npm install --save-dev esbuild` in {config.folder}"
-    )

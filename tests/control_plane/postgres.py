@@ -41,7 +41,7 @@ def running_postgres() -> Iterator[Postgres]:
         os.chown(folder, user.pw_uid, user.pw_gid)
         server = Postgres(programs, folder / "data", user, _free_port())
         server.make()
-        server.start()
+        server.start_where_it_can()
         try:
             yield server
         finally:
@@ -64,6 +64,17 @@ class Postgres:
     def start(self) -> None:
         flags = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories= -c fsync=off"
         self._control("start", "--wait", "--options", flags, "--log", str(self._folder / "log"))
+
+    def start_where_it_can(self) -> None:
+        """Start on another port where somebody has taken the free one meanwhile."""
+        while True:
+            try:
+                return self.start()
+            except AssertionError:
+                if "could not bind" not in (self._folder / "log").read_text(errors="replace"):
+                    raise
+            (self._folder / "log").unlink()
+            self.port = _free_port()
 
     def stop(self) -> None:
         self._control("stop", "--wait", "--mode", "immediate")

@@ -45,7 +45,9 @@ class StubBinding:
         if model == "slow-endless":
             await asyncio.to_thread(self.go_on.wait, 30)
         if not body["inputs"].get("stream"):
-            return JSONResponse({"response": f"You said {body['inputs']['prompt']}", "usage": USAGE}, headers=headers)
+            inputs = body["inputs"]
+            said = inputs["prompt"] if "prompt" in inputs else inputs["messages"][-1]["content"]
+            return JSONResponse({"response": f"You said {said}", "usage": USAGE}, headers=headers)
         events = self._endless() if model.endswith("endless") else _tokens(broken=model == "broken")
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 

@@ -18,20 +18,11 @@ from starlette.routing import Route
 
 from tests.clients.node import BIN, require_clients
 from tests.examples.stub_binding import USAGE, StubBinding
-from tests.examples.worker_dev import worker_dev
+from tests.examples.worker_dev import CONFIG, ECHO, get, worker, worker_dev
 from tests.examples.workerd import FOLDER
 from tests.tandem_client.serving import serve
 
 pytestmark = pytest.mark.services
-
-CONFIG = {"main": "index.js", "compatibility_date": "2026-11-01"}
-ECHO = """
-export default {
-  async fetch(request, env) {
-    return Response.json({ ...env, ASSETS: undefined, version: 1, path: new URL(request.url).pathname });
-  },
-};
-"""
 
 
 @pytest.fixture
@@ -39,16 +30,6 @@ def gateway() -> Iterator[tuple[StubBinding, str]]:
     stub = StubBinding()
     with serve(stub.app()) as url:
         yield stub, url
-
-
-def worker(folder: Path, source: str = ECHO, **config: object) -> Path:
-    (folder / "index.js").write_text(source)
-    (folder / "wrangler.json").write_text(json.dumps({**CONFIG, **config}))
-    return folder
-
-
-def get(url: str) -> httpx.Response:
-    return httpx.get(url, trust_env=False, timeout=20)
 
 
 def test_the_example_runs_untouched_and_what_is_edited_is_loaded(
@@ -64,30 +45,99 @@ def test_the_example_runs_untouched_and_what_is_edited_is_loaded(
         assert stub.calls[0]["model"] == "@cf/meta/llama-3.1-8b-instruct"  # what its wrangler.jsonc says
         source = folder / "src" / "index.js"
         source.write_text(source.read_text().replace("nothing at", "edited:"))
-        running.line_with(r"reloaded after a change of src/index\.js")
+        running.line_with(r"reloaded +src/index\.js$")
         assert get(f"{url}/nowhere").json() == {"error": "edited: GET /nowhere"}  # at the same address
         page = folder / "src" / "page.html"
         page.write_text("<p>new")
-        running.line_with(r"reloaded after a change of src/page\.html")
+        running.line_with(r"reloaded +src/page\.html$")
         assert get(url).text == "<p>new"
         assert running.end() == 0
         with pytest.raises(httpx.ConnectError):  # workerd has gone with it
             get(url)
 
 
-def test_a_mistake_is_told_and_the_next_change_is_tried(tmp_path: Path) -> None:
-    with worker_dev(worker(tmp_path), "--gateway", "http://127.0.0.1:9") as running:
-        running.line_with("nothing answers at http://127.0.0.1:9 yet")
+def test_a_mistake_is_told_what_ran_before_goes_on_and_the_next_change_is_tried(tmp_path: Path) -> None:
+    with worker_dev(worker(tmp_path, ai={"binding": "AI"}), "--gateway", "http://127.0.0.1:9") as running:
         url = running.url
-        (tmp_path / "index.js").write_text('import "./missing.js";' + ECHO)
-        running.line_with(r"index\.js imports './missing\.js'")
-        assert running.line_with("next change") == "what ran before goes on; the next change is tried\n"
-        assert get(url).json()["version"] == 1
-        (tmp_path / "index.js").write_text("export default {")
-        running.line_with("nothing runs; the next change is tried")
-        (tmp_path / "index.js").write_text(ECHO.replace("version: 1", "version: 2"))
+        running.line_with(r"env\.AI .* nothing answers there yet: run `tandem up`")
+        mistakes = {
+            "index.js": [
+                ('import "./missing.js";' + ECHO, r"index\.js imports '\./missing\.js', and there is no such file"),
+                ("export default {", "  SyntaxError: Unexpected end of input"),
+                ('throw new Error("at once");', "  Error: at once"),
+                (ECHO.replace("version: 1", "version: 2"), "reloaded  index.js"),
+            ],
+            "wrangler.json": [
+                ("{", "wrangler.json cannot be read"),
+                (json.dumps({**CONFIG, "kv_namespaces": [{"binding": "CACHE"}]}), r"kv_namespaces \(CACHE\)"),
+                (json.dumps({**CONFIG, "vars": {"NEW": "variable"}}), "reloaded  wrangler.json"),
+            ],
+        }
+        answer = {"AI": {}, "version": 1, "path": "/"}
+        for name, changes in mistakes.items():
+            for content, told in changes:
+                (tmp_path / name).write_text(content)
+                running.line_with(told)
+                if "reloaded" in told:
+                    answer["version"] = 2
+                    continue
+                running.line_with(r"^What ran before goes on\.$")
+                assert {**get(url).json(), "AI": {}} == answer
+        assert get(url).json() == {"NEW": "variable", "version": 2, "path": "/"}
+
+
+def test_a_change_of_nothing_that_runs_cuts_no_stream(tmp_path: Path) -> None:
+    source = """
+    let life = 0;
+    export default { fetch: () => new Response(String(++life)) };
+    """
+    with worker_dev(worker(tmp_path, source)) as running:
+        url = running.url
+        assert get(url).text == "1"
+        (tmp_path / "README.md").write_text("news")
+        (tmp_path / "index.js").touch()
+        (tmp_path / "wrangler.json").write_text("{")
+        running.line_with("What ran before goes on")  # so the others were seen before it
+        assert get(url).text == "2"  # still the same life
+        worker(tmp_path, source)
         running.line_with("reloaded")
-        assert get(url).json()["version"] == 2
+        assert get(url).text == "1"
+
+
+def test_an_error_of_the_worker_is_told_with_its_line_and_what_it_logs_as_it_is(tmp_path: Path) -> None:
+    source = """
+    const deep = () => missing.field;
+    export default {
+      fetch(request) {
+        console.error("an error of its own");
+        return deep();
+      }
+    };"""
+    with worker_dev(worker(tmp_path, source)) as running:
+        url = running.url
+        assert get(url).status_code == 500
+        running.line_with(r"^an error of its own$")
+        assert running.line_with("missing is not defined") == "ReferenceError: missing is not defined\n"
+        assert running.line_with("at ") == "    at deep (index.js:2:32)\n"
+        assert get(url).status_code == 500
+        running.line_with(r"^an error of its own$")
+        assert not any("workerd/" in line or line.startswith("stack:") for line in running.lines)
+
+
+def test_what_stops_it_at_once_is_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    worker(tmp_path, compatibility_date="2999-01-01", kv_namespaces=[{"binding": "CACHE"}])
+    with worker_dev(tmp_path) as running:
+        running.line_with(r"^tandem: wrangler.json asks for what there is not here: kv_namespaces \(CACHE\)$")
+        running.line_with(r"^take it out, or go on without it: --ignore-unsupported$")
+        assert running.process.wait(60) == 1
+    with worker_dev(tmp_path, "--ignore-unsupported") as running:
+        url = running.url
+        running.line_with(r"^note  goes on without kv_namespaces \(CACHE\)$")
+        running.line_with(r"^note  this workerd knows compatibility dates up to 20\d\d-\d\d-\d\d")
+        assert get(url).status_code == 200
+        with worker_dev(tmp_path, "--ignore-unsupported", "--port", url.rpartition(":")[2]) as second:
+            second.line_with(r"^tandem: port \d+ is in use; stop what listens there, or choose another: --port \d+$")
+            assert second.process.wait(60) == 1
 
 
 def test_workerd_goes_when_tandem_is_killed(tmp_path: Path) -> None:
@@ -134,33 +184,12 @@ def test_variables_arrive_as_they_are_and_an_environment_has_its_own(tmp_path: P
         assert get(running.url).json() == {"TEXT": "staging", "version": 1, "path": "/"}
 
 
-def test_assets_go_before_the_worker_which_gets_the_rest(tmp_path: Path) -> None:
-    public = tmp_path / "public"
-    (public / "docs").mkdir(parents=True)
-    (public / "index.html").write_text("<p>home")
-    (public / "docs" / "index.html").write_text("<p>docs")
-    (public / "app.js").write_text("1")
-    source = ECHO.replace(
-        "return Response.json",
-        'if (request.headers.has("x-asset")) return env.ASSETS.fetch(request);\n    return Response.json',
-    )
-    worker(tmp_path, source, assets={"directory": "./public", "binding": "ASSETS"})
-    with worker_dev(tmp_path) as running:
-        url = running.url
-        for path, text, kind in (("/", "<p>home", "text/html"), ("/docs", "<p>docs", "text/html")):
-            assert get(url + path).text == text and get(url + path).headers["content-type"].startswith(kind)
-        assert get(f"{url}/app.js").headers["content-type"].startswith("text/javascript")
-        assert get(f"{url}/api").json()["path"] == "/api"
-        posted = httpx.post(f"{url}/app.js", trust_env=False, timeout=20)
-        assert posted.json()["path"] == "/app.js"
-        asked = httpx.post(f"{url}/app.js", headers={"x-asset": "1"}, trust_env=False, timeout=20)
-        assert asked.status_code == 405
-
-
 def test_typescript_and_packages_are_bundled(tmp_path: Path) -> None:
     require_clients()
     (tmp_path / "node_modules" / "greeting").mkdir(parents=True)
-    (tmp_path / "node_modules" / "greeting" / "index.js").write_text('export const greeting = "hello";')
+    # CommonJS that asks for a module of Node.js, as many packages do.
+    package = 'const { EventEmitter } = require("events"); exports.greeting = "hello " + typeof EventEmitter;'
+    (tmp_path / "node_modules" / "greeting" / "index.js").write_text(package)
     (tmp_path / "node_modules" / ".bin").mkdir()
     (tmp_path / "node_modules" / ".bin" / "esbuild").symlink_to((BIN / "esbuild").resolve())
     (tmp_path / "index.ts").write_text(
@@ -168,9 +197,49 @@ def test_typescript_and_packages_are_bundled(tmp_path: Path) -> None:
         "export default { fetch: (): Response => new Response((greeting as string) + page) };"
     )
     (tmp_path / "page.html").write_text("<p>")
-    (tmp_path / "wrangler.json").write_text(json.dumps({**CONFIG, "main": "index.ts"}))
+    config = {**CONFIG, "main": "index.ts", "compatibility_flags": ["nodejs_compat"]}
+    (tmp_path / "wrangler.json").write_text(json.dumps(config))
     with worker_dev(tmp_path) as running:
-        assert get(running.url).text == "hello<p>"
+        url = running.url
+        assert get(url).text == "hello function<p>"
+        (tmp_path / "index.ts").write_text(
+            'import { greeting } from "greeting";\ntype Shape = { a: 1 };\n'
+            "export default {\n  fetch: (): Response => new Response(greeting + missing),\n};"
+        )
+        running.line_with("reloaded")
+        assert get(url).status_code == 500
+        assert "missing is not defined" in running.line_with("Error")
+        assert running.line_with("at ") == "    at Object.fetch (index.ts:4:50)\n"
+        (tmp_path / "index.ts").write_text('import "nothing-like-it";')
+        running.line_with(r"not loaded +index\.ts")
+        running.line_with(r"esbuild could not bundle index\.ts:")
+        running.line_with(r'Could not resolve "nothing-like-it"')
+        running.line_with("What ran before goes on")
+        assert not any("You can mark the path" in line for line in running.lines)
+
+
+@pytest.mark.parametrize("with_esbuild", [True, False])
+def test_a_worker_of_real_packages_runs_bundled_and_as_it_is(
+    tmp_path: Path, gateway: tuple[StubBinding, str], with_esbuild: bool
+) -> None:
+    require_clients()
+    (tmp_path / "node_modules").mkdir()
+    for package in (BIN.parent).iterdir():
+        if with_esbuild or package.name not in (".bin", "@esbuild", "esbuild", "wrangler"):
+            (tmp_path / "node_modules" / package.name).symlink_to(package.resolve())
+    (tmp_path / "index.js").write_text("""
+import { generateText } from "ai";
+import { createWorkersAI } from "workers-ai-provider";
+export default {
+  async fetch(request, env) {
+    const { text } = await generateText({ model: createWorkersAI({ binding: env.AI })("m"), prompt: "hello" });
+    return new Response(text);
+  },
+};""")
+    config = {**CONFIG, "compatibility_flags": ["nodejs_compat"], "ai": {"binding": "AI"}}
+    (tmp_path / "wrangler.json").write_text(json.dumps(config))
+    with worker_dev(tmp_path, "--gateway", gateway[1]) as running:
+        assert get(running.url).text == "You said hello"
 
 
 def _wait_for_end(descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -13,10 +14,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
 from tests.examples.workerd import require_workerd
 
 SECONDS = 60.0
 """How long a test waits for a line before it fails."""
+CONFIG = {"main": "index.js", "compatibility_date": "2026-11-01"}
+ECHO = """
+export default {
+  async fetch(request, env) {
+    return Response.json({ ...env, ASSETS: undefined, version: 1, path: new URL(request.url).pathname });
+  },
+};
+"""
 
 
 class RunningDev:
@@ -39,8 +50,8 @@ class RunningDev:
 
     @property
     def url(self) -> str:
-        """Wait until it listens, and return where."""
-        found = re.search(r"http://127\.0\.0\.1:\d+", self.line_with("listens on"))
+        """Wait until it tells where it listens, which it does once, and return that."""
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.line_with(r"  http://127\.0\.0\.1:\d+$"))
         assert found is not None
         return found[0]
 
@@ -59,7 +70,7 @@ class RunningDev:
 
 @contextmanager
 def worker_dev(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningDev]:
-    """Run it over `folder` on a free port; what is left of it afterwards is killed."""
+    """Run it over `folder` on a free port, and end it afterwards."""
     require_workerd()
     command = [sys.executable, "-m", "tandem_client.cli", "worker", "dev", str(folder), "--port", "0", *flags]
     process = subprocess.Popen(
@@ -73,5 +84,18 @@ def worker_dev(folder: Path, *flags: str, environment: Mapping[str, str] | None 
     try:
         yield running
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # it takes away what it wrote, which a kill would not
+        try:
+            process.wait(SECONDS)
+        finally:
+            process.kill()
+
+
+def worker(folder: Path, source: str = ECHO, **config: object) -> Path:
+    (folder / "index.js").write_text(source)
+    (folder / "wrangler.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, trust_env=False, timeout=20)

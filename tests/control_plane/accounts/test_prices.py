@@ -53,3 +53,12 @@ def test_prices_of_models_come_from_tandem_toml_unless_prices_names_them() -> No
     table = PriceTable.parse(["c=9/9/9", "*=0.1/0/0.3"]).over(models)
     assert [table.of(name) for name in ("a", "b", "o/a")] == [Price(1.0, 0.5, 2.0)] * 3
     assert table.of("c") == Price(9, 9, 9) and table.of("@tandem/demo") == Price(0.1, 0, 0.3)
+
+
+def test_a_price_is_not_that_of_other_versions_of_a_checkpoint() -> None:
+    cost = {"input": 1, "cached_input": 0.5, "output": 2}
+    pinned = ModelTable.from_toml({"a": {"source": "o/a", "revision": "v1", "prices": cost}})
+    shipped = ModelTable.from_toml({"mine": {"source": "meta-llama/Llama-3.1-8B-Instruct", "prices": cost}})
+    assert PriceTable.parse([]).over(pinned).of("a") == Price(1, 0.5, 2)
+    assert PriceTable.parse([]).over(pinned).of("o/a") == FREE
+    assert PriceTable.parse([]).over(shipped).of("meta-llama/Llama-3.1-8B-Instruct") == Price(1, 0.5, 2)

@@ -22,7 +22,7 @@ from engine.models.lean.weights import LeanWeights
 from engine.ops.base import Activation, HeadNorm, KVPool, Ops, Rotary, Run, Step, Weight
 from engine.ops.sampling import Drawn, SamplingRow
 from engine.scheduling.batch import SchedulerOutput
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
 PARTS = (
@@ -199,6 +199,9 @@ class SwitchedRunner:
     @property
     def generations(self) -> MutableSequence[int]:
         return self._plain.generations
+
+    def prepare(self, request: Request) -> bool:
+        return self._plain.prepare(request)
 
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None

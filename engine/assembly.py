@@ -14,7 +14,7 @@ from engine.core import EngineCore
 from engine.execution.crew import use_threads
 from engine.execution.draft_runner import DraftRunner
 from engine.execution.grammar.masks import GrammarMasks
-from engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
+from engine.execution.grammar.matcher import Compile, GrammarFailed
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.execution.pool_size import choose_num_blocks
@@ -77,7 +77,7 @@ def grammar_masks(info: ModelInfo) -> GrammarMasks:
     return GrammarMasks(lambda: _guide(info))
 
 
-def _guide(info: ModelInfo) -> MakeMatcher:
+def _guide(info: ModelInfo) -> Compile:
     tokenizer_path = info.asset_paths.get("tokenizer.json")
     if tokenizer_path is None or not info.eos_token_ids:
         missing = "tokenizer.json" if tokenizer_path is None else "token that ends an answer"

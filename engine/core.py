@@ -31,7 +31,7 @@ from engine.messages import (
     UnmapRegion,
 )
 from engine.scheduling.hand_over import ImportRefused
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
 
@@ -62,6 +62,10 @@ class Runner(Protocol):
     @property
     def generations(self) -> MutableSequence[int]:
         """One per slot, written by the block pool; shared memory where other processes read the pool."""
+        ...
+
+    def prepare(self, request: Request) -> bool:
+        """Begin whatever the request's first token needs besides its prompt; return whether all of it is there."""
         ...
 
     def execute(
@@ -102,7 +106,7 @@ class EngineCore:
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.generations, clock, self._load, timer)
+        self.scheduler = Scheduler(config, runner.generations, clock, self._load, timer, runner.prepare)
         self._failures: list[RequestFailed] = []
 
     def has_work(self) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from engine.core import RegionError
-from engine.execution.grammar.masks import GrammarMasks, no_guide
+from engine.execution.grammar.compiled import no_guide
+from engine.execution.grammar.masks import GrammarMasks
 from engine.execution.input_batch import build_input_batch
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model import Model
@@ -21,7 +22,7 @@ from engine.messages import ExtentRef, MapRegion
 from engine.ops.base import Ops
 from engine.ops.sampling import Words
 from engine.scheduling.batch import ScheduledRun, SchedulerOutput
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 
 if TYPE_CHECKING:
     from engine.execution.block_checksums import BlockChecksums
@@ -46,6 +47,10 @@ class ModelRunner:
         self._regions = MappedRegions()
         self.generations = cache.generations
 
+    def prepare(self, request: Request) -> bool:
+        """Begin to compile a request's grammar, if it has one, and return whether nothing waits for that."""
+        return self._masks.prepare(request)
+
     @torch.inference_mode()
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
@@ -59,9 +64,9 @@ class ModelRunner:
             self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
             kv_written()
 
-        masks = self._masks.of(output.runs)
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
+        masks = self._masks.of(output.runs)  # a device that runs on its own computes meanwhile
         drawn = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
         self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
         return drawn

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.scheduling.request import Request
+from engine.scheduling.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,14 @@ PromptLimit = Callable[["Batch", int, int], int]
 class Batch:
     """A step while it is put together, within its limits: tokens, requests, and what `prompt_limit` says."""
 
-    def __init__(
-        self,
-        max_num_tokens: int,
-        max_num_seqs: int,
-        prompt_limit: PromptLimit = lambda batch, first_position, num_tokens: num_tokens,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, prompt_limit: PromptLimit, is_ready: Callable[[Request], bool]) -> None:
+        """`is_ready` tells of a request whether its next token can be drawn without waiting for anything."""
         self.runs: dict[Request, ScheduledRun] = {}
-        self.num_tokens_left = max_num_tokens
-        self._max_num_seqs = max_num_seqs
+        self.num_tokens_left = config.max_num_batched_tokens
+        self._max_num_seqs = config.max_num_seqs
         self._prompt_limit = prompt_limit
+        self._is_ready = is_ready
+        self._unready: list[Request] = []
 
     @property
     def is_full(self) -> bool:
@@ -72,15 +71,25 @@ class Batch:
         return not self.is_full and self._prompt_limit(self, 0, self.num_tokens_left) > 0
 
     def add(self, request: Request) -> None:
-        """Run as many of a request's uncomputed tokens as the limits allow, if they allow any."""
-        first = request.num_computed_tokens
-        num_tokens = min(request.num_tokens_to_compute, self.num_tokens_left)
-        if not request.is_decoding:
-            num_tokens = self._prompt_limit(self, first, num_tokens)
-        if num_tokens:
-            samples = num_tokens == request.num_tokens_to_compute
-            self.runs[request] = ScheduledRun(request, first, num_tokens, samples)
-            self.num_tokens_left -= num_tokens
+        """Run as many of a request's uncomputed tokens as the limits allow, if they allow any.
+
+        One that is not ready to be drawn from runs with `add_unready`.
+        """
+        num_tokens = self._num_fitting(request)
+        if num_tokens == request.num_tokens_to_compute and not self._is_ready(request):
+            self._unready.append(request)
+        else:
+            self._add(request, num_tokens)
+
+    def add_unready(self) -> None:
+        """Run what is left to compute of requests that are not ready, but for their last token if others run.
+
+        Where nobody else runs the first of them draws, and is waited for.
+        """
+        for request in self._unready:
+            if len(self.runs) < self._max_num_seqs:
+                num_tokens = request.num_tokens_to_compute - bool(self.runs)
+                self._add(request, min(num_tokens, self._num_fitting(request)))
 
     def add_drafts(self, request: Request, draft_tokens: tuple[int, ...]) -> None:
         """Let guesses run behind a request's last known token, which is in this step; there must be room for them."""
@@ -93,3 +102,17 @@ class Batch:
         """Give a request's tokens back to the budget, if it has any in this step."""
         if run := self.runs.pop(request, None):
             self.num_tokens_left += run.num_tokens + len(run.draft_tokens)
+        if request in self._unready:
+            self._unready.remove(request)
+
+    def _num_fitting(self, request: Request) -> int:
+        num_tokens = min(request.num_tokens_to_compute, self.num_tokens_left)
+        if request.is_decoding:
+            return num_tokens
+        return self._prompt_limit(self, request.num_computed_tokens, num_tokens)
+
+    def _add(self, request: Request, num_tokens: int) -> None:
+        if num_tokens:
+            samples = num_tokens == request.num_tokens_to_compute
+            self.runs[request] = ScheduledRun(request, request.num_computed_tokens, num_tokens, samples)
+            self.num_tokens_left -= num_tokens

@@ -59,6 +59,7 @@ class Scheduler:
         clock: Callable[[], int] = time.time_ns,
         load: Load = lambda blocks, extents: 0,
         timer: Callable[[], float] = time.perf_counter,
+        prepare: Callable[[Request], bool] = lambda request: True,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, generations)
@@ -66,6 +67,7 @@ class Scheduler:
         self._kv = KVCacheManager(self.pool, config)
         self._clock = clock
         self._timer = timer
+        self._prepare = prepare
         self._ledger = Ledger(clock)
         self._recovery = Recovery(self.pacer.model, config.block_size, config.window)
         self.prefixes = PrefixExchange(self._kv, self._ledger, load, self._recovery, timer)
@@ -75,8 +77,7 @@ class Scheduler:
         self._running = RunningRequests(config.max_num_seqs, self._waiting.served)
         self._import_started = 0.0
         self._early_outputs: list[RequestOutput] = []  # of requests that were over before they ran
-        self.num_steps = 0
-        self._num_arrivals = 0
+        self.num_steps = self._num_arrivals = 0
         self._is_stalled = False
 
     # ------------------------------------------------------------------------------------------------- commands
@@ -94,6 +95,7 @@ class Scheduler:
             return Refused(command.request_id, refusal.reason, refusal.message)
         self._num_arrivals += 1
         self._requests[request.request_id] = request
+        self._prepare(request)
         return Reserved(request.request_id, request.num_found_blocks)
 
     def import_targets(self, command: ImportSlab) -> tuple[list[int], list[ExtentRef]]:
@@ -172,12 +174,13 @@ class Scheduler:
         """Choose the next step's tokens: answers first, then prompts begun, then the queue; preempt where needed."""
         self.num_steps += 1
         self.pacer.begin()
-        batch = Batch(self.config.max_num_batched_tokens, self.config.max_num_seqs, self.pacer.prompt_limit)
+        batch = Batch(self.config, self.pacer.prompt_limit, self._prepare)
         num_preempted = self._waiting.num_preempted
         self._schedule_running(batch)
         has_preempted = self._waiting.num_preempted > num_preempted
         if not has_preempted:  # else they would be let in again at once
             self._schedule_waiting(batch)
+        batch.add_unready()
         self.speculator.draft(
             batch, self.config.num_blocks if self._waiting.num_preempted else self._running.num_growing
         )
@@ -188,7 +191,8 @@ class Scheduler:
 
     def seal_written(self, output: SchedulerOutput) -> list[SealedBlocks]:
         """Return the blocks of prefills that this step completed; `update`, after it, does not do so again."""
-        return [event for run in output.runs if run.request.mode == "prefill" for event in self._seal(run)]
+        prefills = [run for run in output.runs if run.request.mode == "prefill"]
+        return [event for run in prefills for event in seal(run.request, run.end, self._kv)]
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
@@ -202,7 +206,7 @@ class Scheduler:
             drawn = sampled[run.request.request_id] if run.samples else ()
             if run.request.mode == "prefill":
                 self._take_computed(run)
-                sealed += self._seal(run)
+                sealed += seal(run.request, run.end, self._kv)
                 outputs += self._hand_over(run.request, drawn) if drawn else ()
             elif drawn:
                 outputs.append(self._take_answer(run, drawn))
@@ -312,9 +316,6 @@ class Scheduler:
     def _keep_computed(self, request: Request) -> None:
         self.prefixes.register(request)
         self._kv.drop_behind_window(request)
-
-    def _seal(self, run: ScheduledRun) -> list[SealedBlocks]:
-        return seal(run.request, run.end, self._kv)
 
     def _take_answer(self, run: ScheduledRun, drawn: Sequence[Sampled]) -> RequestOutput:
         request = run.request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.ops.sampling import Words
@@ -16,17 +16,18 @@ class GrammarFailed(Exception):
 class Matcher(Protocol):
     """Where one answer stands in its grammar: a function of the grammar and the answer's tokens, and nothing else."""
 
-    def masks(self, answer: Sequence[int], draft_tokens: Sequence[int]) -> list[Words]:
-        """Return the tokens that may follow `answer`, and those behind each of the drafts that the grammar allows.
+    def masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> list[Words]:
+        """Take in the tokens that came since the last call, and return which may follow.
 
-        A mask has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)]. The end of the answer is
-        allowed where the grammar accepts it as it stands, and nothing else where it takes no more. Calls must come with
-        ever longer answers, each beginning with the one before. Raises GrammarFailed.
+        The masks are one, and one behind each of the drafts that the grammar allows; drafts are not taken in. A mask
+        has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)]. The end of the answer is allowed
+        where the grammar accepts it as it stands, and nothing else where it takes no more. Raises GrammarFailed.
         """
         ...
 
 
-class MakeMatcher(Protocol):
-    def __call__(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the grammar's beginning; raises GrammarFailed."""
-        ...
+MakeMatcher = Callable[[], Matcher]
+"""Returns a matcher at the beginning of one grammar, in microseconds."""
+
+Compile = Callable[[Grammar], MakeMatcher]
+"""Takes up to some tens of milliseconds, without the interpreter's lock; raises GrammarFailed."""

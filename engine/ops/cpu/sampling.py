@@ -53,8 +53,7 @@ class _Call:
             out.token_ids, out.ranks, out.logprobs = token_ids + place, ranks + place, logprobs + place
             if row.changes is not None:
                 self._point_to_changes(row.changes, vocab_size, out)
-            if row.allowed is not None:
-                out.allowed, out.num_allowed_words = self._pointer(row.allowed, np.int32), len(row.allowed)
+        self._point_to_masks()
 
     def results(self) -> list[Drawn]:
         """Return what the rows gave. Raises UnusableLogits."""
@@ -84,6 +83,17 @@ class _Call:
         out.changed, out.num_changed = self._pointer(token_ids, np.int64), num
         out.bias, out.minus = self._pointer(changes.bias, np.float64), self._pointer(changes.minus, np.float64)
         out.is_seen, out.repetition_penalty = self._pointer(changes.is_seen, np.bool_), changes.repetition_penalty
+
+    def _point_to_masks(self) -> None:
+        """Put all masks into one piece: an address takes Python as long as copying a hundred words."""
+        pairs = zip(self.table, self._rows, strict=True)
+        masked = [(out, row.allowed) for out, row in pairs if row.allowed is not None]
+        if not masked:
+            return
+        place = self._pointer(np.concatenate([words for _, words in masked]), np.int32)
+        for out, words in masked:
+            out.allowed, out.num_allowed_words = place, len(words)
+            place += words.nbytes
 
     def _pointer(self, numbers: Any, dtype: Any) -> int:
         whole = np.ascontiguousarray(numbers, dtype)

@@ -20,7 +20,7 @@ from engine.execution.model import Model, ignore
 from engine.messages import ExtentRef, FinishReason, MapRegion, PositionLogprobs, RequestOutput
 from engine.ops.base import KVPool, Step
 from engine.scheduling.batch import SchedulerOutput
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 
 Place = tuple[str, int]
 
@@ -106,6 +106,9 @@ class RecordingRunner:
     @property
     def generations(self) -> MutableSequence[int]:
         return self._runner.generations
+
+    def prepare(self, request: Request) -> bool:
+        return self._runner.prepare(request)
 
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from engine.assembly import grammar_masks
 from engine.core import EngineCore
+from engine.execution.draft_runner import DraftRunner
 from engine.execution.kv_cache import PagedKVCache
 from engine.execution.model_runner import ModelRunner
 from engine.messages import (
@@ -29,7 +30,9 @@ from engine.messages import (
 from engine.models.loader import LoadedModel, load_model
 from engine.ops.cpu import CpuOps
 from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
+from engine.scheduling.request import Request
 from engine.scheduling.scheduler_config import SchedulerConfig
+from engine.scheduling.speculation.draft_model import ModelDrafter, Plan
 from engine.settings import EngineConfig
 from tests.checkpoints import make_checkpoint
 from tests.engine.determinism.asks import Ask
@@ -116,6 +119,16 @@ class Stage:
             torch.set_num_threads(num_threads)
 
 
+class _EagerDrafter(ModelDrafter):
+    """Asks whether it pays or not."""
+
+    def rests(self) -> bool:
+        return False
+
+    def choose(self, limits: Mapping[Request, tuple[int, int]], without: Plan, others: Plan) -> dict[Request, int]:
+        return {each.request: limits[each.request][0] for each in self._candidates(limits)}
+
+
 class Engine:
     """An EngineCore with a pool of its own whose steps go into the journal. Time passes at random as it is read."""
 
@@ -142,6 +155,23 @@ class Engine:
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9), self._time)
+
+    def use_draft_model(self, *, is_alone: bool) -> None:
+        """Let the model guess for itself, with a cache of its own; `is_alone`: always, and no text is searched."""
+        model = self._stage.model
+        geometry = replace(self.cache.geometry, groups=())
+        cache = PagedKVCache(geometry, self.cache.num_blocks, torch.device("cpu"), staging=False)
+        runner = DraftRunner(model.model, model.ops, cache, self.cache.generations, model.info.context_length)
+        speculator = self.core.scheduler.speculator
+        speculator.use_model(runner)
+        if is_alone:
+            speculator.use([])
+            speculator._model = _EagerDrafter(runner, self._time)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """The totals so far."""
+        return self.core.scheduler.stats().counters
 
     def add(
         self, ask: Ask, answer: Sequence[int] = (), mode: Mode = "aggregated", *, caches: bool = False, **fields: Any

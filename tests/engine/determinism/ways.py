@@ -146,6 +146,19 @@ def speculating(stage: Stage, asks: Sequence[Ask]) -> None:
         engine.close()
 
 
+def speculating_with_a_model(stage: Stage, asks: Sequence[Ask]) -> None:
+    """The same model guesses, so that much of it comes true: always and alone, or beside texts and where that pays."""
+    for number, group in enumerate(stage.groups(asks, 1, 12)):
+        most_drafts, most_seqs = stage.chance.randint(1, 8), stage.chance.randint(1, 8)
+        engine = stage.roomy(group, max_num_seqs=most_seqs, max_draft_tokens=most_drafts)
+        is_alone = number % 2 == 0
+        engine.use_draft_model(is_alone=is_alone)
+        engine.play(group, caches=stage.chance.random() < 0.5)
+        if is_alone:
+            stage.journal.counters["model_drafts_accepted"] += int(engine.counters["draft_tokens_accepted"])
+        engine.close()
+
+
 WAYS = (
     Way("in batches", in_batches, "shared_steps"),
     Way("in chunks", in_chunks, "chunks"),
@@ -157,6 +170,7 @@ WAYS = (
     Way("preempted", preempted, "requests_preempted"),
     Way("migrated", migrated, "migrations"),
     Way("speculating", speculating, "draft_tokens_accepted"),
+    Way("speculating with a draft model", speculating_with_a_model, "model_drafts_accepted"),
 )
 ALONE = Way("alone", alone, "steps")
 

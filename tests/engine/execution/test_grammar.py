@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import jsonschema_rs
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from engine import assembly
 from engine.assembly import AssembledEngine
 from engine.core import EngineCore
 from engine.execution.grammar.guided import Guide
-from engine.execution.grammar.matcher import GrammarFailed
+from engine.execution.grammar.masks import GrammarMasks
+from engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
 from engine.messages import AddRequest, RequestOutput
 from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
@@ -154,6 +157,27 @@ def test_a_grammar_that_cannot_be_used_fails_its_request_and_no_other(
     assert stats.num_free_blocks == stats.num_total_blocks
 
 
+def test_answers_go_on_while_a_grammar_is_compiled(make_engine: MakeEngine) -> None:
+    plain, engine = make_engine("llama"), make_engine("llama")
+    expected = answers(plain, {"bound": params(plain, WORD, seed=4)})
+    runner: Any = engine.core.runner
+    may_go_on = threading.Event()
+
+    def compile_late(grammar: Grammar) -> MakeMatcher:
+        assert may_go_on.wait(20)
+        return assembly._guide(engine.ready.model)(grammar)
+
+    runner._masks = GrammarMasks(lambda: compile_late)
+    engine.core.handle(AddRequest("free", [5, 6, 7], 3, SamplingParams(30)))
+    engine.core.step()
+    engine.core.handle(AddRequest("bound", [5, 6, 7], 3, params(engine, WORD, seed=4)))
+    outputs = [output for _ in range(10) for output in engine.core.step().outputs]
+    assert [output.request_id for output in outputs] == ["free"] * 10
+    may_go_on.set()
+    tokens = [token for output in drained(engine.core) if output.request_id == "bound" for token in output.token_ids]
+    assert tokenizer_of(engine).decode(tokens) == expected["bound"][0]
+
+
 def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     """The vocabulary has two words and nothing else."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "ab": 2, "cd": 3}, unk_token="<s>"))
@@ -162,11 +186,11 @@ def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     guide = Guide(tmp_path / "tokenizer.json", 4, [1])
-    matcher = guide(Grammar("regex", "(ab|cd)*(zz|yy)"))
+    matcher = guide(Grammar("regex", "(ab|cd)*(zz|yy)"))()
     assert [mask.tolist() for mask in matcher.masks([2], [3, 2])] == [[0b1100]] * 3
     with pytest.raises(GrammarFailed, match="no way on"):
-        guide(Grammar("regex", "(ab|cd)(zz|yy)")).masks([2], [])
-    ends = guide(Grammar("regex", "(ab|cd)+"))
+        guide(Grammar("regex", "(ab|cd)(zz|yy)"))().masks([2], [])
+    ends = guide(Grammar("regex", "(ab|cd)+"))()
     assert [mask.tolist() for mask in ends.masks([], [3])] == [[0b1100], [0b1110]]
 
 
@@ -176,4 +200,4 @@ def test_a_matcher_lives_no_longer_than_its_request(make_engine: MakeEngine) -> 
     answers(engine, {"last": params(engine, WORD)})
     gc.collect()
     runner: Any = engine.core.runner
-    assert len(runner._masks._matchers) <= 1  # that of the last step
+    assert len(runner._masks._places) <= 1  # that of the last step

@@ -23,7 +23,7 @@ from engine.messages import (
     StepDone,
 )
 from engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 from engine.scheduling.sampling_params import SamplingParams
 from engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
@@ -55,7 +55,12 @@ class FakeRunner:
         self.stale_slots: set[int] = set()
         self.unmappable_regions: set[str] = set()
         self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
+        self.unready: set[str] = set()
+        """Requests that have to wait for something before they can be drawn from."""
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
+
+    def prepare(self, request: Request) -> bool:
+        return request.request_id not in self.unready
 
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None

@@ -17,7 +17,7 @@ from engine.channel import Received
 from engine.core import EngineCore, RegionError
 from engine.execution.regions import MappedRegions, OwnedRegion
 from engine.messages import ExtentRef, ImportSlab, MapRegion
-from engine.scheduling.request import Sampled
+from engine.scheduling.request import Request, Sampled
 from engine.scheduling.scheduler import SchedulerOutput
 from engine.scheduling.scheduler_config import SchedulerConfig
 from tests.kv_transfer_svc.simulation.tokens import (
@@ -71,6 +71,9 @@ class HashRunner:
     @property
     def generations(self) -> MutableSequence[int]:
         return self._table
+
+    def prepare(self, request: Request) -> bool:
+        return True
 
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None

@@ -110,15 +110,29 @@ static Kept kept_of(const Logits& row, float largest, const SamplingRow& asked) 
   return smallest > kept.smallest ? Kept{smallest} : kept;
 }
 
-static void change(float* logits, int64_t size, const SamplingRow& asked) {
+static void change(float* logits, const SamplingRow& asked) {
   for (int64_t i = 0; i < asked.num_changed; i++) {
     double value = logits[asked.changed[i]] + asked.bias[i];
     if (asked.is_seen[i]) value = value > 0 ? value / asked.repetition_penalty : value * asked.repetition_penalty;
     logits[asked.changed[i]] = (float)(value - asked.minus[i]);
   }
-  if (!asked.allowed) return;
-  for (int64_t i = 0; i < size; i++)
-    if (i / 32 >= asked.num_allowed_words || !(asked.allowed[i / 32] >> i % 32 & 1)) logits[i] = -INFINITY;
+}
+
+// Lane i of x where bit i is set, else -infinity.
+static inline Vec where_set(uint32_t bits, Vec x) {
+  IntVec lane_bits;
+  for (int i = 0; i < kLanes; i++) lane_bits[i] = 1 << i;
+  return ((IntVec{} + (int32_t)bits) & lane_bits) == lane_bits ? x : splat(-INFINITY);
+}
+
+// Copies the logits that are allowed, and -infinity for the others; both may be one place.
+static void copy_allowed(const float* from, float* to, int64_t size, const SamplingRow& asked) {
+  const int64_t num_whole = std::min(size / 32, asked.num_allowed_words);
+  for (int64_t word = 0; word < num_whole; word++)
+    for (int p = 0; p < 32; p += kLanes)
+      store(to + word * 32 + p, where_set(asked.allowed[word] >> p, load(from + word * 32 + p)));
+  for (int64_t i = num_whole * 32; i < size; i++)
+    to[i] = i / 32 < asked.num_allowed_words && asked.allowed[i / 32] >> i % 32 & 1 ? from[i] : -INFINITY;
 }
 
 // ln of the sum of e^logit: sixteen partial sums, then their sum.
@@ -165,9 +179,13 @@ static void sample_row(const float* logits, int64_t size, SamplingRow& asked) {
   const float raw_largest = raw.largest(is_number);
   if (!is_number) return void(asked.status = kNotNumbers);
   const bool is_changed = asked.num_changed || asked.allowed;
-  if (is_changed) {
+  if (asked.num_changed) {
     changed.assign(logits, logits + size);
-    change(changed.data(), size, asked);
+    change(changed.data(), asked);
+  }
+  if (asked.allowed) {
+    changed.resize(size);
+    copy_allowed(asked.num_changed ? changed.data() : logits, changed.data(), size, asked);
   }
   const Logits row(is_changed ? changed.data() : logits, size);
   const float largest = is_changed ? row.largest(is_number) : raw_largest;

@@ -9,6 +9,9 @@ same seeds. What is timed are the steps behind the first token. Every answer mus
     stories             of the built-in model at temperature 1
     ... alone           without earlier answers to guess from: each request is of an account of its own
     random              a Llama with random weights at temperature 1: what it says never repeats itself
+    ... with a copy     of the model as its draft model: always right, greedily, and as slow
+    ... with a stranger as a draft model of a sixth of the layers: always wrong
+    deep                the built-in model with eight times its layers, which add nothing, and itself as draft model
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import engine_models
+from benchmarks import draft_models, engine_models
 from benchmarks.command import Outcome, Say, Sheet, Target, parser, run
 from engine.demo import checkpoint_path
 from engine.demo.corpus import held_out
@@ -38,6 +41,7 @@ LEAST_WITHOUT = 0.97
 _MAX_TOKENS = 192
 _NUM_THREADS = 1
 _BLOCK_SIZE = 16
+_DEMO = "@tandem/demo"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Task:
     temperature: float
     least: float
     is_one_account: bool = True
+    draft_model: str = ""
+    """Where guesses are on."""
 
 
 @dataclass
@@ -114,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model, tasks in _tasks(options.quick, say):
             for task in tasks:
                 say(f"{task.name}: {len(task.prompts)} requests")
-                off, auto = measured(task, partial(_engine, model))
+                off, auto = measured(task, partial(_engine, model, task.draft_model))
                 rows.append(_row(task, off, auto))
                 _enter(task, off, auto, outcome)
         head = ("task", "answer tokens", "off tok/s", "auto tok/s", "ratio", "guesses right", "tokens per step")
@@ -145,21 +151,29 @@ def _warm(core: EngineCore, task: Task) -> Side:
 
 def _tasks(is_quick: bool, say: Say) -> Iterator[tuple[str, list[Task]]]:
     """Yield models, each with its tasks."""
-    num_items, num_stories, num_random = (4, 2, 1) if is_quick else (150, 40, 6)
+    num_items, num_stories, num_random, num_deep = (4, 2, 1, 1) if is_quick else (150, 40, 6, 12)
+    questions = _held_out("questions", num_items)
     yield (
-        "@tandem/demo",
+        _DEMO,
         [
             Task("copying", _held_out("copying", num_items), 0.0, LEAST_GAIN),
             Task("json", _held_out("json", num_items), 0.0, LEAST_GAIN),
             Task("stories", _stories(num_stories), 1.0, LEAST_WITHOUT),
             Task("stories alone", _stories(num_stories), 1.0, LEAST_WITHOUT, is_one_account=False),
-            Task("questions alone", _held_out("questions", num_items), 1.0, LEAST_WITHOUT, is_one_account=False),
+            Task("questions alone", questions, 1.0, LEAST_WITHOUT, is_one_account=False),
+            Task("questions with a copy", questions, 0.0, LEAST_WITHOUT, is_one_account=False, draft_model=_DEMO),
         ],
     )
     shape = "tiny" if is_quick else "S"
     say(f"making shape {shape}, where it is not there yet")
     model = str(engine_models.made(shape, "bf16"))
-    yield model, [Task("random", _random_prompts(shape, num_random), 1.0, LEAST_WITHOUT)]
+    prompts = _random_prompts(shape, num_random)
+    with_stranger = Task(
+        "random with a stranger", prompts, 1.0, LEAST_WITHOUT, draft_model=str(draft_models.stranger(shape))
+    )
+    yield model, [Task("random", prompts, 1.0, LEAST_WITHOUT), with_stranger]
+    deep = Task("deep", _stories(num_deep), 1.0, LEAST_GAIN, is_one_account=False, draft_model=_DEMO)
+    yield str(draft_models.deep_demo()), [deep]
 
 
 def _held_out(family: str, number: int) -> list[Prompt]:
@@ -197,7 +211,7 @@ def _random_prompts(shape: str, number: int) -> list[Prompt]:
     return [Prompt([rng.randrange(2, vocab_size) for _ in range(128)], max_tokens=64) for _ in range(number)]
 
 
-def _engine(model: str, speculation: str) -> EngineCore:
+def _engine(model: str, draft_model: str, speculation: str) -> EngineCore:
     from engine.assembly import assemble
     from engine.settings import EngineConfig
 
@@ -207,6 +221,7 @@ def _engine(model: str, speculation: str) -> EngineCore:
         num_threads=_NUM_THREADS,
         num_kv_blocks=512,
         speculation="auto" if speculation == "auto" else "off",
+        draft_model=draft_model if speculation == "auto" else "",
     )
     return assemble(config, lambda stage, fraction: None).core
 

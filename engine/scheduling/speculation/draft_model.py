@@ -29,7 +29,10 @@ _FEW_TOKENS = 8  # to catch up with, as between two steps: not worth weighing
 _NUM_AGREED = 2  # where the rates of proposals begin, so that each of the first few has its own
 _MARGIN = 0.03
 _NUM_TRIALS = 32  # calls before which what a round takes must be known, or asking has to be paid for like probes
-_NUM_STEPS_RESTED = 8  # once it does not pay
+_LEAST_STEPS_RESTED = 8  # once it does not pay: thinking of it takes some percent of a short step
+_MOST_STEPS_RESTED = 64
+_NUM_STEPS_BEFORE = 4  # without asking, the first of which are slow: what it would save must be known
+_NUM_ASKED = 32  # times, before a step without shows that anew: the rest say little of it
 _PROBED_SHARE = 0.01  # of the time, while asking does not pay
 _MOST_SAVED_STEPS = 8.0  # of that share
 _LIKELY_TOKENS = 128  # that an answer goes on for, if its limit allows
@@ -92,7 +95,8 @@ class ModelDrafter:
         self._acceptances: dict[Request, Acceptance] = {}
         self._cost = ProposalCost()
         self._saved_seconds = 0.0
-        self._num_resting = self._num_steps_since = 0
+        self._num_resting = _NUM_STEPS_BEFORE + 1
+        self._num_steps_since = self._num_asked = 0
 
     @property
     def is_on(self) -> bool:
@@ -100,7 +104,10 @@ class ModelDrafter:
         return self._model is not None
 
     def rests(self) -> bool:
-        """Whether not even to think of asking in this step: where that did not pay lately it still will not."""
+        """Whether not even to think of asking in this step.
+
+        Where that did not pay lately it still will not; and now and then a step has to show what one without takes.
+        """
         self._num_steps_since += 1
         self._num_resting -= self._num_resting > 0
         return self._num_resting > 0
@@ -131,13 +138,18 @@ class ModelDrafter:
             }
         probed = [each for each in asked if each.num_missing <= _FEW_TOKENS] or [fewest]
         seconds = self._cost.seconds(len(probed), 1, min(probed[0].num_missing, MAX_CATCH_UP_TOKENS))
-        is_probed = self._can_spend(seconds + len(probed) * others.seconds_each)
-        self._num_resting = 0 if is_probed else _NUM_STEPS_RESTED
-        return {each.request: 1 for each in probed} if is_probed else {}
+        seconds += len(probed) * others.seconds_each
+        if not self._can_spend(seconds):
+            self._num_resting = self._num_steps_to_save(seconds, without.seconds)
+            return {}
+        return {each.request: 1 for each in probed}
 
     def ask(self, wanted: Mapping[Request, int]) -> tuple[dict[Request, Proposal], float]:
         """Return what it proposes and the seconds it took; a model that breaks is not asked again."""
         assert self._model is not None, "a draft model that broke is asked"
+        self._num_asked += 1
+        if self._num_asked % _NUM_ASKED == 0:
+            self._num_resting = 2
         num_missing = sum(self._model.num_missing(request) or 0 for request in wanted)
         started = self._timer()
         try:
@@ -172,6 +184,11 @@ class ModelDrafter:
             return False
         self._saved_seconds -= seconds
         return True
+
+    def _num_steps_to_save(self, seconds: float, step_seconds: float) -> int:
+        """Return after how many steps so much could be spent, within the limits of a rest."""
+        num_steps = (seconds - self._saved_seconds) / (_PROBED_SHARE * step_seconds)
+        return int(min(max(num_steps, _LEAST_STEPS_RESTED), _MOST_STEPS_RESTED))
 
     def _candidates(self, limits: Mapping[Request, tuple[int, int]]) -> list[_Candidate]:
         """Return whom it could propose anything for, the likeliest to be right first."""

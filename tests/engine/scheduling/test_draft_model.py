@@ -13,6 +13,7 @@ from engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS
 from engine.scheduling.speculation.drafters import Guess
 from engine.scheduling.speculation.ngrams import FIRM
 from engine.scheduling.speculation.proposal_cost import ProposalCost
+from engine.scheduling.step_time import StepWork
 from tests.engine.scheduling.world import World
 
 
@@ -140,6 +141,20 @@ def test_what_it_takes_is_no_part_of_what_steps_are_thought_to_take() -> None:
     tokens_per_second(world)
     assert model.num_asked > 20
     assert world.core.scheduler.pacer.model.draft_seconds() == pytest.approx(0.02, rel=0.1)
+
+
+def test_steps_whose_beginnings_were_slow_are_not_thought_slow_for_ever() -> None:
+    """A copy of the model: always right, and as slow. Asked from the start, it would leave no step that says so."""
+    steps: list[StepWork] = []
+
+    def seconds_of(work: StepWork) -> float:
+        steps.append(work)
+        return (5.0 if len(steps) < 4 else 1.0) + 0.15 * work.num_draft_tokens
+
+    world = World(128, context_length=512, step_seconds=seconds_of, max_draft_tokens=8, drafter=Text(is_firm=False))
+    model = with_model(world, 1.0, 0.9)
+    tokens_per_second(world, num_tokens=400)
+    assert model.num_asked < 40
 
 
 def test_a_model_that_comes_to_be_right_is_noticed() -> None:

@@ -32,13 +32,13 @@ class Served:
     def __init__(
         self, folder: Path, flags: tuple[str, ...], environment: Mapping[str, str], roles: Collection[str]
     ) -> None:
-        http_port, grpc_port = _free_ports(2)
+        http_port, grpc_port = free_ports(2)
         self.base_url = f"http://127.0.0.1:{http_port}"
         self._folder = folder
         self._roles = frozenset(roles)
         self._command = [sys.executable, "-m", "tandem_client.cli", "up", *flags]
         self._command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-        self._environment = _environment(folder / "state", environment)
+        self._environment = clean_environment(folder / "state", environment)
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -109,14 +109,14 @@ class Served:
         return "\n".join(last_lines(self._log, 30))
 
 
-def _environment(state_dir: Path, ours: Mapping[str, str]) -> dict[str, str]:
+def clean_environment(state_dir: Path, ours: Mapping[str, str]) -> dict[str, str]:
     """Return our variables over the surroundings', without any that would change what is measured."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "OTEL_", "OMP_"))}
     paths = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
     return {**kept, "PYTHONPATH": paths, "TANDEM_STATE_DIR": str(state_dir), **ours}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

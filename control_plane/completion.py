@@ -5,7 +5,6 @@ Every face makes a `CompletionRequest` or a `ChatRequest`; `TextService.start` t
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import anyio
 
 from control_plane.accounts.ledger import Status
 from control_plane.accounts.metering import Asked, Entry, Meter, Unmetered
+from control_plane.deadline import Deadline
 from control_plane.generation import (
     Dispatcher,
     ModelCatalog,
@@ -44,7 +44,7 @@ from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tokenizer_cache import TokenizerCache
 from runtime import tracing
-from runtime.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
+from runtime.errors import Cancelled, InternalError, InvalidRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
@@ -206,12 +206,15 @@ class TextStream:
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         """Yield text as it comes; every choice ends with a finish reason, or this raises TandemError."""
+        async for batch in self.batches():
+            for text in batch:
+                yield text
+
+    async def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
+        """Yield the same, all that has come at a time; a batch is read to its end before the next is asked for."""
         try:
-            async for delta in self._token_deltas():
-                text = await self._push(delta)
-                if text is not None:
-                    self._record.text_came()
-                    yield text
+            async for batch in self._token_batches():
+                yield self._texts(batch)
             reasons = self._finish_reasons()
             self._record.finished(self.usage, reasons)
             self._entry.close("finished", self.usage, " ".join(dict.fromkeys(reasons)))
@@ -221,6 +224,18 @@ class TextStream:
             raise
         finally:
             await self.aclose()
+
+    def _texts(self, batch: Iterator[TokenDelta]) -> Iterator[TextDelta]:
+        try:
+            for delta in batch:
+                text = self._push(delta)
+                if text is not None:
+                    self._record.text_came()
+                    yield text
+        except Exception as error:
+            self._record.failed(error)
+            self._close_entry(error)
+            raise
 
     def _finish_reasons(self) -> list[str]:
         reasons: list[str] = [choice.finish_reason for choice in self._choices if choice.finish_reason is not None]
@@ -240,23 +255,27 @@ class TextStream:
         # Until the first token nobody knows how much of the prompt was read: then none of it is counted.
         self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
 
-    async def _token_deltas(self) -> AsyncIterator[TokenDelta]:
-        iterator = aiter(self._tokens)
-        while True:
-            async with _until(self.prompt.token_request.deadline, self.prompt.timeout_seconds):
-                delta = await anext(iterator, None)
-            if delta is None:
-                return
-            self._has_tokens = True
-            yield delta
+    async def _token_batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
+        iterator = aiter(self._tokens.batches())
+        deadline = Deadline(self.prompt.token_request.deadline, self.prompt.timeout_seconds)
+        try:
+            while True:
+                async with deadline:
+                    batch = await anext(iterator, None)
+                if batch is None:
+                    return
+                self._has_tokens = True
+                yield batch
+        finally:
+            deadline.close()
 
-    async def _push(self, delta: TokenDelta) -> TextDelta | None:
+    def _push(self, delta: TokenDelta) -> TextDelta | None:
         choice = self._choices[delta.choice_index]
         if choice.finish_reason is not None:  # tokens that were on their way when a stop string ended the choice
             return None
         text = choice.push(delta)
         if choice.ended_by_stop_string and delta.finish_reason is None:
-            await self._tokens.stop_choice(delta.choice_index)
+            self._tokens.stop_choice(delta.choice_index)
         return text if text.text or text.logprobs or text.finish_reason else None
 
 
@@ -294,16 +313,12 @@ def _recorded(record: GenerationRecord) -> Iterator[None]:
 @asynccontextmanager
 async def _until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]:
     """Turn the passing of `deadline` (Unix seconds) inside the block into DeadlineExceeded."""
-    timeout = asyncio.timeout(max(0.0, deadline - time.time()))
+    time_left = Deadline(deadline, timeout_seconds)
     try:
-        async with timeout:
+        async with time_left:
             yield
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise
-        raise DeadlineExceeded(
-            f"the request took longer than its {timeout_seconds:g} seconds; ask for fewer tokens or more time"
-        ) from error
+    finally:
+        time_left.close()
 
 
 async def _prompt_ids(

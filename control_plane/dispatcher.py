@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from control_plane.affinity import Served
 from control_plane.cache_policy import AccountPolicies
-from control_plane.flight import Choice, Flight
+from control_plane.flight import MAX_UNREAD_TOKENS, Choice, Flight
 from control_plane.generation import TokenRequest
 from control_plane.kv_clients import KvClients
 from control_plane.leg import Leg
@@ -17,6 +17,7 @@ from control_plane.lessons import Lessons
 from control_plane.links import LinkPool
 from control_plane.losses import Losses
 from control_plane.migration import Mover
+from control_plane.pace import Pace
 from control_plane.plan import FINAL, Plan
 from control_plane.prompt_hashes import PromptHasher
 from control_plane.quarantine import Quarantine
@@ -61,8 +62,11 @@ class Dispatcher:
         max_waiting: int,
         budget: RetryBudget | None = None,
         accounts: AccountPolicies | None = None,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         self._registry = registry
+        self._max_unread_tokens = max_unread_tokens
+        self._pace = Pace()
         self.router = router
         self._cards = cards
         self._kv_clients = kv_clients
@@ -89,7 +93,7 @@ class Dispatcher:
         self.budget.earn()
         card = self._cards.card(request.model_id)
         hashes = await self._hasher.hashes(request, card)
-        flight = Flight(request)
+        flight = Flight(request, self._pace, self._max_unread_tokens)
         plan = Plan(request, card, hashes, current_traceparent(), flight, avoid=set())
         flight.on_close = lambda: self._end(plan)
         flight.on_finished = lambda: self._finished(plan)

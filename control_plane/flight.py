@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from control_plane.leg import Leg
+from control_plane.pace import Pace
 from control_plane.work import Phase, work_of
-from runtime.errors import DeadlineExceeded, InternalError, TandemError
+from runtime.errors import Aborted, DeadlineExceeded, InternalError, TandemError
 from runtime.log import get_logger
 from tandem.v1 import types_pb2 as pb
 
@@ -25,6 +27,9 @@ log = get_logger(__name__)
 _LEDGER_SECONDS = 2.0
 GRACE_SECONDS = 1.0
 """Workers end a request at its deadline by themselves, and say so; this is for those that cannot any more."""
+
+MAX_UNREAD_TOKENS = 8192
+"""Of one request; a client that reads slower than its answer is written may be behind by so many."""
 
 FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -58,7 +63,10 @@ class Choice:
 class Flight:
     """Implements control_plane.generation.TokenStream; made by the dispatcher, on one event loop."""
 
-    def __init__(self, request: TokenRequest) -> None:
+    def __init__(
+        self, request: TokenRequest, pace: Pace | None = None, max_unread_tokens: int = MAX_UNREAD_TOKENS
+    ) -> None:
+        """`pace`: that of all flights on this event loop."""
         self.request = request
         self.on_close: Callable[[], None] | None = None
         self.on_finished: Callable[[], None] = lambda: None
@@ -71,7 +79,11 @@ class Flight:
         self.prefill: Leg | None = None
         self.prefill_ledger: pb.PhaseLedger | None = None
         self._phases: dict[Leg, Phase] = {}
-        self._events: asyncio.Queue[TokenDelta | TandemError] = asyncio.Queue()
+        self._pace = pace or Pace()
+        self._max_unread_tokens = max_unread_tokens
+        self._events: deque[TokenDelta | TandemError] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._num_prompt_tokens = len(request.token_ids)
         self._prefill_over = asyncio.Event()
 
     # ------------------------------------------------------------------------------------- what workers say
@@ -80,24 +92,24 @@ class Flight:
         """Pass on those tokens that come next; the others were passed on before. Raises Diverged if they differ."""
         if choice.is_over:
             return
-        first = output.position - len(self.request.token_ids)
+        token_ids = tuple(output.token_ids)
+        first = output.position - self._num_prompt_tokens
         num_known = len(choice.tokens) - first
-        known = choice.tokens[max(0, first) :][: len(output.token_ids)]
-        if first < 0 or num_known < 0 or known != list(output.token_ids[: max(0, num_known)]):
+        if num_known != 0 and (first < 0 or not _continues(choice.tokens, first, token_ids)):
             raise Diverged(
-                f"{output.request_id}: tokens {list(output.token_ids)} came for place {first} of the answer, "
-                f"which has {len(choice.tokens)} tokens, {known} there"
+                f"{output.request_id}: tokens {list(token_ids)} came for place {first} of the answer, which has "
+                f"{len(choice.tokens)} tokens, {choice.tokens[max(0, first) :][: len(token_ids)]} there"
             )
-        fresh = output.token_ids[num_known:]
-        choice.tokens.extend(fresh)
-        if fresh:
-            choice.lost_with.clear()
-            choice.deaths.clear()
+        fresh = token_ids[num_known:]
         finish_reason = FINISH_REASONS.get(output.finish_reason)
+        if fresh:
+            choice.tokens.extend(fresh)
+            if choice.lost_with:
+                choice.lost_with.clear()
+                choice.deaths.clear()
         if fresh or finish_reason:
-            logprobs = tuple(_logprobs(position) for position in output.logprobs[num_known:])
-            self._pass_on(choice, tuple(fresh), logprobs, finish_reason)
-        choice.is_over = finish_reason is not None
+            self._pass_on(choice, fresh, _logprobs_of(output, num_known), finish_reason)
+        choice.is_over = choice.is_over or finish_reason is not None
 
     def _pass_on(
         self,
@@ -108,10 +120,27 @@ class Flight:
     ) -> None:
         """Pass on one token at a time: a stop string may end the answer, and its count, at any of them."""
         for index in range(len(fresh) - 1):
-            self._events.put_nowait(
-                TokenDelta(choice.index, fresh[index : index + 1], logprobs[index : index + 1], None)
+            self._events.append(TokenDelta(choice.index, fresh[index : index + 1], logprobs[index : index + 1], None))
+        self._put(TokenDelta(choice.index, fresh[-1:], logprobs[-1:], finish_reason))
+        if len(self._events) > self._max_unread_tokens:
+            self._give_up()
+
+    def _put(self, event: TokenDelta | TandemError) -> None:
+        self._events.append(event)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._pace.wake(waiting)
+
+    def _give_up(self) -> None:
+        """Nobody reads this, or too slowly: end it, behind what is there."""
+        log.warning("client_too_slow", request_id=self.request.request_id, num_unread_tokens=len(self._events))
+        self._put(
+            Aborted(
+                f"{len(self._events):,} tokens of this answer are waiting for its client, and no more than "
+                f"{self._max_unread_tokens:,} may; read faster, ask for fewer tokens, or raise --max-unread-tokens"
             )
-        self._events.put_nowait(TokenDelta(choice.index, fresh[-1:], logprobs[-1:], finish_reason))
+        )
+        self._end()
 
     def output_came(self, leg: Leg, output: pb.TokenOutput) -> None:
         """Note what an output says of its worker."""
@@ -124,7 +153,7 @@ class Flight:
             self.on_ledger(leg, output.ledger)
 
     def fail(self, error: TandemError) -> None:
-        self._events.put_nowait(error)
+        self._put(error)
 
     def expect_prefill(self, leg: Leg | None) -> None:
         """A prefill leg was started, after an earlier one perhaps; None: there is none (any more)."""
@@ -140,34 +169,42 @@ class Flight:
 
     # ------------------------------------------------------------------------------------- what the client asks
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self._deltas()
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        async for batch in self.batches():
+            for delta in batch:
+                yield delta
 
-    async def _deltas(self) -> AsyncIterator[TokenDelta]:
+    async def batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
+        seconds_left = self.request.deadline + GRACE_SECONDS - time.time()
+        silence = asyncio.get_running_loop().call_later(max(0.0, seconds_left), self._time_is_up)
         try:
-            while not (self._events.empty() and all(choice.is_over for choice in self.choices)):
-                event = await self._next_event()
-                choice = self.choices[event.choice_index]
-                if not choice.is_stopped:
-                    choice.num_delivered += len(event.token_ids)
-                    yield event
+            while self._events or not all(choice.is_over for choice in self.choices):
+                if not self._events:
+                    self._waiting = asyncio.get_running_loop().create_future()
+                    await self._waiting
+                if self._events and isinstance(self._events[0], TandemError):
+                    raise self._events[0]
+                yield self._unread()
             await self._wait_for_ledger()
             self.on_finished()
         finally:
+            silence.cancel()
             await self.aclose()
 
-    async def _next_event(self) -> TokenDelta:
-        """Return the next tokens; raises what ended the request, DeadlineExceeded once all workers stay silent."""
-        seconds_left = self.request.deadline + GRACE_SECONDS - time.time()
-        try:
-            event = await asyncio.wait_for(self._events.get(), max(0.0, seconds_left))
-        except TimeoutError as error:
-            raise DeadlineExceeded("the request's deadline passed before it was finished; ask for less") from error
-        if isinstance(event, TandemError):
-            raise event
-        return event
+    def _unread(self) -> Iterator[TokenDelta]:
+        """Yield what has come, up to an error, and count it as delivered; nothing of a choice that was stopped."""
+        while self._events and not isinstance(self._events[0], TandemError):
+            delta = self._events.popleft()
+            assert isinstance(delta, TokenDelta), "looked at just now"
+            choice = self.choices[delta.choice_index]
+            if not choice.is_stopped:
+                choice.num_delivered += len(delta.token_ids)
+                yield delta
 
-    async def stop_choice(self, choice_index: int) -> None:
+    def _time_is_up(self) -> None:
+        self.fail(DeadlineExceeded("the request's deadline passed before it was finished; ask for less"))
+
+    def stop_choice(self, choice_index: int) -> None:
         """End a choice now; tokens that came after what was delivered are forgotten."""
         choice = self.choices[choice_index]
         choice.is_over = choice.is_stopped = True
@@ -176,6 +213,9 @@ class Flight:
 
     async def aclose(self) -> None:
         """Cancel what still runs; idempotent."""
+        self._end()
+
+    def _end(self) -> None:
         for choice in self.choices:
             choice.is_over = True
         on_close, self.on_close = self.on_close, None
@@ -267,6 +307,16 @@ class ChoiceSink:
         self._leg.close(cancel=False)
         if not is_first_word:
             self._on_failure(self._choice, self._leg, error)
+
+
+def _continues(tokens: list[int], first: int, token_ids: tuple[int, ...]) -> bool:
+    """Whether tokens from place `first` on repeat those that are there, and go on after the last."""
+    known = tuple(tokens[first : first + len(token_ids)])
+    return first <= len(tokens) and known == token_ids[: len(known)]
+
+
+def _logprobs_of(output: pb.TokenOutput, num_known: int) -> tuple[PositionLogprobs, ...]:
+    return tuple(_logprobs(position) for position in output.logprobs[num_known:]) if output.logprobs else ()
 
 
 def _logprobs(position: pb.PositionLogprobs) -> PositionLogprobs:

@@ -24,6 +24,7 @@ from control_plane.faces.services import HttpSettings
 from control_plane.fleet import Fleet
 from control_plane.kv_clients import KvClients
 from control_plane.links import LinkPool
+from control_plane.listening import allow_many_connections, listen
 from control_plane.prefixes import PrefixIndex
 from control_plane.public_prefixes import PublicPrefixes
 from control_plane.readiness import Prober
@@ -34,7 +35,6 @@ from control_plane.secrets import handle_key, load_secret
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
 from runtime import identity, place
-from runtime.errors import InvalidRequest
 from runtime.log import get_logger
 from runtime.server import GrpcServer, is_loopback, split_address
 from tandem.v1 import control_plane_pb2_grpc
@@ -100,6 +100,7 @@ class Gateway:
             self._settings.queue_seconds,
             self._settings.max_waiting,
             accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
+            max_unread_tokens=self._settings.max_unread_tokens,
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -116,7 +117,13 @@ class Gateway:
         await accounts.open()
         if not await is_loopback(split_address(self._settings.listen)[0]):
             await accounts.check_exposed(self._settings.listen)
-        http_socket = await _listen(self._settings.listen, insecure=self._settings.insecure)
+        http_socket = await listen(
+            self._settings.listen,
+            insecure=self._settings.insecure,
+            reuse_port=self._settings.reuse_port,
+            stalled_client_seconds=self._settings.stalled_client_seconds,
+        )
+        allow_many_connections()
         grpc_server = GrpcServer(
             self._settings.grpc_listen,
             self._add_services,
@@ -187,29 +194,6 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _listen(address: str, *, insecure: bool) -> socket.socket:
-    """Return a bound socket; raises InvalidRequest beyond loopback and where the port is taken."""
-    host, port = split_address(address)
-    if not insecure and not await is_loopback(host):
-        raise InvalidRequest(
-            f"--listen {address} is beyond loopback and the connection is not encrypted; "
-            "listen on 127.0.0.1, or say --insecure if the network is trusted"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Said to be TCP, or asyncio leaves Nagle's algorithm on: what is written in two parts would wait 40 ms for an ACK.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise InvalidRequest(
-            f"cannot listen on {address}: {error.strerror}; stop what does, or choose another port"
-        ) from error
-    bound.set_inheritable(True)
-    return bound
 
 
 def _address(bound: socket.socket) -> str:

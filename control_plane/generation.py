@@ -6,7 +6,7 @@ dispatcher for a `TokenStream`; what comes back climbs the same way as `TextDelt
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -140,8 +140,14 @@ class TokenStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
 
-    async def stop_choice(self, choice_index: int) -> None:
-        """End one choice early (a stop string was found); its unused tokens are not billed."""
+    def batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
+        """Yield the same, all that has come at a time; what is taken from a batch counts as delivered.
+
+        A batch is read to its end before the next one is asked for. To be used instead of iterating, not beside it.
+        """
+
+    def stop_choice(self, choice_index: int) -> None:
+        """End one choice early (a stop string was found); its unused tokens are not billed, nor delivered."""
 
     async def aclose(self) -> None: ...
 

@@ -20,8 +20,18 @@ class ControlPlaneSettings:
     grpc_listen: str = setting("127.0.0.1:8643", "address that workers register at")
     replicas: tuple[str, ...] = setting((), "gRPC addresses of all control-plane processes, this one included")
     insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
+    reuse_port: bool = setting(
+        False, "share the HTTP port with other gateways of this host that say so, too; the kernel spreads connections"
+    )
     request_timeout_seconds: float = setting(600.0, "deadline of a request")
     max_body_bytes: int = setting(10_000_000, "largest request body; more is answered with 413")
+    max_unread_tokens: int = setting(
+        8192, "tokens of a request that may wait for a client that reads too slowly; with more the request is aborted"
+    )
+    stalled_client_seconds: float = setting(
+        60.0,
+        "a connection that takes nothing of what was written to it for so long is closed, and its request cancelled",
+    )
     suspect_seconds: float = setting(3.0, "silence after which a worker gets no new requests")
     gone_seconds: float = setting(5.0, "silence after which a worker is forgotten")
     accept_seconds: float = setting(10.0, "how long a worker may take to accept a request before another is asked")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,9 @@ class Answer(Protocol):
     def usage(self) -> Usage: ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+
+    def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
+        """Yield the same, all that has come at a time; a batch is read to its end before the next is asked for."""
 
     async def aclose(self) -> None: ...
 

@@ -6,10 +6,9 @@ The same endpoints stand under /v1 and, for users of Cloudflare's URLs, under /c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -20,13 +19,14 @@ from control_plane.completion import Prompt, TextStream
 from control_plane.faces.answers import Answer, collect
 from control_plane.faces.body import check, read_json_object
 from control_plane.faces.chat_messages import messages_for_template
+from control_plane.faces.frames import DONE, frame
 from control_plane.faces.openai_answers import ChatShape, CompletionShape, Echo, OpenAIShape
 from control_plane.faces.openai_objects import ModelObject
 from control_plane.faces.openai_schema import ChatBody, CompletionBody, OpenAIBody
 from control_plane.faces.run_options import caller_with
 from control_plane.faces.services import caller_of, request_id_of, services_of
 from control_plane.faces.side_by_side import SideBySide, start_all
-from control_plane.faces.streaming import DONE, EventStream, while_connected
+from control_plane.faces.streaming import EventStream, while_connected
 from control_plane.generation import ModelDescription, Usage
 from control_plane.prompt_logprobs import check_scored
 from control_plane.text.request import ChatRequest, CompletionRequest
@@ -116,16 +116,12 @@ async def _respond(request: Request, body: OpenAIBody, answer: Answer, shape: Op
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
 
 
-async def _frames(answer: Answer, shape: OpenAIShape, *, with_usage_chunk: bool) -> AsyncIterator[bytes]:
-    async for delta in answer:
-        yield b"".join(_frame(chunk) for chunk in shape.chunks(delta))
+async def _frames(answer: Answer, shape: OpenAIShape, *, with_usage_chunk: bool) -> AsyncGenerator[bytes]:
+    async for batch in answer.batches():
+        yield b"".join([shape.frames(delta) for delta in batch])
     if with_usage_chunk:
-        yield _frame(shape.usage_chunk(answer.usage))
+        yield frame(shape.usage_chunk(answer.usage))
     yield DONE
-
-
-def _frame(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def _echoes(request: Request, body: CompletionBody, prompts: Sequence[Prompt]) -> tuple[list[Echo], Usage]:

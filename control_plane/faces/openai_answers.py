@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from control_plane.faces.answers import WholeChoice, usage_json
+from control_plane.faces.frames import TextFrames, frame
 from control_plane.faces.openai_objects import CompletionLogprobs
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
@@ -23,6 +24,9 @@ class OpenAIShape(Protocol):
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]: ...
 
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
+
+    def frames(self, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta as events of a stream."""
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
@@ -40,12 +44,27 @@ class _Shape:
         self._chunk_base = {**self._base, "object": self.chunk_object}
         if with_usage_chunk:
             self._chunk_base["usage"] = None
+        self._begun: set[int] = set()
+        """Choices of which something was told."""
+        self._text_frames: dict[int, TextFrames] = {}
 
     id_prefix = ""
     chunk_object = ""
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def frames(self, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta as events of a stream."""
+        index = delta.choice_index
+        if not delta.text or delta.logprobs or delta.finish_reason is not None or index not in self._begun:
+            return b"".join([frame(chunk) for chunk in self.chunks(delta)])
+        if index not in self._text_frames:
+            self._text_frames[index] = TextFrames(lambda text: next(self.chunks(TextDelta(index, text))))
+        return self._text_frames[index].frame(delta.text)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk_base, "choices": [choice]}
@@ -56,10 +75,6 @@ class ChatShape(_Shape):
 
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
-
-    def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
-        super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
-        self._introduced: set[int] = set()
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
         rendered = [
@@ -76,8 +91,8 @@ class ChatShape(_Shape):
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield a chunk that introduces the choice, one with its text, one with its finish reason, as they apply."""
         index = delta.choice_index
-        if index not in self._introduced:
-            self._introduced.add(index)
+        if index not in self._begun:
+            self._begun.add(index)
             yield self._chunk(_chat_choice(index, {"role": "assistant", "content": ""}))
         if delta.text or delta.logprobs:
             yield self._chunk(_chat_choice(index, {"content": delta.text}, logprobs=_chat_logprobs(delta.logprobs)))
@@ -112,7 +127,6 @@ class CompletionShape(_Shape):
     ) -> None:
         super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
         self._echoes = dict(enumerate(echoes))
-        self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
         rendered = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -37,18 +37,27 @@ class SideBySide:
         return reduce(operator.add, (stream.usage for stream in self.streams), self._before)
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield deltas of all streams as they come; the first failure ends all of them."""
-        iterators = [aiter(stream) for stream in self.streams]
+        async for batch in self.batches():
+            for delta in batch:
+                yield delta
+
+    async def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
+        """Yield batches of all streams as they come; the first failure ends all of them."""
+        if len(self.streams) == 1:  # nothing to wait for beside it
+            async for texts in self.streams[0].batches():
+                yield texts
+            return
+        iterators = [aiter(stream.batches()) for stream in self.streams]
         coming = {_next(iterator): index for index, iterator in enumerate(iterators)}
         try:
             while coming:
                 done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     index = coming.pop(task)
-                    delta = task.result()
-                    if delta is not None:
+                    batch = task.result()
+                    if batch is not None:
+                        yield self._renumbered(batch, index)
                         coming[_next(iterators[index])] = index
-                        yield self._renumbered(delta, index)
         finally:
             await _cancel(coming)
             await self.aclose()
@@ -56,8 +65,9 @@ class SideBySide:
     async def aclose(self) -> None:
         await close_all(self.streams)
 
-    def _renumbered(self, delta: TextDelta, index: int) -> TextDelta:
-        return replace(delta, choice_index=index * self.streams[index].num_choices + delta.choice_index)
+    def _renumbered(self, batch: Iterator[TextDelta], index: int) -> Iterator[TextDelta]:
+        first = index * self.streams[index].num_choices
+        return batch if first == 0 else (replace(delta, choice_index=first + delta.choice_index) for delta in batch)
 
 
 async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) -> SideBySide:
@@ -77,7 +87,7 @@ async def close_all(streams: Sequence[TextStream]) -> None:
         await asyncio.gather(*(stream.aclose() for stream in streams))
 
 
-def _next(iterator: AsyncIterator[TextDelta]) -> asyncio.Future[TextDelta | None]:
+def _next(iterator: AsyncIterator[Iterator[TextDelta]]) -> asyncio.Future[Iterator[TextDelta] | None]:
     return asyncio.ensure_future(anext(iterator, None))
 
 

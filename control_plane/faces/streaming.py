@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import anyio
@@ -17,7 +18,6 @@ from runtime.errors import Cancelled, InternalError, TandemError
 from runtime.log import get_logger
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
 
 log = get_logger(__name__)
 
@@ -26,17 +26,19 @@ class EventStream(EventSourceResponse):
     """Sends ready-made `data:` frames; a failure becomes the face's error event, and then the connection is cut.
 
     The cut is what tells a client that the answer is not complete: this returns without the final chunk, upon which
-    uvicorn closes the connection. `close` is awaited on every way out, also if not one frame was asked for.
+    uvicorn closes the connection. `close` is awaited on every way out, also if not one frame was asked for. A client
+    that does not read holds up its own stream and nothing else.
     """
 
     def __init__(
         self,
         request: Request,
-        frames: AsyncIterator[bytes],
+        frames: AsyncGenerator[bytes],
         close: Callable[[], Awaitable[None]],
         *,
         ping_seconds: float = 0,
     ) -> None:
+        """`frames`: pieces of one frame or more; a comment is sent every `ping_seconds`; 0: never."""
         self._close = close
         # Starlette would add a charset, which real Workers AI does not send.
         headers = {"content-type": "text/event-stream"}
@@ -56,10 +58,12 @@ class _StreamBroken(Exception):
     """The error event has been sent; now the connection must not end well."""
 
 
-async def _with_error_event(request: Request, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     try:
-        async for frame in frames:
-            yield frame
+        async with aclosing(frames) as pieces:
+            async for piece in pieces:
+                if piece:
+                    yield piece
     except TandemError as error:
         log.warning("stream_failed", path=request.url.path, kind=type(error).__name__, error=error.message)
         yield error_event(face_of(request.url.path), error, request_id_of(request))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 import msgspec
 
 from control_plane.faces.answers import Answer, WholeChoice, collect, usage_json
+from control_plane.faces.frames import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
 from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
-from control_plane.faces.streaming import DONE
 from control_plane.faces.workers_ai_objects import NativeEvent, NativeResult
 from control_plane.faces.workers_ai_schema import TextGenerationBody
 from control_plane.generation import ModelDescription, Usage
 from runtime.errors import InvalidRequest
 
-_FILLER = "abcdefghijklmnopqrstuvwxyz0123456789"
 _NOTHING = Usage(0, 0, 0, 0)
 
 
@@ -27,8 +25,8 @@ class Wire(Protocol):
     async def result(self, answer: Answer) -> Any:
         """Read `answer` to its end and return what `AI.run` resolves to."""
 
-    def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yield the events of the stream, [DONE] included."""
+    def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
+        """Yield the events of the stream, [DONE] included; those that come together are one piece."""
 
 
 def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
@@ -53,13 +51,16 @@ class NativeWire:
             "usage": usage_json(answer.usage),
         }
 
-    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
         finish_reason = None
-        async for delta in answer:
-            finish_reason = delta.finish_reason or finish_reason
-            if delta.text:
-                yield _frame(NativeEvent(response=delta.text, p=_filler()))
-        yield _frame(NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage)))
+        async for batch in answer.batches():
+            piece = []
+            for delta in batch:
+                finish_reason = delta.finish_reason or finish_reason
+                if delta.text:
+                    piece.append(_TEXT_EVENTS[FILLERS.next()].frame(delta.text))
+            yield b"".join(piece)
+        yield frame(NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage)))
         yield DONE
 
 
@@ -75,14 +76,16 @@ class OpenAIWire:
     async def result(self, answer: Answer) -> Any:
         return self._shape.whole(await collect(answer), answer.usage)
 
-    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
         told = _NOTHING
-        async for delta in answer:
-            for chunk in self._shape.chunks(delta):
+        async for batch in answer.batches():
+            piece = []
+            for chunk in (chunk for delta in batch for chunk in self._shape.chunks(delta)):
                 fresh, told = answer.usage - told, answer.usage
-                yield _frame({**chunk, "p": _filler(), "usage": usage_json(fresh)})
-        yield _frame({**self._shape.usage_chunk(answer.usage - told), "p": _filler()})
-        yield _frame(NativeEvent(response="", usage=usage_json(answer.usage)))
+                piece.append(frame({**chunk, "p": FILLERS.next(), "usage": usage_json(fresh)}))
+            yield b"".join(piece)
+        yield frame({**self._shape.usage_chunk(answer.usage - told), "p": FILLERS.next()})
+        yield frame(NativeEvent(response="", usage=usage_json(answer.usage)))
         yield DONE
 
 
@@ -99,10 +102,9 @@ def _as_json(choice: WholeChoice) -> msgspec.Raw:
     return msgspec.Raw(choice.text.encode())
 
 
-def _filler() -> str:
-    """Return characters of random number: an eavesdropper on TLS sees lengths, and lengths give tokens away."""
-    return _FILLER[: 1 + secrets.randbelow(len(_FILLER))]
+def _text_frames(filler: str) -> TextFrames:
+    return TextFrames(lambda text: NativeEvent(response=text, p=filler))
 
 
-def _frame(event: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+_TEXT_EVENTS = {filler: _text_frames(filler) for filler in ALL_FILLERS}
+"""By filler."""

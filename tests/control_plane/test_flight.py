@@ -16,7 +16,7 @@ from control_plane.generation import TokenRequest
 from control_plane.leg import Leg, counted
 from control_plane.links import WorkerLink
 from engine.scheduling.sampling_params import SamplingParams
-from runtime.errors import Cancelled, DeadlineExceeded, TandemError, Unavailable
+from runtime.errors import Aborted, Cancelled, DeadlineExceeded, TandemError, Unavailable
 from tandem.v1 import types_pb2 as pb
 
 PROMPT = (1, 2, 3)
@@ -114,7 +114,7 @@ async def test_a_stopped_choice_delivers_and_bills_nothing_more() -> None:
     flight.take(flight.choices[0], output(2, 5))
     deltas = aiter(flight)
     assert [(await anext(deltas)).token_ids for _ in range(2)] == [(token_id,) for token_id in ANSWER[:2]]
-    await flight.stop_choice(0)
+    flight.stop_choice(0)
     assert [(delta.choice_index, len(delta.token_ids)) async for delta in deltas] == [(1, 1)] * NUM_TOKENS
     assert flight.usage.num_completion_tokens == 2 + NUM_TOKENS
     assert line.told == ["cancel"]
@@ -186,3 +186,48 @@ async def test_prompt_tokens_are_counted_once_as_computed_or_cached() -> None:
     flight.prefill_ended(pb.PhaseLedger(num_computed_tokens=1, num_cached_tokens=2))
     flight.choices[0].ledger = pb.PhaseLedger(num_cached_tokens=3)
     assert (flight.usage.num_computed_tokens, flight.usage.num_cached_tokens) == (1, 2)
+
+
+async def test_what_has_come_is_passed_on_together_and_an_error_behind_it() -> None:
+    flight = new_flight()
+    (choice,) = flight.choices
+    flight.take(choice, output(0, 2))
+    flight.take(choice, output(2, 3))
+    flight.fail(Unavailable("gone"))
+    batches = flight.batches()
+    assert [delta.token_ids for delta in await anext(batches)] == [(token_id,) for token_id in ANSWER[:3]]
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(batches)
+
+
+async def test_of_a_batch_counts_what_was_taken_before_the_choice_was_stopped() -> None:
+    flight = new_flight()
+    flight.take(flight.choices[0], output(0, 5))
+    taken: list[int] = []
+    async for batch in flight.batches():
+        for delta in batch:
+            taken += delta.token_ids
+            if len(taken) == 2:
+                flight.stop_choice(0)
+    assert taken == ANSWER[:2] and flight.usage.num_completion_tokens == 2
+
+
+async def test_a_client_that_reads_too_slowly_is_told_so_and_its_workers_are_let_go() -> None:
+    closed = []
+    flight = Flight(new_flight().request, max_unread_tokens=3)
+    (choice,) = flight.choices
+    flight.on_close = lambda: closed.append(True)
+    batches = flight.batches()
+    flight.take(choice, output(0, 2))
+    assert len(list(await anext(batches))) == 2
+    flight.take(choice, output(2, 5))
+    assert not closed  # three may wait
+    flight.take(choice, output(5, 6))
+    assert closed and choice.is_over
+    flight.take(choice, output(6, 7))
+    assert [token_id for delta in await anext(batches) for token_id in delta.token_ids] == ANSWER[2:6]
+    with pytest.raises(
+        Aborted, match=r"4 tokens of this answer are waiting .* no more than 3 may; .*--max-unread-tokens"
+    ):
+        await anext(batches)
+    assert flight.usage.num_completion_tokens == 6

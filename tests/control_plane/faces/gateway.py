@@ -48,6 +48,7 @@ async def serve(
     timeout_seconds: float = 60.0,
     settings: HttpSettings | None = None,
     accounts: Accounts | None = None,
+    listener: socket.socket | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -56,8 +57,9 @@ async def serve(
     meter = accounts.metering if accounts else None
     text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter)
     app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
-    listener.bind(("127.0.0.1", 0))
+    if listener is None:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
+        listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     server = await _started(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"), listener)
     url = "http://{}:{}".format(*listener.getsockname())

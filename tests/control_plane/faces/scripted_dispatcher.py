@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,10 @@ class ScriptedStream:
         self.num_generated = 0
         self._num_deltas = 0
 
+    async def batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
+        async for delta in self:
+            yield iter([delta])
+
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         for delta in self._deltas():
             if self._num_deltas == self.script.pause_after:
@@ -56,7 +60,7 @@ class ScriptedStream:
                 await asyncio.sleep(0)
         self.ended = True
 
-    async def stop_choice(self, choice_index: int) -> None:
+    def stop_choice(self, choice_index: int) -> None:
         self.stopped_choices.add(choice_index)
 
     async def aclose(self) -> None:

@@ -1,0 +1,63 @@
+"""How does the gateway listen for HTTP, and what does the kernel do for it?
+
+A client that does not read is no burden for long: of what it has not taken, the kernel keeps little, and a connection
+that takes nothing at all is ended.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+from runtime.errors import InvalidRequest
+from runtime.log import get_logger
+from runtime.server import is_loopback, split_address
+
+log = get_logger(__name__)
+
+_MAX_UNSENT_BYTES = 128 * 1024
+"""Per connection, in the kernel: some thousand events. Its own bound is megabytes."""
+_MAX_OPEN_FILES = 1 << 16
+
+
+async def listen(address: str, *, insecure: bool, reuse_port: bool, stalled_client_seconds: float) -> socket.socket:
+    """Return a bound socket; raises InvalidRequest beyond loopback and where the port is taken."""
+    host, port = split_address(address)
+    if not insecure and not await is_loopback(host):
+        raise InvalidRequest(
+            f"--listen {address} is beyond loopback and the connection is not encrypted; "
+            "listen on 127.0.0.1, or say --insecure if the network is trusted"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Said to be TCP, or asyncio leaves Nagle's algorithm on: what is written in two parts would wait 40 ms for an ACK.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        _set_options(bound, reuse_port, stalled_client_seconds)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        shared = "" if reuse_port else ", or let all who listen there say --reuse-port"
+        raise InvalidRequest(
+            f"cannot listen on {address}: {error.strerror}; stop what does, or choose another port{shared}"
+        ) from error
+    bound.set_inheritable(True)
+    return bound
+
+
+def _set_options(bound: socket.socket, reuse_port: bool, stalled_client_seconds: float) -> None:
+    """Set what accepted connections take over."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; RFC 5482, and also where the client's window is closed
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stalled_client_seconds))
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
+
+
+def allow_many_connections() -> None:
+    """Raise this process's own limit of open files, which is 1024 in many places, as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,7 +1,7 @@
 """How are the held-out questions put to a running gateway, and what came back?
 
 Chats go to `/v1/chat/completions` as any client's do. A chat with tools goes to `/v1/completions` as the text that the
-model's own chat template makes of it, until the gateway takes `tools`.
+model's own chat template makes of it: so the model writes its calls by itself, with no grammar to help it.
 """
 
 from __future__ import annotations

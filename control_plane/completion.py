@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import anyio
@@ -31,20 +31,21 @@ from control_plane.generation import (
 from control_plane.prompt_logprobs import prompt_logprobs
 from control_plane.public_prefixes import PublicPrefixes
 from control_plane.text.choice import ChoiceText, TextDelta, TextLogprobs
+from control_plane.text.prompt_ids import prompt_ids
 from control_plane.text.request import (
     ChatRequest,
     CompletionRequest,
-    check_token_ids,
     stop_token_ids,
     token_request,
 )
 from control_plane.text.structure import GrammarCheck
 from control_plane.text.telemetry import GenerationMeter, GenerationRecord
-from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tokenizer_cache import TokenizerCache
+from control_plane.text.tools.parser import CallParser
+from control_plane.text.tools.planning import ToolPlan, call_id, planned
 from runtime import tracing
-from runtime.errors import Cancelled, InternalError, InvalidRequest
+from runtime.errors import Cancelled, InternalError
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
@@ -94,11 +95,14 @@ class TextService:
                 if request.options.grammar is not None:
                     await self._grammars.check(request.options.grammar)
                 tokenizer = await self._tokenizers.get(model)
+                tool_plan = None
+                if isinstance(request, ChatRequest):
+                    request, tool_plan = await planned(request, model, tokenizer, self._grammars)
                 with tracing.tracer().start_as_current_span("tokenize"):
-                    token_ids = await _prompt_ids(request, model, tokenizer)
+                    token_ids = await prompt_ids(request, model, tokenizer)
                     num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
             token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
-        return Prompt(request, model, tokenizer, token_only, timeout_seconds, record)
+        return Prompt(request, model, tokenizer, token_only, timeout_seconds, record, tool_plan)
 
     async def start_prepared(self, prompt: Prompt) -> TextStream:
         """Do the rest of `start`."""
@@ -163,6 +167,8 @@ class Prompt:
     token_request: TokenRequest
     timeout_seconds: float
     record: GenerationRecord
+    tool_plan: ToolPlan | None = None
+    """How calls are read in the answer; None: the answer is text."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -185,7 +191,7 @@ class TextStream:
         self._record = prompt.record
         self._entry = entry
         self._has_tokens = False
-        self._choices = [_new_choice(prompt) for _ in range(prompt.request.options.num_choices)]
+        self._choices = [_new_choice(prompt, index) for index in range(prompt.request.options.num_choices)]
 
     @property
     def model(self) -> ModelDescription:
@@ -276,7 +282,7 @@ class TextStream:
         text = choice.push(delta)
         if choice.ended_by_stop_string and delta.finish_reason is None:
             self._tokens.stop_choice(delta.choice_index)
-        return text if text.text or text.logprobs or text.finish_reason else None
+        return text if text.text or text.calls or text.logprobs or text.finish_reason else None
 
 
 def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
@@ -286,13 +292,18 @@ def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
     return "cancelled", None, "", ""
 
 
-def _new_choice(prompt: Prompt) -> ChoiceText:
+def _new_choice(prompt: Prompt, index: int) -> ChoiceText:
     """A completion's text goes on where its prompt ends; an answer in a chat begins anew."""
+    calls, plan = None, prompt.tool_plan
+    if plan is not None:
+        calls = CallParser(plan.form, partial(call_id, prompt.token_request.request_id, index))
     return ChoiceText(
         prompt.tokenizer,
         context_ids=() if isinstance(prompt.request, ChatRequest) else prompt.token_ids,
         stop_strings=prompt.request.options.stop,
         stop_token_ids=stop_token_ids(prompt.request.options, prompt.model),
+        calls=calls,
+        shown_ids=() if plan is None else tuple(plan.control_ids.values()),
     )
 
 
@@ -319,24 +330,3 @@ async def _until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]
             yield
     finally:
         time_left.close()
-
-
-async def _prompt_ids(
-    request: CompletionRequest | ChatRequest, model: ModelDescription, tokenizer: TextTokenizer
-) -> list[int]:
-    if isinstance(request, CompletionRequest):
-        return await _completion_ids(request, model, tokenizer)
-    if not request.messages:
-        raise InvalidRequest("messages is empty; send at least one message", field="messages")
-    if not model.chat_template:
-        raise InvalidRequest(f"{model.model_id} has no chat template; send a prompt instead", field="messages")
-    return await tokenizer.chat_ids(ChatTemplate(model.chat_template, tokenizer.special_tokens), request.messages)
-
-
-async def _completion_ids(request: CompletionRequest, model: ModelDescription, tokenizer: TextTokenizer) -> list[int]:
-    if not request.prompt:
-        raise InvalidRequest("prompt is empty; send at least one character or token id", field="prompt")
-    if isinstance(request.prompt, str):
-        return await tokenizer.prompt_ids(request.prompt, control_tokens=request.control_tokens)
-    check_token_ids("prompt", request.prompt, model)
-    return list(request.prompt)

@@ -15,6 +15,9 @@ from engine.scheduling.sampling_params import SamplingParams
 from runtime.model_table import WireFormat
 
 FinishReason = Literal["stop", "length"]
+"""Why the tokens end."""
+AnswerEnd = Literal["stop", "length", "tool_calls"]
+"""Why an answer ends, as clients are told."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class _Inputs(TypedDict, total=False):
     stop: str | Sequence[str] | None
     response_format: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
     options: Mapping[str, Any]
     cache_salt: str
     prompt_cache: Literal["on", "read", "write", "off"]

@@ -6,6 +6,7 @@ generating within one step.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +27,7 @@ class _Progress:
         self.usage: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.done = False
+        self._calls: dict[int, tuple[str, str]] = {}
 
     def read(self, chunk: bytes) -> Iterator[str]:
         """Yield the text in `chunk`; notes usage and the end; raises an error event's error."""
@@ -40,7 +42,14 @@ class _Progress:
     def _note(self, event: StreamEvent) -> None:
         self.usage = event.usage or self.usage
         self.finish_reason = event.finish_reason or self.finish_reason
+        for part in event.calls:
+            name, arguments = self._calls.get(part.index, ("", ""))
+            self._calls[part.index] = part.name or name, arguments + part.arguments
         self.done = self.done or event.done
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        return [{"name": name, "arguments": _object_or_text(text)} for name, text in self._calls.values()]
 
     def check_complete(self) -> None:
         if not self.done:
@@ -54,6 +63,13 @@ class _Progress:
         if isinstance(error, httpx.TimeoutException):
             return TandemTimeoutError(None, 0, f"no token came within the timeout, after {self.num_pieces} pieces")
         return self.truncated(str(error) or type(error).__name__)
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class TokenStream(Iterator[str]):
@@ -70,8 +86,13 @@ class TokenStream(Iterator[str]):
         return self._progress.usage
 
     @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """`{"name", "arguments"}` of each call so far; arguments are text where the answer was cut within them."""
+        return self._progress.tool_calls
+
+    @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended, `stop` or `length`; None until the stream has ended, and where the server is silent."""
+        """Why it ended, `stop`, `length` or `tool_calls`; None until it has, and where the server is silent."""
         return self._progress.finish_reason
 
     def __next__(self) -> str:
@@ -124,8 +145,13 @@ class AsyncTokenStream(AsyncIterator[str]):
         return self._progress.usage
 
     @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """`{"name", "arguments"}` of each call so far; arguments are text where the answer was cut within them."""
+        return self._progress.tool_calls
+
+    @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended, `stop` or `length`; None until the stream has ended, and where the server is silent."""
+        """Why it ended, `stop`, `length` or `tool_calls`; None until it has, and where the server is silent."""
         return self._progress.finish_reason
 
     async def __anext__(self) -> str:

@@ -7,7 +7,7 @@ events that ends with `data: [DONE]`. Pure functions on text and JSON: nothing h
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -53,13 +53,23 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIE
 
 
 @dataclass(frozen=True)
+class CallPart:
+    """A part of a tool call: the first has the name; the arguments, put together, are JSON as text."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
 class StreamEvent:
-    """One event of a token stream: some text, why the answer ended, the usage, or the end."""
+    """One event of a token stream: some text, parts of tool calls, why the answer ended, the usage, or the end."""
 
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     done: bool = False
+    calls: tuple[CallPart, ...] = ()
 
 
 def stream_event(data: str) -> StreamEvent:
@@ -73,7 +83,20 @@ def stream_event(data: str) -> StreamEvent:
         code, message = _first_error(document)
         raise api_error(None, code, message or f"the stream reports an error without a message: {data[:200]}")
     usage = None if document.get("choices") else document.get("usage")
-    return StreamEvent(text=_text(document), finish_reason=_finish_reason(document), usage=usage)
+    return StreamEvent(
+        text=_text(document), finish_reason=_finish_reason(document), usage=usage, calls=tuple(_calls(document))
+    )
+
+
+def _calls(document: dict[str, Any]) -> Iterator[CallPart]:
+    """Yield the calls of a native event, which are whole, or the parts of calls in an OpenAI-shaped one."""
+    choice = (document.get("choices") or [{}])[0]
+    parts = document.get("tool_calls") or (choice.get("delta") or {}).get("tool_calls") or []
+    for at, part in enumerate(parts):
+        function = part.get("function") or part
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
+        yield CallPart(part.get("index", at), function.get("name"), text)
 
 
 def _text(document: dict[str, Any]) -> str:

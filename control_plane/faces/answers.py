@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from control_plane.faces.openai_objects import UsageObject
-from control_plane.generation import FinishReason, ModelDescription, Usage
+from control_plane.generation import AnswerEnd, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs
+from control_plane.text.tools.tool import CallDelta
 
 
 class Answer(Protocol):
@@ -32,10 +33,27 @@ class Answer(Protocol):
 
 
 @dataclass
+class WholeCall:
+    call_id: str
+    name: str
+    arguments: str = ""
+    is_complete: bool = False
+
+
+@dataclass
 class WholeChoice:
     text: str = ""
     logprobs: list[TextLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
+    calls: list[WholeCall] = field(default_factory=list)
+
+
+def add_call(calls: list[WholeCall], delta: CallDelta) -> None:
+    """Put a part of a call to those before it."""
+    if delta.name is not None:
+        calls.append(WholeCall(delta.call_id, delta.name))
+    calls[delta.index].arguments += delta.arguments
+    calls[delta.index].is_complete = delta.is_last
 
 
 async def collect(answer: Answer) -> list[WholeChoice]:
@@ -46,6 +64,8 @@ async def collect(answer: Answer) -> list[WholeChoice]:
         choice = choices[delta.choice_index]
         parts[delta.choice_index].append(delta.text)
         choice.logprobs.extend(delta.logprobs)
+        for call in delta.calls:
+            add_call(choice.calls, call)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
     for choice, texts in zip(choices, parts, strict=True):
         choice.text = "".join(texts)

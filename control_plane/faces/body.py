@@ -40,6 +40,8 @@ class Body(BaseModel):
     """Fields that change nothing about the answer."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Fields that are known elsewhere and would change the answer."""
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of sending these of the unsupported ones."""
     json_schema_rules: ClassVar[dict[str, Any]] = {}
     """What a JSON Schema of it says besides its fields."""
 
@@ -85,7 +87,8 @@ def refuse_extras(body: Body, at: str = "") -> None:
         if name in body.unsupported:
             if value in (False, [], {}, ""):  # it says "without"
                 continue
-            raise Unsupported(f"{at}{name} is not supported here; leave it out", field=f"{at}{name}")
+            remedy = body.remedies.get(name, "leave it out")
+            raise Unsupported(f"{at}{name} is not supported here; {remedy}", field=f"{at}{name}")
         near = get_close_matches(name, list(type(body).model_fields), n=1)
         remedy = f"did you mean {near[0]}?" if near else "leave it out"
         raise InvalidRequest(f"{at}{name} is not a field of this request; {remedy}", field=f"{at}{name}")

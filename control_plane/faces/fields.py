@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -19,7 +20,7 @@ _MAX_SALT_CHARACTERS = 256
 HARMLESS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "parallel_tool_calls", "tool_choice", "session_id", "tags",
+        "session_id", "tags",
     }
 )  # fmt: skip
 """Fields that change nothing about the answer, or nothing without others that are refused."""
@@ -83,6 +84,11 @@ class TextBody(StructuredBody):
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+    remedies: ClassVar[Mapping[str, str]] = {
+        "tools": "send them to /chat/completions",
+        "functions": "send tools",
+        "function_call": "send tool_choice",
+    }
 
     stream: bool | None = None
     """Server-sent events instead of one answer."""

@@ -98,6 +98,8 @@ def _model_json(model: ModelDescription, price_of: Callable[[str], Price] | None
         {"property_id": "context_window", "value": str(model.context_length)},
         {"property_id": "architecture", "value": model.architecture},
     ]
+    if model.chat_template:
+        properties.append({"property_id": "function_calling", "value": "true"})
     if price_of is not None:
         properties.append({"property_id": "price", "value": _price_json(price_of(model.model_id))})
     return {

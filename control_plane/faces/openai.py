@@ -48,9 +48,8 @@ def routes(prefix: str) -> list[Route]:
 async def chat_completions(request: Request) -> Response:
     body = check(ChatBody, await read_json_object(request))
     body.check_extras()
-    chat = ChatRequest(
-        body.model, messages_for_template(body.messages), caller_with(request, body.options), body.generation_options()
-    )
+    messages, caller = messages_for_template(body.messages), caller_with(request, body.options)
+    chat = ChatRequest(body.model, messages, caller, body.generation_options(), body.tool_use())
     stream = await while_connected(request, services_of(request).text.start(chat), discard=TextStream.aclose)
     shape = ChatShape(
         request_id_of(request), _named(body, stream.model), stream.model, with_usage_chunk=body.wants_usage_chunk

@@ -13,6 +13,7 @@ from control_plane.faces.frames import TextFrames, frame
 from control_plane.faces.openai_objects import CompletionLogprobs
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
+from control_plane.text.tools.tool import CallDelta
 
 _SMALLEST_LOGPROB = -9999.0
 """JSON has no infinity; OpenAI says this instead."""
@@ -60,7 +61,8 @@ class _Shape:
     def frames(self, delta: TextDelta) -> bytes:
         """Return the chunks of a delta as events of a stream."""
         index = delta.choice_index
-        if not delta.text or delta.logprobs or delta.finish_reason is not None or index not in self._begun:
+        is_text = delta.text and not (delta.calls or delta.logprobs or delta.finish_reason is not None)
+        if not is_text or index not in self._begun:
             return b"".join([frame(chunk) for chunk in self.chunks(delta)])
         if index not in self._text_frames:
             self._text_frames[index] = TextFrames(lambda text: next(self.chunks(TextDelta(index, text))))
@@ -80,7 +82,7 @@ class ChatShape(_Shape):
         rendered = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": _chat_logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -89,13 +91,19 @@ class ChatShape(_Shape):
         return {**self._base, "object": "chat.completion", "choices": rendered, "usage": usage_json(usage)}
 
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Yield a chunk that introduces the choice, one with its text, one with its finish reason, as they apply."""
-        index = delta.choice_index
+        """Yield a chunk that introduces the choice, then its text, its calls and its finish reason, as they apply."""
+        index, logprobs = delta.choice_index, _chat_logprobs(delta.logprobs)
         if index not in self._begun:
             self._begun.add(index)
-            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs:
-            yield self._chunk(_chat_choice(index, {"content": delta.text}, logprobs=_chat_logprobs(delta.logprobs)))
+            said = None if delta.calls and not delta.text else ""
+            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": said}))
+        if delta.text or (logprobs and not delta.calls):
+            text = {"content": delta.text} if delta.text else {}
+            yield self._chunk(_chat_choice(index, text, logprobs=logprobs))
+            logprobs = None
+        for call in delta.calls:
+            yield self._chunk(_chat_choice(index, {"tool_calls": [_call_delta(call)]}, logprobs=logprobs))
+            logprobs = None
         if delta.finish_reason is not None:
             yield self._chunk(_chat_choice(index, {}, finish_reason=delta.finish_reason))
 
@@ -149,6 +157,25 @@ class CompletionShape(_Shape):
             text = echo.text + text
             logprobs = _echoed(echo, logprobs)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _message(choice: WholeChoice) -> dict[str, Any]:
+    """Return the message of a choice; the text of one that only calls is null."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
 
 
 def system_fingerprint(model: ModelDescription) -> str:

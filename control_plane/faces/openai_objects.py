@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-from control_plane.generation import FinishReason
+from control_plane.generation import AnswerEnd, FinishReason
 
 
 class PromptTokensDetails(TypedDict):
@@ -36,17 +36,29 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object as text; cut short where the answer was.")]
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Meta(description="null where there are calls and no text.")]
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
 
 
 class ChatCompletion(TypedDict):
@@ -59,16 +71,31 @@ class ChatCompletion(TypedDict):
     usage: UsageObject
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The first of a call has id, type and name, and no arguments yet; each of the others has a piece of those."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: AnswerEnd | None
 
 
 class ChatChunk(TypedDict):

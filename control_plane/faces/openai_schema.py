@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from control_plane.faces.chat_messages import Message
-from control_plane.faces.fields import TextBody, TokenId
+from control_plane.faces.fields import HARMLESS, TextBody, TokenId
+from control_plane.faces.tools import Choice, Tools, tool_use
 from control_plane.text.request import GenerationOptions
+from control_plane.text.tools.tool import ToolUse
 from engine.scheduling.sampling_params import MAX_LOGPROBS
 from runtime.errors import Unsupported
 
@@ -78,12 +80,22 @@ class ChatBody(OpenAIBody):
     """The log probability of every token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """And of as many alternatives; needs logprobs."""
+    tools: Tools = None
+    """What the answer may call."""
+    tool_choice: Choice = None
+    """auto: as the model likes; none: no calls, and nobody tells it of the tools; required: calls; or one by name."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at the most."""
 
     @model_validator(mode="after")
     def _logprobs_are_asked_for(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs; send logprobs: true with it")
         return self
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the tools that the answer may call; raises InvalidRequest."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def generation_options(self) -> GenerationOptions:
         return replace(
@@ -94,6 +106,8 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"parallel_tool_calls", "tool_choice"}
+
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     """Texts, lists of token ids, or one of either."""
     echo: bool | None = None

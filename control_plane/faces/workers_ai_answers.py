@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from control_plane.faces.answers import Answer, WholeChoice, collect, usage_json
+from control_plane.faces.answers import Answer, WholeCall, WholeChoice, add_call, collect, usage_json
 from control_plane.faces.frames import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
 from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
-from control_plane.faces.workers_ai_objects import NativeEvent, NativeResult
+from control_plane.faces.workers_ai_objects import NativeCall, NativeCallEvent, NativeEvent, NativeResult
 from control_plane.faces.workers_ai_schema import TextGenerationBody
 from control_plane.generation import ModelDescription, Usage
 from runtime.errors import InvalidRequest
@@ -44,22 +44,30 @@ class NativeWire:
 
     async def result(self, answer: Answer) -> NativeResult:
         (choice,) = await collect(answer)
+        is_json = self._is_json and not choice.calls
         return {
-            "response": _as_json(choice) if self._is_json else choice.text,
-            "tool_calls": [],
+            "response": _as_json(choice) if is_json else choice.text,
+            "tool_calls": [_native_call(call, choice) for call in choice.calls],
             "finish_reason": choice.finish_reason,
             "usage": usage_json(answer.usage),
         }
 
     async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
         finish_reason = None
+        calls: list[WholeCall] = []
         async for batch in answer.batches():
             piece = []
             for delta in batch:
                 finish_reason = delta.finish_reason or finish_reason
+                for call in delta.calls:
+                    add_call(calls, call)
                 if delta.text:
                     piece.append(_TEXT_EVENTS[FILLERS.next()].frame(delta.text))
             yield b"".join(piece)
+        # All in one: some clients look no further than the first event with calls.
+        whole = [_event_call(index, call) for index, call in enumerate(calls) if call.is_complete]
+        if whole:
+            yield frame(NativeEvent(response="", tool_calls=whole, p=FILLERS.next()))
         yield frame(NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage)))
         yield DONE
 
@@ -87,6 +95,24 @@ class OpenAIWire:
         yield frame({**self._shape.usage_chunk(answer.usage - told), "p": FILLERS.next()})
         yield frame(NativeEvent(response="", usage=usage_json(answer.usage)))
         yield DONE
+
+
+def _native_call(call: WholeCall, choice: WholeChoice) -> NativeCall:
+    """Return a call with its arguments as they are, to the digit; raises InvalidRequest if it was cut off."""
+    if not call.is_complete:
+        remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
+        raise InvalidRequest(
+            f"the answer ended ({choice.finish_reason}) before its call of {call.name} did; {remedy}", field="tools"
+        )
+    return {"name": call.name, "arguments": _raw(call.arguments)}
+
+
+def _event_call(index: int, call: WholeCall) -> NativeCallEvent:
+    return {"index": index, "name": call.name, "arguments": _raw(call.arguments)}
+
+
+def _raw(text: str) -> Any:
+    return msgspec.Raw(text.encode())
 
 
 def _as_json(choice: WholeChoice) -> msgspec.Raw:

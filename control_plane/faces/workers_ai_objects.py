@@ -7,22 +7,32 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Meta
 
 from control_plane.faces.openai_objects import UsageObject
-from control_plane.generation import FinishReason
+from control_plane.generation import AnswerEnd
+
+
+class NativeCall(TypedDict):
+    name: str
+    arguments: dict[str, Any]
+
+
+class NativeCallEvent(NativeCall):
+    index: int
 
 
 class NativeResult(TypedDict):
     response: Annotated[Any, Meta(description="Text; with response_format json_object or json_schema, that value.")]
-    tool_calls: list[dict[str, Any]]
-    finish_reason: FinishReason | None
+    tool_calls: list[NativeCall]
+    finish_reason: AnswerEnd | None
     usage: UsageObject
 
 
 class NativeEvent(TypedDict):
-    """One event of a native stream; the last one has the usage."""
+    """One event of a native stream; the last one has the usage, the one before it all tool calls if there are any."""
 
     response: str
+    tool_calls: NotRequired[list[NativeCallEvent]]
     p: NotRequired[Annotated[str, Meta(description="Filler of random length, so that sizes tell nothing.")]]
-    finish_reason: NotRequired[FinishReason | None]
+    finish_reason: NotRequired[AnswerEnd | None]
     usage: NotRequired[UsageObject]
 
 

@@ -11,6 +11,7 @@ from control_plane.faces.body import check
 from control_plane.faces.chat_messages import Message, messages_for_template
 from control_plane.faces.errors import NoLora
 from control_plane.faces.fields import UNSUPPORTED, TextBody
+from control_plane.faces.tools import Choice, Tools, tool_use
 from control_plane.generation import ModelDescription
 from control_plane.text.request import Caller, ChatRequest, CompletionRequest, GenerationOptions
 from engine.scheduling.sampling_params import MAX_LOGPROBS
@@ -54,6 +55,12 @@ class TextGenerationBody(TextBody):
     """And of as many alternatives; needs logprobs."""
     lora: Annotated[str | None, Field(json_schema_extra={"enum": ["", None]})] = None
     """Adapters are not supported."""
+    tools: Tools = None
+    """What the answer may call."""
+    tool_choice: Choice = None
+    """auto: as the model likes; none: no calls, and nobody tells it of the tools; required: calls; or one by name."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at the most."""
 
     def check_extras(self) -> None:
         super().check_extras()
@@ -90,11 +97,15 @@ class TextGenerationBody(TextBody):
         if model.wire_format == "native":
             self._fits_native_answers(model)
         options = self.generation_options()
+        tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.messages is not None:
-            return ChatRequest(model.model_id, messages_for_template(self.messages), caller, options)
+            return ChatRequest(model.model_id, messages_for_template(self.messages), caller, options, tools)
         assert self.prompt is not None, "check_extras has seen to it"
         if model.chat_template and not self.raw:
-            return ChatRequest(model.model_id, ({"role": "user", "content": self.prompt},), caller, options)
+            return ChatRequest(model.model_id, ({"role": "user", "content": self.prompt},), caller, options, tools)
+        if tools is not None:
+            why = "the prompt is raw" if self.raw else f"{model.model_id} has no chat template"
+            raise InvalidRequest(f"tools go with a chat, and {why}; leave one of them out", field="tools")
         return CompletionRequest(model.model_id, self.prompt, caller, options, control_tokens=self.raw or False)
 
     def _fits_native_answers(self, model: ModelDescription) -> None:

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta
+from control_plane.generation import AnswerEnd, Logprob, PositionLogprobs, TokenDelta
 from control_plane.text.stop_strings import StopStrings
 from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tools.parser import CallParser, Parsed
+from control_plane.text.tools.tool import CallDelta
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,17 @@ class TextLogprobs:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of one choice; `token_ids` are those that came since the last delta, whether their text left or not."""
+    """New text and calls of one choice.
+
+    `token_ids` are those that came since the last delta, whether their text left or not.
+    """
 
     choice_index: int
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TextLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
+    finish_reason: AnswerEnd | None = None
+    calls: tuple[CallDelta, ...] = ()
 
 
 class ChoiceText:
@@ -56,16 +62,22 @@ class ChoiceText:
         context_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        calls: CallParser | None = None,
+        shown_ids: Sequence[int] = (),
     ) -> None:
-        """`context_ids`: tokens before the answer whose text the answer continues. Stop tokens are never text."""
+        """`context_ids`: tokens before the answer whose text the answer continues. Stop tokens are never text.
+
+        `calls` takes tool calls out of the text; `shown_ids` are control tokens that it has to see.
+        """
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(context_ids)
+        self._detokenizer = tokenizer.detokenizer(context_ids, shown_ids)
+        self._calls = calls
         self._stop_strings = StopStrings(stop_strings)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_decoded = 0
         self._num_released = 0
         self._waiting: deque[tuple[int, TextLogprobs]] = deque()
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: AnswerEnd | None = None
 
     @property
     def ended_by_stop_string(self) -> bool:
@@ -77,7 +89,18 @@ class ChoiceText:
         if delta.finish_reason is not None:
             text += self._release(self._detokenizer.flush()) + self._count(self._stop_strings.flush())
         self.finish_reason = "stop" if self.ended_by_stop_string else delta.finish_reason
-        return TextDelta(delta.choice_index, text, delta.token_ids, self._leaving_logprobs(), self.finish_reason)
+        logprobs, parsed = self._leaving_logprobs(), self._parsed(text)
+        if self._calls is not None and self._calls.has_whole_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return TextDelta(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls)
+
+    def _parsed(self, text: str) -> Parsed:
+        if self._calls is None:
+            return Parsed(text)
+        parsed = self._calls.push(text)
+        if self.finish_reason is None:
+            return parsed
+        return Parsed(parsed.text + self._calls.flush().text, parsed.calls)
 
     def _text_tokens(self, delta: TokenDelta) -> list[tuple[int, PositionLogprobs | None]]:
         """Pair tokens with their log probabilities, less a stop token at the end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -65,3 +65,26 @@ class WindowDetokenizer:
             del self._window[: self._num_emitted]
             self._num_emitted = len(self._window)
         return new
+
+
+class NamingDetokenizer:
+    """Shows some control tokens by name; what is between them another detokenizer does."""
+
+    def __init__(
+        self, make: Callable[[Sequence[int]], Detokenizer], names: Mapping[int, str], context_ids: Sequence[int] = ()
+    ) -> None:
+        """`make` gives the detokenizer of what follows the tokens that it is told."""
+        self._make = make
+        self._names = names
+        self._inner = make(context_ids)
+
+    def push(self, token_id: int) -> str:
+        name = self._names.get(token_id)
+        if name is None:
+            return self._inner.push(token_id)
+        text = self._inner.flush() + name
+        self._inner = self._make(())
+        return text
+
+    def flush(self) -> str:
+        return self._inner.flush()

@@ -14,6 +14,7 @@ from typing import Any
 from control_plane.accounts.gate import Identity
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
+from control_plane.text.tools.tool import ToolUse
 from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 from runtime.errors import ContextTooLong, InvalidRequest
@@ -83,6 +84,10 @@ class ChatRequest:
     messages: tuple[Mapping[str, Any], ...]
     caller: Caller
     options: GenerationOptions = GenerationOptions()
+    tools: ToolUse | None = None
+    """Those that the answer may call."""
+    template_tools: tuple[Mapping[str, Any], ...] = ()
+    """Those that the chat template is told of."""
 
 
 def token_request(

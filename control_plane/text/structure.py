@@ -37,21 +37,23 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._passed: OrderedDict[Grammar, None] = OrderedDict()
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise Unsupported naming the keywords that are not built, or InvalidRequest saying what else is wrong."""
+    async def check(self, grammar: Grammar, field: str | None = None) -> None:
+        """Raise Unsupported naming the keywords that are not built, or InvalidRequest saying what else is wrong.
+
+        `field` is where the request asks for it; None: where its kind is usually asked for.
+        """
         if grammar not in self._passed:
-            await asyncio.to_thread(_check, grammar)
+            await asyncio.to_thread(_check, grammar, field or FIELDS[grammar.kind])
             self._passed[grammar] = None
             if len(self._passed) > _MAX_KNOWN:
                 self._passed.popitem(last=False)
         self._passed.move_to_end(grammar)
 
 
-def _check(grammar: Grammar) -> None:
+def _check(grammar: Grammar, field: str) -> None:
     problem = _problem(grammar)
     if not problem:
         return
-    field = FIELDS[grammar.kind]
     if found := _UNIMPLEMENTED.search(problem):
         keywords = ", ".join(json.loads(found[1]))
         raise Unsupported(f"{field} has keywords that are not supported here: {keywords}; take them out", field=field)

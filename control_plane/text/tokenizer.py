@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from control_plane.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+from control_plane.text.detokenizer import ByteLevelDetokenizer, Detokenizer, NamingDetokenizer, WindowDetokenizer
 from control_plane.text.template import ChatTemplate, Messages
 from control_plane.text.token_bytes import TokenBytes
 from runtime.errors import InvalidRequest
@@ -40,9 +40,9 @@ class TextTokenizer:
         self._tokenizer = _load(self._json)
         self.special_tokens = _special_tokens(config)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self._special_ids = frozenset(self._control_ids.values())
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        self.control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._special_ids = frozenset(self.control_ids.values())
+        longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._control_pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._control = re.compile(self._control_pattern)
         self._bytes = TokenBytes(self._tokenizer)
@@ -54,10 +54,10 @@ class TextTokenizer:
         """
         return await _off_the_loop_if_long(len(text), lambda: self.encode_prompt(text, control_tokens=control_tokens))
 
-    async def chat_ids(self, template: ChatTemplate, messages: Messages) -> list[int]:
+    async def chat_ids(self, template: ChatTemplate, messages: Messages, tools: Messages = ()) -> list[int]:
         """Render and encode a chat; nothing is added to what the template writes."""
-        length = sum(map(len, _strings(messages)))
-        return await _off_the_loop_if_long(length, lambda: self.encode_chat(template, messages))
+        length = sum(map(len, _strings((messages, tools))))
+        return await _off_the_loop_if_long(length, lambda: self.encode_chat(template, messages, tools))
 
     def encode_prompt(self, text: str, *, control_tokens: bool = False) -> list[int]:
         _require_unicode(text, "prompt")
@@ -65,20 +65,29 @@ class TextTokenizer:
         tokenizer = self._without_control_tokens if as_text else self._tokenizer
         return list(tokenizer.encode(text, add_special_tokens=True).ids)
 
-    def encode_chat(self, template: ChatTemplate, messages: Messages) -> list[int]:
-        for text in _strings(messages):
-            _require_unicode(text, "messages")
-        if not any(self._control.search(text) for text in _strings(messages)):
-            return self._encode(template.render(messages))
-        start, end = _unused_characters("".join(_strings(messages)) + template.source)
-        marked = _map_strings(messages, lambda text: self._control.sub(f"{start}\\g<0>{end}", text))
-        return self._encode_marked(template.render(marked), start, end)
+    def encode_chat(self, template: ChatTemplate, messages: Messages, tools: Messages = ()) -> list[int]:
+        for field, said in (("messages", messages), ("tools", tools)):
+            for text in _strings(said):
+                _require_unicode(text, field)
+        strings = list(_strings((messages, tools)))
+        if not any(self._control.search(text) for text in strings):
+            return self._encode(template.render(messages, tools=tools or None))
+        start, end = _unused_characters("".join(strings) + template.source)
+        mark: Callable[[str], str] = lambda text: self._control.sub(f"{start}\\g<0>{end}", text)  # noqa: E731
+        marked, marked_tools = _map_strings(messages, mark), _map_strings(tools, mark)
+        return self._encode_marked(template.render(marked, tools=marked_tools or None), start, end)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, context_ids: Sequence[int] = ()) -> Detokenizer:
-        """Return a fresh incremental detokenizer for what follows `context_ids`."""
+    def detokenizer(self, context_ids: Sequence[int] = (), shown: Collection[int] = ()) -> Detokenizer:
+        """Return a fresh incremental detokenizer for what follows `context_ids`.
+
+        `shown` are control tokens whose names are part of the text.
+        """
+        if shown:
+            names = {token_id: name for name, token_id in self.control_ids.items() if token_id in shown}
+            return NamingDetokenizer(self.detokenizer, names, context_ids)
         if self._bytes.is_byte_level:
             return ByteLevelDetokenizer(self._visible_bytes)
         return WindowDetokenizer(self.decode, context_ids)
@@ -152,11 +161,12 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, keys left out."""
+    """Yield every string in a JSON value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield str(key)
             yield from _strings(item)
     elif isinstance(value, Sequence):
         for item in value:
@@ -167,7 +177,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {change(str(key)): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_map_strings(item, change) for item in value]
     return value

@@ -6,7 +6,9 @@ the vocabulary's trie with both. Besides here it is imported where matchers are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -41,6 +43,11 @@ def source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(grammar.text or _ANY_OBJECT, overrides=_JSON)
     except ValueError as error:
         raise GrammarUnusable(f"the JSON Schema cannot be read: {error}") from error
+
+
+def nested_json(schema: Mapping[str, Any]) -> str:
+    """Return what stands for an instance of a JSON Schema in a Lark grammar."""
+    return f"%json {json.dumps({'x-guidance': _JSON, **schema}, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def limits() -> LLParserLimits:

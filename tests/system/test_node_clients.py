@@ -19,6 +19,8 @@ from tests.system.streams import MODEL
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
+REPORT = "It is 12 degrees and sunny in Oslo."
+
 
 async def test_openai_for_node_streams_what_it_answers_whole_and_gets_its_errors(demo_fleet: Fleet) -> None:
     said: Any = await asyncio.to_thread(output_of, "openai.mjs", f"{demo_fleet.base_url}/v1", MODEL)
@@ -34,7 +36,7 @@ async def test_openai_for_node_streams_what_it_answers_whole_and_gets_its_errors
         ("BadRequestError", 400),
     ]
     words = [error["message"] for error in said["errors"]]
-    assert "no-such-model" in words[0] and "temperature" in words[1] and "tools is not supported" in words[2]
+    assert "no-such-model" in words[0] and "temperature" in words[1] and "tools[0].name is missing" in words[2]
     await demo_fleet.pools_are_full()
 
 
@@ -83,9 +85,33 @@ async def test_the_ai_sdk_in_a_worker_gets_the_errors(libraries: httpx.AsyncClie
     assert "5006" in hot["message"] and "temperature" in hot["message"], hot
 
 
-async def test_run_with_tools_in_a_worker_is_told_by_name_that_there_are_none(libraries: httpx.AsyncClient) -> None:
-    refused = (await libraries.get("/tools")).json()
-    assert "tools is not supported" in refused["message"], refused
+async def test_openai_for_node_calls_tools_streamed_and_in_its_own_loop(demo_fleet: Fleet) -> None:
+    said: Any = await asyncio.to_thread(output_of, "openai_tools.mjs", f"{demo_fleet.base_url}/v1", MODEL)
+    whole, streamed = (said[name]["message"]["tool_calls"][0]["function"] for name in ("whole", "streamed"))
+    assert whole == streamed and whole["name"] == "get_weather" and json.loads(whole["arguments"]) == {"city": "Oslo"}
+    assert said["whole"]["finish_reason"] == said["streamed"]["finish_reason"] == "tool_calls"
+    assert len(said["deltas"]) > 3 and "".join(said["deltas"]) == whole["arguments"]
+    assert said["called"] == [{"city": "Oslo"}] and said["answer"] == REPORT
+    assert (
+        "tools[0].function.name is missing" in said["errors"][0] and "tool_choice wants none_such" in said["errors"][1]
+    )
+
+
+async def test_run_with_tools_in_a_worker_calls_and_answers(libraries: httpx.AsyncClient) -> None:
+    said = (await libraries.get("/tools")).json()
+    assert said["called"] == [{"city": "Oslo"}], said
+    assert said["answer"]["response"] == REPORT and said["answer"]["tool_calls"] == []
+    refused = (await libraries.get("/tools", params={"name": "no name"})).json()
+    assert "5006: tools[0].function.name is 'no name'" in refused["message"], refused
+
+
+@pytest.mark.parametrize("route", ["/generate-tools", "/stream-tools"])
+async def test_the_ai_sdk_in_a_worker_calls_tools_and_answers(libraries: httpx.AsyncClient, route: str) -> None:
+    said = (await libraries.get(route)).json()
+    assert said == {"called": [{"city": "Oslo"}], "text": REPORT, "ends": ["tool-calls", "stop"]}
+    forced = (await libraries.get(route, params={"choice": "named"})).json()
+    assert forced["called"] == [{"city": "Oslo"}] * 2 and forced["text"] == ""
+    assert (await libraries.get(route, params={"choice": "none"})).json()["called"] == []
 
 
 async def test_a_worker_finds_the_models(libraries: httpx.AsyncClient) -> None:

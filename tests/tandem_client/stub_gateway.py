@@ -115,6 +115,27 @@ async def _echo(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+async def _calling(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    yield _event({"response": "I look."})
+    calls = [{"index": 0, "name": "get", "arguments": {"city": "Oslo"}}, {"index": 1, "name": "put", "arguments": {}}]
+    yield _event({"response": "", "tool_calls": calls})
+    yield last_event(body)
+    yield b"data: [DONE]\n\n"
+
+
+async def _calling_as_openai_does(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    def delta(**call: Any) -> bytes:
+        return _event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+
+    yield delta(index=0, id="call_1", type="function", function={"name": "get", "arguments": ""})
+    yield delta(index=0, function={"arguments": '{"city": '})
+    yield delta(index=0, function={"arguments": '"Oslo"}'})
+    yield delta(index=1, id="call_2", type="function", function={"name": "put", "arguments": ""})
+    yield delta(index=1, function={"arguments": '{"a": [1'})
+    yield last_event(body)
+    yield b"data: [DONE]\n\n"
+
+
 async def _truncated(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield _event({"response": "One"})
 
@@ -153,6 +174,8 @@ _STREAMS = {
     "failing": _failing,
     "endless": _endless,
     "openai-shaped": _openai_shaped,
+    "calling": _calling,
+    "calling-as-openai-does": _calling_as_openai_does,
 }
 
 

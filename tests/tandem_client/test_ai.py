@@ -87,6 +87,15 @@ def test_openai_shaped_chunks_are_read_too_and_their_increments_are_not_the_usag
         assert stream.usage == USAGE
 
 
+def test_a_stream_tells_which_tools_were_called(gateway: StubGateway) -> None:
+    get = {"name": "get", "arguments": {"city": "Oslo"}}
+    with AI(gateway.url) as ai:
+        native, openai_shaped = stream_of(ai, "calling"), stream_of(ai, "calling-as-openai-does")
+        assert list(native) == ["I look."] and native.tool_calls == [get, {"name": "put", "arguments": {}}]
+        assert list(openai_shaped) == []
+        assert openai_shaped.tool_calls == [get, {"name": "put", "arguments": '{"a": [1'}], "cut short, it is text"
+
+
 def test_leaving_the_loop_early_closes_the_connection(gateway: StubGateway) -> None:
     with AI(gateway.url) as ai:
         stream = stream_of(ai, "endless")  # held, so that only the loop's end can close it

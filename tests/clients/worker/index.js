@@ -1,6 +1,6 @@
 // What do the libraries that people use inside Workers make of env.AI? One route per library and way of asking.
 import { runWithTools } from "@cloudflare/ai-utils";
-import { generateText, streamText } from "ai";
+import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
 import { createWorkersAI } from "workers-ai-provider";
 
 export default {
@@ -16,7 +16,16 @@ export default {
   },
 };
 
-const ROUTES = { "/generate": generate, "/stream": stream, "/tools": tools, "/models": models };
+const ROUTES = {
+  "/generate": generate,
+  "/stream": stream,
+  "/tools": tools,
+  "/generate-tools": generateTools,
+  "/stream-tools": streamTools,
+  "/models": models,
+};
+const CITY = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const WEATHER = { name: "get_weather", description: "Get the weather in a city" };
 
 function settings(env, { model = "@tandem/demo", affinity, temperature }) {
   const provider = createWorkersAI({ binding: env.AI });
@@ -44,15 +53,59 @@ async function stream(env, asked) {
   return { text, usage: await result.usage, finishReason: await result.finishReason };
 }
 
-async function tools(env, { model = "@tandem/demo" }) {
-  const sum = {
-    name: "sum",
-    description: "Adds two numbers",
-    parameters: { type: "object", properties: { a: { type: "number" }, b: { type: "number" } }, required: ["a", "b"] },
-    function: async ({ a, b }) => String(a + b),
+// @cloudflare/ai-utils: what was called with what, and the answer that came of it.
+async function tools(env, { model = "@tandem/demo", name = WEATHER.name }) {
+  const called = [];
+  const weather = {
+    ...WEATHER,
+    name,
+    parameters: CITY,
+    function: async (given) => {
+      called.push(given);
+      return { temperature: 12, sky: "sunny" };
+    },
   };
-  const messages = [{ role: "user", content: "What is 17 + 25? Use the tool." }];
-  return runWithTools(env.AI, model, { messages, tools: [sum] });
+  const messages = [{ role: "user", content: "What is the weather in Oslo?" }];
+  return { called, answer: await runWithTools(env.AI, model, { messages, tools: [weather] }) };
+}
+
+// The AI SDK: a call, its result, and the answer to that.
+function toolSettings(env, asked, called) {
+  const execute = async (given) => {
+    called.push(given);
+    return { temperature: 12, sky: "sunny" };
+  };
+  return {
+    ...settings(env, asked),
+    prompt: "What is the weather in Oslo?",
+    temperature: 0,
+    maxOutputTokens: 80,
+    stopWhen: stepCountIs(2),
+    toolChoice: asked.choice === "named" ? { type: "tool", toolName: WEATHER.name } : (asked.choice ?? "auto"),
+    tools: {
+      [WEATHER.name]: tool({ description: WEATHER.description, inputSchema: jsonSchema(CITY), execute }),
+      set_timer: tool({
+        description: "Start a timer",
+        inputSchema: jsonSchema({ type: "object", properties: { minutes: { type: "integer" } }, required: ["minutes"] }),
+      }),
+    },
+  };
+}
+
+async function generateTools(env, asked) {
+  const called = [];
+  const { text, steps } = await generateText(toolSettings(env, asked, called));
+  return { called, text, ends: steps.map((step) => step.finishReason) };
+}
+
+async function streamTools(env, asked) {
+  const called = [];
+  const failures = [];
+  const result = streamText({ ...toolSettings(env, asked, called), onError: ({ error }) => failures.push(error) });
+  let text = "";
+  for await (const part of result.textStream) text += part;
+  if (failures.length) throw failures[0];
+  return { called, text, ends: (await result.steps).map((step) => step.finishReason) };
 }
 
 async function models(env) {

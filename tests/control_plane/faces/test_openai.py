@@ -191,8 +191,8 @@ async def test_a_stream_is_data_lines_only_and_ends_with_done() -> None:
 @pytest.mark.parametrize(
     ("changes", "param", "words"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-        ({"functions": [{}]}, "functions", "not supported"),
+        ({"functions": [{}]}, "functions", "not supported here; send tools"),
+        ({"function_call": "auto"}, "function_call", "not supported here; send tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format", "'xml' is not supported"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
@@ -213,7 +213,6 @@ async def test_a_stream_is_data_lines_only_and_ends_with_done() -> None:
             "messages[0].content",
             "image_url",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "not supported"),
     ],
 )
 async def test_what_would_change_the_answer_is_refused_by_name(

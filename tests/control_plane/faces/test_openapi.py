@@ -53,7 +53,7 @@ def test_bodies_say_what_the_validation_says() -> None:
     assert {"maximum": 2, "minimum": 0, "type": "number"} in chat["properties"]["temperature"]["anyOf"]
     assert {"maximum": 5, "minimum": 0, "type": "number"} in native["properties"]["temperature"]["anyOf"]
     assert chat["properties"]["user"] == {"description": "Taken, and changes nothing."}
-    assert "tools" not in chat["properties"]
+    assert "functions" not in chat["properties"] and "ToolBody" in schemas
     assert [rule["required"] for rule in native["oneOf"]] == [["prompt"], ["messages"]]
 
 

@@ -145,7 +145,7 @@ async def test_defaults_and_run_options_are_cloudflares() -> None:
         ({"prompt": "a", "stream_options": {"include_use": True}}, "did you mean include_usage?"),
         ({"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]}, "only a tool answers a call"),
         ({"messages": [{"role": "user", "content": "a"}], "raw": True}, "raw goes with prompt"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}, "tools is not supported"),
+        ({"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}, "supported here; send tools"),
         ({"requests": [{"prompt": "a"}]}, "requests is not supported"),
     ],
 )

@@ -1,0 +1,78 @@
+"""How does each family of models write tool calls?
+
+A form is recognised by what the checkpoint's own chat template makes of a call (`template_traits.py`). To add one: an
+entry in FORMS, and what its templates write in tests/control_plane/text/tools/templates.py.
+
+    first call between call ... last          call = {"name": "...", "<arguments_key>": {...}}
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    name: str
+    openings: tuple[str, ...]
+    """Where one of these begins, the rest of the answer is calls. Names of control tokens stand for those."""
+    firsts: tuple[str, ...]
+    """What may stand before the first call, its opening included."""
+    between: str
+    last: str
+    arguments_key: str = "arguments"
+    begins_answer: bool = False
+    """Calls are the whole answer: an opening behind other text is text."""
+    trace: re.Pattern[str] | None = None
+    """What a template of this family writes of a call to `probe`; None: no template writes it, we do."""
+
+    @property
+    def looks_like_json(self) -> bool:
+        return self.openings[0].startswith("{")
+
+
+HERMES = ToolForm(
+    "hermes",
+    openings=("<tool_call>",),
+    firsts=("<tool_call>\n",),
+    between="\n</tool_call>\n<tool_call>\n",
+    last="\n</tool_call>",
+    trace=re.compile(r'<tool_call>\s*\{\s*"(name": "probe"|arguments": )'),
+)
+LLAMA3 = ToolForm(
+    "llama3",
+    openings=("{", "<|python_tag|>"),
+    firsts=("", "<|python_tag|>"),
+    between="; ",
+    last="",
+    arguments_key="parameters",
+    begins_answer=True,
+    trace=re.compile(r'\{"name": "probe", "parameters": '),
+)
+MISTRAL = ToolForm(
+    "mistral",
+    openings=("[TOOL_CALLS]",),
+    firsts=("[TOOL_CALLS][", "[TOOL_CALLS] ["),
+    between=", ",
+    last="]",
+    trace=re.compile(r'\[TOOL_CALLS\]\s*\[\{"name": "probe", "arguments": '),
+)
+GENERIC = ToolForm(
+    "json",
+    openings=('{"tool_calls": [',),
+    firsts=('{"tool_calls": [',),
+    between=", ",
+    last="]}",
+    begins_answer=True,
+)
+FORMS = (HERMES, LLAMA3, MISTRAL)
+CONTROL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+"""Parts of forms that are control tokens in some vocabularies and text in others."""
+OFTEN_ABSENT = ("<|python_tag|>",)
+"""Where this is no control token of the model, its alternative falls away."""
+
+
+def form_written_in(text: str) -> ToolForm | None:
+    """Return the form of the call to `probe` that a template wrote in `text`."""
+    return next((form for form in FORMS if form.trace is not None and form.trace.search(text)), None)

@@ -1,0 +1,119 @@
+"""What is done for a chat with tools, before it is tokenized and while its answer comes?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from control_plane.generation import ModelDescription
+from control_plane.text.request import ChatRequest
+from control_plane.text.structure import GrammarCheck
+from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tools.call_grammar import ArgumentSchemas, call_grammar
+from control_plane.text.tools.forms import CONTROL_TOKENS, ToolForm
+from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar_of, loosened
+from control_plane.text.tools.template_traits import TemplateTraits, traits_of
+from control_plane.text.tools.tool import Tool, ToolUse
+from control_plane.text.tools.tool_messages import messages_for, uses_tools
+from engine.scheduling.grammar import Grammar
+from runtime.errors import InvalidRequest, Unsupported
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """How the calls of one answer are written."""
+
+    form: ToolForm
+    control_ids: Mapping[str, int] = field(default_factory=dict)
+    """Control tokens that are parts of the form: in such an answer they are text."""
+
+
+def call_id(request_id: str, choice_index: int, call_index: int) -> str:
+    """Return the id of a call: the same for the same call, however often its stream breaks and goes on."""
+    digest = blake2b(f"{request_id} {choice_index} {call_index}".encode(), digest_size=12)
+    return f"call_{digest.hexdigest()}"
+
+
+async def planned(
+    request: ChatRequest, model: ModelDescription, tokenizer: TextTokenizer, check: GrammarCheck
+) -> tuple[ChatRequest, ToolPlan | None]:
+    """Return the request with tools, calls and results as its model knows them, and a grammar that holds calls to them.
+
+    Raises InvalidRequest for tools that cannot be used so, naming them.
+    """
+    use = request.tools
+    if not model.chat_template or (use is None and not uses_tools(request.messages)):
+        return request, None
+    traits = traits_of(model.chat_template, tokenizer.special_tokens)
+    offered = () if use is None else use.tools
+    in_words = () if traits.offers_tools else offered
+    request = replace(
+        request,
+        messages=tuple(messages_for(traits, request.messages, in_words)),
+        template_tools=() if in_words else tuple(tool.for_template() for tool in offered),
+    )
+    if use is None:
+        return request, None
+    known = tokenizer.control_ids
+    plan = ToolPlan(traits.form, {name: known[name] for name in CONTROL_TOKENS if name in known})
+    grammar = await _grammar(plan, use, traits, request.options.grammar, check)
+    return replace(request, options=replace(request.options, grammar=grammar)), plan
+
+
+async def _grammar(
+    plan: ToolPlan, use: ToolUse, traits: TemplateTraits, text: Grammar | None, check: GrammarCheck
+) -> Grammar:
+    asked: dict[str, Any] = {
+        "must_call": use.must_call,
+        "at_most_one": use.at_most_one or not traits.takes_several_calls,
+        "text": None if text is None else _text_schema(plan.form, use, text),
+    }
+    schemas: ArgumentSchemas = [(tool.name, argument_schema(tool)) for tool in use.callable_tools]
+    # The check knows bytes only: to it, a control token is its name.
+    try:
+        await check.check(call_grammar(plan.form, schemas, {}, **asked), field="tools")
+    except InvalidRequest:  # one of them is at fault, and says so itself
+        schemas = [(tool.name, await _held_to(tool, use, check)) for tool in use.callable_tools]
+        await check.check(call_grammar(plan.form, schemas, {}, **asked), field="tools")
+    return call_grammar(plan.form, schemas, plan.control_ids, **asked)
+
+
+async def _held_to(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str, Any]:
+    """Return the schema that a grammar holds the arguments to.
+
+    Where the tool's own cannot be held to and need not be: without what most often is at fault, else any object.
+    """
+    schema = argument_schema(tool)
+    try:
+        await check.check(grammar_of(schema, tool), tool.field)
+        return schema
+    except InvalidRequest as error:
+        if tool.is_strict or use.must_call:
+            raise
+        first = error
+    try:
+        await check.check(grammar_of(loosened(schema), tool), tool.field)
+        return loosened(schema)
+    except Unsupported:
+        return ANY_OBJECT
+    except InvalidRequest:
+        raise first from None
+
+
+def _text_schema(form: ToolForm, use: ToolUse, text: Grammar) -> Mapping[str, Any]:
+    """Return the JSON Schema of answers without calls, if there may be any."""
+    if text.kind not in ("json_object", "json_schema"):
+        raise Unsupported(
+            "tools go with response_format, and with no other structure; send one of the two", field="tools"
+        )
+    if form.looks_like_json and not use.must_call:
+        raise Unsupported(
+            "this model's tool calls look like JSON: it cannot answer in JSON besides; leave out response_format, "
+            "or send tool_choice required",
+            field="response_format",
+        )
+    schema: dict[str, Any] = json.loads(text.text) if text.text else ANY_OBJECT
+    return schema

@@ -1,0 +1,40 @@
+"""Does the engine read a grammar whose marker is a control token, over a real tokenizer?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from control_plane.text.tools.call_grammar import call_grammar
+from control_plane.text.tools.forms import LLAMA3, MISTRAL, ToolForm
+from engine.execution.grammar.guided import Guide
+from engine.execution.grammar.matcher import GrammarFailed
+from tests.control_plane.faces.model import byte_level_tokenizer
+from tests.control_plane.text.tools.test_call_grammar import TOOLS
+from tests.control_plane.text.tools.test_parser import written
+
+END = 1
+
+
+@pytest.mark.parametrize(("form", "marker"), [(MISTRAL, "[TOOL_CALLS]"), (LLAMA3, "<|python_tag|>")])
+def test_a_marker_may_be_drawn_and_calls_follow_it(form: ToolForm, marker: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
+    tokenizer.add_special_tokens([marker])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    marker_id: Any = tokenizer.token_to_id(marker)
+    guide = Guide(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [END])
+    grammar = call_grammar(form, TOOLS, {marker: marker_id})
+    call = written(form, [("get", '{"city": "Oslo"}')]).removeprefix(marker)
+    answer = [marker_id, *tokenizer.encode(call, add_special_tokens=False).ids]
+
+    def allowed(tokens: list[int], token: int) -> bool:
+        (mask,) = guide(grammar).masks(tokens, [])
+        return bool(mask[token // 32] >> token % 32 & 1)
+
+    assert all(allowed(answer[:count], token) for count, token in enumerate(answer))
+    assert allowed([], END) and not allowed(answer[:1], END) and allowed(answer, END)
+    with pytest.raises(GrammarFailed):
+        allowed([marker_id, *tokenizer.encode("Hello", add_special_tokens=False).ids], END)

@@ -1,0 +1,99 @@
+"""Do tools, calls and results reach a model by its template where that knows them, and in words where it does not?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from control_plane.text.template import ChatTemplate
+from control_plane.text.tools.template_traits import traits_of
+from control_plane.text.tools.tool import Tool
+from control_plane.text.tools.tool_messages import messages_for
+from tests.control_plane.text.tools import templates
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ASKED: dict[str, Any] = {"role": "user", "content": "Weather?"}
+CALL: dict[str, Any] = {"id": "call_1", "name": "get", "arguments": {"city": "Zürich"}}
+CALLED: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT: dict[str, Any] = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
+CHAT: list[dict[str, Any]] = [ASKED, CALLED, RESULT]
+TOOL = Tool("get", "Gets", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+
+def told(source: str, chat: list[dict[str, Any]], tools: tuple[Tool, ...] = ()) -> list[dict[str, Any]]:
+    return messages_for(traits_of(source, SPECIAL), chat, tools)
+
+
+def rendered(source: str, chat: list[dict[str, Any]]) -> str:
+    return ChatTemplate(source, SPECIAL).render(told(source, chat))
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (templates.QWEN, '<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>'),
+        (templates.ARGUMENTS_AS_TEXT, '<tool_call>\n{"name": "get", "arguments": {"city": "Zürich"}}\n</tool_call>'),
+        (templates.LLAMA, '{"name": "get", "parameters": {"city": "Zürich"}}<|eot_id|>'),
+        (templates.MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {"city": "Zürich"}, "id": "'),
+        (templates.CHATML_WITHOUT_TOOLS, '{"tool_calls": [{"name": "get", "arguments": {"city": "Zürich"}}]}'),
+        (templates.GEMMA, '{"tool_calls": [{"name": "get", "arguments": {"city": "Zürich"}}]}'),
+    ],
+    ids=["qwen", "text", "llama", "mistral", "chatml", "gemma"],
+)
+def test_a_call_is_told_as_the_model_writes_it(source: str, written: str) -> None:
+    text = rendered(source, CHAT)
+    assert written in text and "rain" in text
+
+
+def test_ids_become_nine_letters_where_a_template_wants_that_and_stay_pairs() -> None:
+    _, called, result = told(templates.MISTRAL, CHAT)
+    call_id = called["tool_calls"][0]["id"]
+    assert len(call_id) == 9 and call_id.isalnum() and result["tool_call_id"] == call_id
+    short = {**CALL, "id": "abcDEF123"}
+    kept = told(templates.MISTRAL, [ASKED, {**CALLED, "tool_calls": [short]}, {**RESULT, "tool_call_id": "abcDEF123"}])
+    assert kept[1]["tool_calls"][0]["id"] == kept[2]["tool_call_id"] == "abcDEF123"
+
+
+def test_calls_and_results_without_ids_are_paired_by_name_then_by_order() -> None:
+    calls: list[dict[str, Any]] = [{"name": name, "arguments": {}} for name in ("a", "b", "b")]
+    results = [{"role": "tool", "content": content, **said} for content, said in
+               (("1", {"name": "b"}), ("2", {"name": "a"}), ("3", {}))]  # fmt: skip
+    _, called, *answered = told(templates.QWEN, [ASKED, {**CALLED, "tool_calls": calls}, *results])
+    ids = [call["id"] for call in called["tool_calls"]]
+    assert len(set(ids)) == 3
+    assert [each["tool_call_id"] for each in answered] == [ids[1], ids[0], ids[2]]
+    assert [each["name"] for each in answered] == ["b", "a", "b"]
+
+
+def test_a_result_has_the_name_of_the_call_that_its_id_tells() -> None:
+    assert told(templates.QWEN, CHAT)[2]["name"] == "get"
+
+
+def test_results_are_the_users_words_where_there_is_no_such_role_and_users_take_turns() -> None:
+    second = {**RESULT, "content": "snow", "tool_call_id": "call_2"}
+    called = {**CALLED, "tool_calls": [CALL, {**CALL, "id": "call_2"}]}
+    chat = [ASKED, called, RESULT, second, {"role": "user", "content": "So?"}]
+    assert [message["role"] for message in told(templates.GEMMA, chat)] == ["user", "assistant", "user"]
+    assert told(templates.GEMMA, chat)[2]["content"] == "The result of get: rain\nThe result of get: snow\nSo?"
+
+
+def test_tools_in_words_stand_behind_what_the_system_says() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    (first, *_) = told(templates.CHATML_WITHOUT_TOOLS, [system, ASKED], (TOOL,))
+    assert first["role"] == "system" and first["content"].startswith("Be brief.\n\nYou can call these tools")
+    assert '{"name": "get", "description": "Gets", "parameters": {"type": "object"' in first["content"]
+    assert '{"tool_calls": [{"name": ' in first["content"]
+    (made, asked) = told(templates.CHATML_WITHOUT_TOOLS, [ASKED], (TOOL,))
+    assert made["role"] == "system" and asked == ASKED
+
+
+def test_tools_in_words_stand_before_the_first_question_where_there_is_no_system() -> None:
+    (first, *_) = told(templates.GEMMA, CHAT, (TOOL,))
+    assert first["role"] == "user" and first["content"].endswith("\n\nWeather?") and '"get"' in first["content"]
+
+
+def test_a_chat_without_calls_is_left_as_it_is() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, ASKED, {"role": "assistant", "content": "It rains."}]
+    for source in (templates.QWEN, templates.MISTRAL, templates.GEMMA):
+        assert told(source, chat) == chat

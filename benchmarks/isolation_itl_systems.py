@@ -117,14 +117,17 @@ async def _stream(
     num_tokens: int,
     times: list[float],
 ) -> None:
-    async with http.stream("POST", url, json=inputs) as answer:
-        if not answer.is_success:
-            raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
-        async for line in answer.aiter_lines():
-            came = time.perf_counter()
-            data = line.removeprefix("data: ")
-            if data != line and data != "[DONE]" and is_token(json.loads(data)):
-                times.append(came)
+    try:
+        async with http.stream("POST", url, json=inputs) as answer:
+            if not answer.is_success:
+                raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
+            async for line in answer.aiter_lines():
+                came = time.perf_counter()
+                data = line.removeprefix("data: ")
+                if data != line and data != "[DONE]" and is_token(json.loads(data)):
+                    times.append(came)
+    except httpx.TransportError as error:
+        raise RuntimeError(f"{url} broke off behind {len(times)} tokens: {error!r}") from error
     if len(times) < num_tokens:
         raise RuntimeError(f"{url} answered {len(times)} of {num_tokens} tokens")
 
@@ -184,7 +187,7 @@ async def llama_server(world: World, chunk: int) -> AsyncIterator[Answers]:
     port = _free_port()
     threads, context = str(len(world.cpus)), str(_MAX_NUM_SEQS * world.max_context)
     command = [str(places.LLAMA_SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--threads", threads, "--threads-batch", threads, "--threads-http", "2"]
+    command += ["--threads", threads, "--threads-batch", threads, "--threads-http", str(2 * _MAX_NUM_SEQS)]
     command += ["--parallel", str(_MAX_NUM_SEQS), "--ctx-size", context, "--no-kv-unified"]
     command += ["--batch-size", str(chunk), "--ubatch-size", str(min(chunk, 512)), "--flash-attn", "on"]
     command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--no-warmup", "--no-webui", "--cache-ram", "0"]
@@ -226,6 +229,7 @@ async def _peer(world: World, name: str, command: list[str], port: int) -> Async
         )
     try:
         async with new_client(f"http://127.0.0.1:{port}") as http:
+            http.headers["connection"] = "close"  # llama-server ends idle connections while they are taken up again
             await _until_healthy(http, process, log)
             yield http
     finally:

@@ -31,7 +31,7 @@ def test_a_marker_may_be_drawn_and_calls_follow_it(form: ToolForm, marker: str, 
     answer = [marker_id, *tokenizer.encode(call, add_special_tokens=False).ids]
 
     def allowed(tokens: list[int], token: int) -> bool:
-        (mask,) = guide(grammar).masks(tokens, [])
+        (mask,) = guide(grammar)().masks(tokens, [])
         return bool(mask[token // 32] >> token % 32 & 1)
 
     assert all(allowed(answer[:count], token) for count, token in enumerate(answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -257,8 +258,14 @@ def _prepare_sqlite(connection: Any, record: ConnectionPoolEntry) -> None:
     """Readers never wait for the writer (WAL); a commit survives the process, though not a power cut at once."""
     connection.isolation_level = None  # the driver begins no transactions of its own: see _begin_immediate
     cursor = connection.cursor()
-    for pragma in ("busy_timeout = 30000", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+    for pragma in ("busy_timeout = 30000", "synchronous = NORMAL", "foreign_keys = ON"):
         cursor.execute(f"PRAGMA {pragma}")
+    try:
+        cursor.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.OperationalError as error:
+        # SQLite does not wait here. The mode is the file's: whoever has it locked, the first time, is setting the same.
+        if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+            raise
     cursor.close()
 
 

@@ -40,7 +40,6 @@ LEAST_GAIN = 1.5
 LEAST_WITHOUT = 0.97
 _MAX_TOKENS = 192
 _NUM_THREADS = 1
-_BLOCK_SIZE = 16
 _DEMO = "@tandem/demo"
 
 

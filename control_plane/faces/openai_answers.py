@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -32,7 +33,7 @@ class OpenAIShape(Protocol):
     def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
 
 
-class _Shape:
+class _Shape(ABC):
     """What the objects of one answer have in common."""
 
     def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
@@ -55,8 +56,9 @@ class _Shape:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
 
+    @abstractmethod
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """Yield the objects that tell of a delta."""
 
     def frames(self, delta: TextDelta) -> bytes:
         """Return the chunks of a delta as events of a stream."""

@@ -94,6 +94,22 @@ static inline TileTimesRows<Weight> tile_times(int rows, std::integer_sequence<i
   return by_rows[rows - 1];
 }
 
+// [rows][num], `stride` apart, to [num][rows].
+template <int rows>
+static void turn_rows(const float* from, int64_t stride, int64_t num, float* to) {
+  for (int64_t i = 0; i < num; i++, to += rows)
+#pragma GCC unroll 14
+    for (int r = 0; r < rows; r++) to[r] = from[r * stride + i];
+}
+
+using TurnRows = void (*)(const float*, int64_t, int64_t, float*);
+
+template <int... n>
+static inline TurnRows turn_by_rows(int rows, std::integer_sequence<int, n...>) {
+  static constexpr TurnRows by_rows[] = {turn_rows<n + 1>...};
+  return by_rows[rows - 1];
+}
+
 // Rows shared out evenly: 16 are 8 and 8, not 14 and 2.
 struct Groups {
   explicit Groups(int64_t num_rows)
@@ -134,17 +150,15 @@ struct Linear {
     in_parallel(groups.count * parts, [&](int piece) {
       const int group = piece / parts, first = groups.first(group), rows = groups.rows(group);
       const int64_t begin = piece % parts * kInputsTurned, end = std::min(begin + kInputsTurned, num_inputs);
-      const float* from = x + (row + first) * x_stride;
-      float* to = turned + first * num_inputs;
-      for (int r = 0; r < rows; r++)
-        for (int64_t i = begin; i < end; i++) to[i * rows + r] = from[r * x_stride + i];
+      const auto turn = turn_by_rows(rows, std::make_integer_sequence<int, kGroup>{});
+      turn(x + (row + first) * x_stride + begin, x_stride, end - begin, turned + first * num_inputs + begin * rows);
     });
   }
 
-  // A few tiles are a piece: many enough that threads end together, few enough that pieces are not the work.
+  // A tile is a piece where many rows meet it; else a few are, so few that threads end together.
   void multiply(const Groups& groups, int64_t row, const float* turned) const {
     const int num_tiles = (int)((num_outputs + kTile - 1) / kTile);
-    const int tiles = std::clamp(num_tiles / (8 * threads()->num_threads()), 1, 8);
+    const int tiles = groups.count > 1 ? 1 : std::clamp(num_tiles / (8 * threads()->num_threads()), 1, 8);
     const int num_parts = groups.count > 1 ? (int)((num_inputs + kInputsAtOnce - 1) / kInputsAtOnce) : 1;
     const int64_t part = (num_inputs + num_parts - 1) / num_parts;
     in_parallel((num_tiles + tiles - 1) / tiles, [&](int piece) {

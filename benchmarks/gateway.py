@@ -44,7 +44,6 @@ _PAUSE_SECONDS = 0.5
 _NUM_SLOW = 8
 _SLOW_BUFFER_BYTES = 4096
 _GIVE_UP_SECONDS = 60.0
-_MOST_AT_ONCE = 250
 _PACED_SECONDS = 0.05
 """Between two tokens of a request, as of an engine that does 20 steps a second."""
 
@@ -204,10 +203,7 @@ def _paced(num_streams: int, token_seconds: float, folder: Path) -> Paced:
         gateway = processes.gateway()
         processes.stand_in(token_seconds)
         before = gateway.resident_bytes
-        with Readers(processes.address, native_request(_ENDLESS_TOKENS), 0) as readers:
-            while len(readers.streams) < num_streams:  # they come in the course of seconds, not all in one moment
-                readers.open(min(_MOST_AT_ONCE, num_streams - len(readers.streams)))
-                readers.read_until(lambda: readers.all_have(1), 60.0)
+        with Readers(processes.address, native_request(_ENDLESS_TOKENS), num_streams) as readers:  # all in one moment
             readers.read_until(lambda: readers.all_have(3), 60.0 + 4 * token_seconds)
             cpu, started = gateway.cpu_seconds, readers.num_events
             took = readers.read_for(max(2.0, 3 * token_seconds))

@@ -79,15 +79,8 @@ class Readers:
     def __init__(self, address: tuple[str, int], request: bytes, num_streams: int, buffer_bytes: int = 0) -> None:
         """`buffer_bytes`: what our side's kernel takes for each while nobody reads; 0: as the system has it."""
         self._selector = selectors.DefaultSelector()
-        self._stream = address, request, buffer_bytes
-        self.streams: list[Stream] = []
-        self.open(num_streams)
-
-    def open(self, num_streams: int) -> None:
-        """Begin more streams."""
-        for _ in range(num_streams):
-            stream = Stream(*self._stream)
-            self.streams.append(stream)
+        self.streams = [Stream(address, request, buffer_bytes) for _ in range(num_streams)]
+        for stream in self.streams:
             self._selector.register(stream.sock, selectors.EVENT_READ, stream)
 
     def __enter__(self) -> Readers:

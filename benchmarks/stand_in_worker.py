@@ -122,6 +122,7 @@ class _Gateway:
         self._replies: list[pb.Event] = []
         self._asked = asyncio.Event()
         self._step = 0
+        self._next_step_at = 0.0
 
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
@@ -137,9 +138,11 @@ class _Gateway:
             replies, self._replies = self._replies, []
             for reply in replies:
                 yield reply
-            outputs = self._outputs()
-            if outputs:
-                yield pb.Event(step=pb.StepBatch(step=self._step, outputs=outputs))
+            now = asyncio.get_running_loop().time()
+            if now >= self._next_step_at:  # else it was woken by what was asked
+                self._next_step_at = now + self._pause_seconds
+                if outputs := self._outputs():
+                    yield pb.Event(step=pb.StepBatch(step=self._step, outputs=outputs))
             await self._wait()
 
     def load(self) -> int:
@@ -164,7 +167,7 @@ class _Gateway:
         """Wait until the next step may be made, or something was asked; let the reader of commands in meanwhile."""
         if self._pause_seconds or not self.load():
             try:
-                async with asyncio.timeout(self._pause_seconds or None):
+                async with asyncio.timeout_at(self._next_step_at if self.load() else None):
                     await self._asked.wait()
             except TimeoutError:
                 pass

@@ -30,7 +30,7 @@ class Deadline:
         self._timer.cancel()
 
     async def __aenter__(self) -> None:
-        if self._loop.time() >= self._at:
+        if self._has_passed or self._loop.time() >= self._at:  # a timer may be early by the clock's resolution
             raise self._error()
         self._task = asyncio.current_task()
         assert self._task is not None, "inside a task"

@@ -49,6 +49,8 @@ class Choice:
     is_over: bool = False
     """Finished or stopped: what workers still say of it is not passed on."""
     is_stopped: bool = False
+    is_told: bool = False
+    """The client has its end, or wants no more of it: what goes wrong afterwards is none of its business."""
     num_losses: int = 0
     """How many workers it was lost with, those that drained not counted."""
     lost_with: set[str] = field(default_factory=set)
@@ -183,6 +185,8 @@ class Flight:
                     self._waiting = asyncio.get_running_loop().create_future()
                     await self._waiting
                 if self._events and isinstance(self._events[0], TandemError):
+                    if all(choice.is_told for choice in self.choices):
+                        break
                     raise self._events[0]
                 yield self._unread()
             await self._wait_for_ledger()
@@ -199,6 +203,7 @@ class Flight:
             choice = self.choices[delta.choice_index]
             if not choice.is_stopped:
                 choice.num_delivered += len(delta.token_ids)
+                choice.is_told = delta.finish_reason is not None
                 yield delta
 
     def _time_is_up(self) -> None:
@@ -207,7 +212,7 @@ class Flight:
     def stop_choice(self, choice_index: int) -> None:
         """End a choice now; tokens that came after what was delivered are forgotten."""
         choice = self.choices[choice_index]
-        choice.is_over = choice.is_stopped = True
+        choice.is_over = choice.is_stopped = choice.is_told = True
         if choice.leg is not None:
             choice.leg.close(cancel=True)
 

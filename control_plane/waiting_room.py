@@ -29,7 +29,8 @@ class WaitingRoom:
         """
         if len(self._turns) >= self._max_waiting and not in_front:
             raise Overloaded(
-                f"{len(self._turns)} requests wait already, the limit is {self._max_waiting}; try again later",
+                f"{len(self._turns)} requests wait already, the limit is {self._max_waiting}; try again later, add "
+                "workers or raise --max-waiting",
                 retry_after_seconds=refusal.retry_after_seconds or 1.0,
             )
         turn = asyncio.get_running_loop().create_future()

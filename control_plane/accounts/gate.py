@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from control_plane.accounts.errors import NotAllowed
 from control_plane.accounts.store import NO_LIMITS, AccountStore, Holder, Limits
@@ -20,6 +21,8 @@ from runtime.errors import Unauthenticated, Unavailable
 from runtime.log import get_logger
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 STALE_SECONDS = 2.0
 GRACE_SECONDS = 120.0
@@ -59,7 +62,8 @@ class Gate:
         self._store = store
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Task[_Known]] = {}
+        self._asking: dict[bytes | str | None, asyncio.Task[Any]] = {}
+        """By digest, by account; None: whether there is any."""
         self._epoch = 0
         self._is_open_known: tuple[bool, float] | None = None
         self.used_ms: dict[str, int] = {}
@@ -71,13 +75,11 @@ class Gate:
         if known is not None and (not known[0] or self._clock() - known[1] < STALE_SECONDS):
             return known[0]
         try:
-            is_open = not await self._store.exists_any()
+            return await self._once(None, self._ask_is_open)
         except Unavailable:
             if known is None or self._clock() - known[1] > GRACE_SECONDS:
                 raise
             return known[0]
-        self._is_open_known = is_open, self._clock()
-        return is_open
 
     async def enter(self, secret: str, scope: Scope | None, account: str | None) -> Identity:
         """Return whom a token speaks for; `account` is the one that the request names, if it does.
@@ -96,7 +98,7 @@ class Gate:
         limits = holder.account.limits
         if account is None or account == holder.account.id:
             return Identity(holder.account.id, token, limits)
-        other = await self._store.get(account)
+        other = await self._once(account, lambda: self._store.get(account))
         if other.disabled_ms is not None and scope == "inference":
             raise NotAllowed(f"account {account} is disabled; enable it first")
         return Identity(account, token, other.limits)
@@ -126,23 +128,33 @@ class Gate:
         return known.holder
 
     async def _read(self, digest: bytes, before: _Known | None) -> _Known:
-        """Ask the database, once for all who ask at the same time."""
-        task = self._asking.get(digest)
-        if task is None:
-            task = self._asking[digest] = asyncio.create_task(self._ask(digest))
-            task.add_done_callback(lambda done: self._asked(digest, done))
         try:
-            return await asyncio.shield(task)
+            return await self._once(digest, lambda: self._ask(digest))
         except Unavailable:
             if before is None or self._clock() - before.read_at > GRACE_SECONDS:
                 raise
             return before
 
-    def _asked(self, digest: bytes, task: asyncio.Task[_Known]) -> None:
-        if self._asking.get(digest) is task:
-            del self._asking[digest]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("tokens_unreadable", error=str(error))
+    async def _once(self, what: bytes | str | None, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Ask the database, once for all who want to know the same at the same time."""
+        task: asyncio.Task[T] | None = self._asking.get(what)
+        if task is None:
+            task = self._asking[what] = asyncio.create_task(ask())
+            task.add_done_callback(lambda done: self._asked(what, done))
+        return await asyncio.shield(task)
+
+    def _asked(self, what: bytes | str | None, task: asyncio.Task[Any]) -> None:
+        if self._asking.get(what) is task:
+            del self._asking[what]
+        if not task.cancelled() and isinstance(error := task.exception(), Unavailable):
+            log.warning("accounts_unreadable", error=str(error))
+
+    async def _ask_is_open(self) -> bool:
+        epoch, asked_at = self._epoch, self._clock()
+        is_open = not await self._store.exists_any()
+        if epoch == self._epoch:
+            self._is_open_known = is_open, asked_at
+        return is_open
 
     async def _ask(self, digest: bytes) -> _Known:
         epoch, asked_at = self._epoch, self._clock()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from control_plane.accounts.errors import AlreadyThere, NoSuchThing
+from control_plane.accounts.lookup import Lookup
 from control_plane.accounts.tokens import SCOPES, Scope, Token, checked_scopes, digest_of, new_secret, now_ms
 from control_plane.storage.database import Database
 from control_plane.storage.tables import accounts, tokens
@@ -69,6 +69,7 @@ class AccountStore:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._lookup = Lookup(self._find_all)
 
     # ------------------------------------------------------------------------------------------------ accounts
 
@@ -98,15 +99,16 @@ class AccountStore:
 
     async def get(self, account_id: str) -> Account:
         """Return an account; raises NoSuchThing."""
-        async with self._database.each() as connection:
-            row = (await connection.execute(sa.select(accounts).where(accounts.c.id == account_id))).mappings().first()
+        wanted = sa.select(accounts).where(accounts.c.id == account_id)
+        row = await self._database.run(lambda connection: connection.execute(wanted).mappings().first(), single=True)
         if row is None:
             raise _no_account(account_id)
         return _account(row)
 
     async def exists_any(self) -> bool:
-        async with self._database.each() as connection:
-            return (await connection.execute(sa.select(accounts.c.id).limit(1))).first() is not None
+        any_one = sa.select(accounts.c.id).limit(1)
+        row = await self._database.run(lambda connection: connection.execute(any_one).first(), single=True)
+        return row is not None
 
     async def change(self, account_id: str, *, limits: Limits | None = None, disabled: bool | None = None) -> Account:
         """Replace an account's limits, or shut it or open it again; raises NoSuchThing."""
@@ -166,14 +168,15 @@ class AccountStore:
 
     async def find(self, digest: bytes) -> Holder | None:
         """Return who holds the token of that digest, revoked and expired ones too."""
+        return await self._lookup.find(digest)
+
+    async def _find_all(self, digests: Sequence[bytes]) -> dict[bytes, Holder]:
         both = sa.select(tokens, *(column.label(f"account_{column.name}") for column in accounts.c)).join_from(
             tokens, accounts
         )
-        async with self._database.each() as connection:
-            row = (await connection.execute(both.where(tokens.c.digest == digest))).mappings().first()
-        if row is None or not hmac.compare_digest(row["digest"], digest):
-            return None
-        return Holder(_token(row), _account({column.name: row[f"account_{column.name}"] for column in accounts.c}))
+        wanted = both.where(tokens.c.digest.in_(digests))
+        rows = await self._database.run(lambda connection: connection.execute(wanted).mappings().all(), single=True)
+        return {row["digest"]: _holder(row) for row in rows}
 
     async def used(self, used_ms: Mapping[str, int]) -> None:
         """Note when tokens (by id) were last used, to the minute."""
@@ -211,6 +214,10 @@ def _join(scopes: frozenset[Scope]) -> str:
 def _account(row: Mapping[Any, Any]) -> Account:
     limits = Limits(**{field.name: row[field.name] for field in fields(Limits)})
     return Account(row["id"], row["created_ms"], row["disabled_ms"], limits)
+
+
+def _holder(row: Mapping[Any, Any]) -> Holder:
+    return Holder(_token(row), _account({column.name: row[f"account_{column.name}"] for column in accounts.c}))
 
 
 def _token(row: Mapping[Any, Any]) -> Token:

@@ -130,6 +130,8 @@ class Database:
             log.warning("database_refused_a_value", database=self.name, error=str(cause))
             return InvalidRequest("the database cannot hold a value of this request; leave out characters such as NUL")
         log.warning("database_failed", database=self.name, error=str(cause) or type(cause).__name__)
+        if isinstance(error, PoolTimeoutError):  # a queue of our own: whoever has the connections may be well served
+            return Unavailable("too many requests wait for the database; try again", **_SOON)
         if _is_away(error):
             self._down_until = time.monotonic() + _PAUSE_SECONDS
             self.problem = text
@@ -241,7 +243,7 @@ def _engine(url: URL, *, is_sqlite: bool) -> AsyncEngine:
             url,
             pool_size=8,
             max_overflow=0,
-            pool_timeout=_CONNECT_SECONDS,
+            pool_timeout=_STATEMENT_SECONDS,
             connect_args={"timeout": _CONNECT_SECONDS, "command_timeout": _STATEMENT_SECONDS},
         )
     engine = create_async_engine(url, pool_size=3, max_overflow=0, pool_timeout=_STATEMENT_SECONDS)

@@ -61,3 +61,12 @@ async def test_an_error_inside_stays_what_it_was() -> None:
         async with deadline:
             raise ValueError("mine")
     deadline.close()
+
+
+async def test_no_wait_begins_once_the_timer_has_gone_off_even_if_it_was_early() -> None:
+    deadline = Deadline(time.time() + 60, 7.0)
+    deadline._pass()
+    with pytest.raises(DeadlineExceeded):
+        async with deadline:
+            pytest.fail("it was entered")
+    deadline.close()

@@ -231,3 +231,20 @@ async def test_a_client_that_reads_too_slowly_is_told_so_and_its_workers_are_let
     ):
         await anext(batches)
     assert flight.usage.num_completion_tokens == 6
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_what_goes_wrong_behind_the_end_of_an_answer_does_not_spoil_it(is_stopped: bool) -> None:
+    flight = Flight(new_flight().request, max_unread_tokens=3)
+    finished = []
+    flight.on_finished = lambda: finished.append(True)
+    (choice,) = flight.choices
+    batches = flight.batches()
+    flight.take(choice, output(0, 6 if is_stopped else NUM_TOKENS))  # too many for a client that reads so late
+    tokens: list[int] = []
+    for delta in await anext(batches):
+        tokens += delta.token_ids
+        if is_stopped and len(tokens) == 2:
+            flight.stop_choice(0)
+    assert tokens == (ANSWER[:2] if is_stopped else ANSWER)
+    assert await anext(batches, None) is None and finished

@@ -11,7 +11,7 @@ from control_plane.accounts import gate as gate_module
 from control_plane.accounts.errors import NoSuchThing, NotAllowed
 from control_plane.accounts.gate import GRACE_SECONDS, STALE_SECONDS, Gate
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import AccountStore, Holder, Limits
+from control_plane.accounts.store import Account, AccountStore, Holder, Limits
 from control_plane.accounts.tokens import new_secret, now_ms
 from runtime.errors import Unauthenticated, Unavailable
 
@@ -31,6 +31,10 @@ class WatchedStore(AccountStore):
         super().__init__(accounts.database)
         self.num_reads = 0
         self.is_down = False
+
+    async def get(self, account_id: str) -> Account:
+        self.num_reads += 1
+        return await super().get(account_id)
 
     async def find(self, digest: bytes) -> Holder | None:
         self.num_reads += 1
@@ -147,6 +151,41 @@ async def test_the_database_is_asked_once_for_many_and_not_for_what_cannot_be_a_
         with pytest.raises(Unauthenticated):
             await gate.enter("tdm_no-token", "inference", None)
     assert store.num_reads == 1
+
+
+async def test_those_who_come_at_one_moment_ask_the_database_once(
+    gate: Gate, store: WatchedStore, clock: Clock
+) -> None:
+    assert all(await asyncio.gather(*(gate.is_open() for _ in range(50)))) and store.num_reads == 1
+    clock.now += STALE_SECONDS
+    assert all(await asyncio.gather(*(gate.is_open() for _ in range(50)))) and store.num_reads == 2
+    for name in ("root", "you"):
+        await store.create(name)
+    _, secret = await store.create_token("root", "first", ["admin"])
+    store.num_reads = 0
+    await asyncio.gather(*(gate.enter(secret, "inference", "you") for _ in range(50)))
+    assert store.num_reads == 2  # the token, and the account that it acts for
+
+
+async def test_that_there_was_no_account_is_not_remembered_from_before_the_first(
+    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_read, may_answer = asyncio.Event(), asyncio.Event()
+    exists_any = store.exists_any
+
+    async def slow() -> bool:
+        found = await exists_any()
+        has_read.set()
+        await may_answer.wait()
+        return found
+
+    monkeypatch.setattr(store, "exists_any", slow)
+    early = asyncio.create_task(gate.is_open())
+    await has_read.wait()
+    await store.create("me")
+    gate.forget()
+    may_answer.set()
+    assert await early and not await gate.is_open()
 
 
 async def test_a_read_that_began_before_a_change_is_not_believed_after_it(

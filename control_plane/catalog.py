@@ -79,7 +79,7 @@ class ModelCatalog:
         model = await self._describe_once(card)
         if not is_fallback:
             return model
-        asked = self._models.find(name)  # its clients read its answers, so these keep their form
+        asked = self._models.describes(name)  # its clients read its answers, so these keep their form
         return replace(model, is_fallback=True, wire_format=(asked and asked.wire_format) or "native")
 
     def _card_or_fallback(self, name: str) -> tuple[pb.ModelCard, bool]:

@@ -93,7 +93,7 @@ class TextService:
                 if model.is_fallback:
                     request.caller.answer_headers[FALLBACK_HEADER] = model.model_id
                 if request.options.grammar is not None:
-                    await self._grammars.check(request.options.grammar)
+                    await self._grammars.check(request.options.grammar, request.options.grammar_field)
                 tokenizer = await self._tokenizers.get(model)
                 tool_plan = None
                 if isinstance(request, ChatRequest):

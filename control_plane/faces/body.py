@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from control_plane.faces.errors import BodyMissing, BodyTooLarge
@@ -45,6 +45,16 @@ class Body(BaseModel):
     json_schema_rules: ClassVar[dict[str, Any]] = {}
     """What a JSON Schema of it says besides its fields."""
 
+
+def _object_or_text(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict | str):
+        raise ValueError("must be an object, as it is or as text")
+    return value
+
+
+ObjectOrText = Annotated[
+    dict[str, Any] | str, BeforeValidator(_object_or_text, json_schema_input_type=dict[str, Any] | str)
+]
 
 Checked = TypeVar("Checked", bound=Body)
 
@@ -124,8 +134,12 @@ _MAX_EXACT = 2**53
 _JSON = msgspec.json.Decoder(float_hook=_number)
 
 
+_WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be a list"}
+"""For pydantic's, which speak of Python."""
+
+
 def _explain(problem: Any, at: str) -> str:
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     path = _path(problem["loc"], at)
     if problem["type"] == "missing":
         return f"{path} is missing; send it"
@@ -139,5 +153,8 @@ def _path(location: tuple[int | str, ...], at: str = "") -> str:
 
 
 def _show(value: Any) -> str:
-    text = msgspec.json.encode(value).decode()
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "a value that is nested too deeply"
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."

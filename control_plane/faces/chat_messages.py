@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from control_plane.faces.body import Body
+from control_plane.faces.body import Body, ObjectOrText
 from runtime.errors import InvalidRequest
 
 
@@ -38,7 +38,7 @@ Content = Annotated[str | None, BeforeValidator(_text_of_parts, json_schema_inpu
 
 class CalledFunction(Body):
     name: str | None = None
-    arguments: str | dict[str, Any] | None = None
+    arguments: ObjectOrText | None = None
     """An object, as it is or as text."""
 
 

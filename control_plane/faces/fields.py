@@ -130,10 +130,11 @@ class TextBody(StructuredBody):
         """Refuse by name what would change the answer and is not built; raises InvalidRequest."""
         if self.options is not None:
             self.options.check()
-        self.grammar()
+        self.structure()
         refuse_extras(self)
 
     def shared_options(self) -> GenerationOptions:
+        grammar_field, grammar = self.structure()
         return GenerationOptions(
             top_p=self.top_p,
             min_p=self.min_p or 0.0,
@@ -145,7 +146,8 @@ class TextBody(StructuredBody):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos or False,
             min_tokens=self.min_tokens or 0,
-            grammar=self.grammar(),
+            grammar=grammar,
+            grammar_field=grammar_field,
             cache=CachePolicy.of(self.prompt_cache or "on", self.prompt_cache_tokens),
             cache_salt=self.cache_salt or "",
         )

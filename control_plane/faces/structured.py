@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from control_plane.faces.body import Body
+from control_plane.faces.body import Body, ObjectOrText
 from engine.scheduling.grammar import Grammar, GrammarKind
 from runtime.errors import InvalidRequest, Unsupported
 
@@ -44,7 +44,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    json_schema: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_schema: Annotated[ObjectOrText | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -52,9 +52,9 @@ class StructuredOutputs(Body):
 
     def asked(self) -> dict[str, Grammar | None]:
         return {
-            "structured_outputs.json": _json_grammar(self.json_schema),
+            "structured_outputs.json": _json_grammar(self.json_schema, "structured_outputs.json"),
             "structured_outputs.regex": _grammar("regex", self.regex, "structured_outputs.regex"),
-            "structured_outputs.choice": _choice_grammar(self.choice),
+            "structured_outputs.choice": _choice_grammar(self.choice, "structured_outputs.choice"),
             "structured_outputs.grammar": _grammar("lark", self.grammar, "structured_outputs.grammar"),
             "structured_outputs.json_object": Grammar("json_object") if self.json_object else None,
         }
@@ -64,7 +64,7 @@ class StructuredBody(Body):
     """The fields of bodies that ask for a structure; at the most one of them may."""
 
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: ObjectOrText | None = None
     """As response_format with a JSON Schema, by vLLM's name."""
     guided_regex: str | None = None
     """The answer matches this regular expression (of Rust's kind: no look-around, no back-references)."""
@@ -77,23 +77,23 @@ class StructuredBody(Body):
 
     @property
     def wants_json(self) -> bool:
-        grammar = self.grammar()
+        _, grammar = self.structure()
         return grammar is not None and grammar.kind in ("json_object", "json_schema")
 
-    def grammar(self) -> Grammar | None:
-        """Return what the answer must match; raises InvalidRequest."""
+    def structure(self) -> tuple[str, Grammar | None]:
+        """Return which field asks for a structure, and what the answer must match; raises InvalidRequest."""
         asked = {
             "response_format": self.response_format.grammar() if self.response_format is not None else None,
-            "guided_json": _json_grammar(self.guided_json),
+            "guided_json": _json_grammar(self.guided_json, "guided_json"),
             "guided_regex": _grammar("regex", self.guided_regex, "guided_regex"),
-            "guided_choice": _choice_grammar(self.guided_choice),
+            "guided_choice": _choice_grammar(self.guided_choice, "guided_choice"),
             "guided_grammar": _grammar("lark", self.guided_grammar, "guided_grammar"),
             **(self.structured_outputs.asked() if self.structured_outputs is not None else {}),
         }
         found = {name: grammar for name, grammar in asked.items() if grammar is not None}
         if len(found) > 1:
             raise InvalidRequest(f"{' and '.join(found)} exclude each other; send one of them", field=list(found)[1])
-        return next(iter(found.values()), None)
+        return next(iter(found.items()), ("response_format", None))
 
 
 def schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
@@ -108,37 +108,43 @@ def schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
 
 
 def _unwrapped(given: dict[str, Any]) -> dict[str, Any]:
-    if given.keys() <= _WRAPPER and given:
-        schema = given.get("schema")
-        if not isinstance(schema, dict):
-            raise InvalidRequest("response_format.json_schema has no schema; send an object", field="response_format")
-        return schema
-    return given
+    if "schema" not in given and (not given or given.keys() - _WRAPPER):  # no JSON Schema has a keyword `schema`
+        return given
+    if unknown := sorted(given.keys() - _WRAPPER):
+        field = f"response_format.json_schema.{unknown[0]}"
+        raise InvalidRequest(f"{field} does not go beside schema; put it into that, or leave it out", field=field)
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest("response_format.json_schema has no schema; send an object", field="response_format")
+    return schema
 
 
-def _json_grammar(given: dict[str, Any] | str | None) -> Grammar | None:
+def _json_grammar(given: dict[str, Any] | str | None, field: str) -> Grammar | None:
     if given is None:
         return None
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"guided_json is no JSON: {error}", field="guided_json") from error
+            raise InvalidRequest(f"{field} is no JSON: {error}", field=field) from error
     if not isinstance(given, dict):
-        raise InvalidRequest("guided_json is no JSON Schema; send an object", field="guided_json")
-    return schema_grammar(given, "guided_json")
+        raise InvalidRequest(f"{field} is no JSON Schema; send an object", field=field)
+    return schema_grammar(given, field)
 
 
-def _choice_grammar(choices: Sequence[str] | None) -> Grammar | None:
+def _choice_grammar(choices: Sequence[str] | None, field: str) -> Grammar | None:
     if choices is None:
         return None
     if not choices or not all(choices):
-        raise InvalidRequest("guided_choice must be a list of texts, none of them empty", field="guided_choice")
+        raise InvalidRequest(f"{field} must be a list of texts, none of them empty", field=field)
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return _made("lark", f"start: {texts}", "guided_choice")
+    # One lexeme for all: a parser with an item for each would take no more than 2,000.
+    return _made("lark", f"start: CHOICE\nCHOICE: {texts}", field)
 
 
 def _grammar(kind: GrammarKind, text: str | None, field: str) -> Grammar | None:
+    if text == "":
+        raise InvalidRequest(f"{field} is empty; say what the answer must match, or leave it out", field=field)
     return None if text is None else _made(kind, text, field)
 
 

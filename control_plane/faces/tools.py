@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -23,6 +23,8 @@ from runtime.errors import InvalidRequest, Unsupported
 MAX_TOOLS = 128
 _NAME = r"[A-Za-z0-9_.:/-]{1,128}"
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+_AT_MOST_ONE = "disable_parallel_tool_use"
+_CHOICE_KEYS = {"type", "function", "name", "toolName", "allowed_tools", "mode", "tools", _AT_MOST_ONE}
 _Name = Annotated[str, Field(json_schema_extra={"pattern": f"^{_NAME}$"})]
 
 
@@ -66,6 +68,7 @@ class ToolChoice:
     mode: str = "auto"
     names: tuple[str, ...] = ()
     """Only these may be called; empty: any."""
+    at_most_one: bool = False
 
 
 def _chosen(value: Any) -> ToolChoice | None:
@@ -73,10 +76,10 @@ def _chosen(value: Any) -> ToolChoice | None:
         return None
     if isinstance(value, str) and value in _MODES:
         return ToolChoice(_MODES[value])
-    choice = _chosen_in(value) if isinstance(value, dict) else None
+    choice = _chosen_in(value) if isinstance(value, dict) and value.keys() <= _CHOICE_KEYS else None
     if choice is None:
         raise ValueError("must be auto, none, required or {type: 'function', function: {name: '...'}}")
-    return choice
+    return replace(choice, at_most_one=value.get(_AT_MOST_ONE) is True) if isinstance(value, dict) else choice
 
 
 def _chosen_in(value: dict[str, Any]) -> ToolChoice | None:
@@ -84,7 +87,7 @@ def _chosen_in(value: dict[str, Any]) -> ToolChoice | None:
     if kind == "allowed_tools":
         allowed = value.get("allowed_tools", value)
         return _allowed(allowed) if isinstance(allowed, dict) else None
-    if kind in _MODES and value.keys() <= {"type", "disable_parallel_tool_use"}:
+    if kind in _MODES and value.keys() <= {"type", _AT_MOST_ONE}:
         return ToolChoice(_MODES[kind])
     name = _name_in(value)
     return ToolChoice("required", (name,)) if kind in ("function", "tool") and name is not None else None
@@ -134,13 +137,15 @@ def tool_use(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parall
     if missing or (choice.mode == "required" and not offered):
         known = ", ".join(sorted(names)) or "no tools"
         wanted = missing[0] if missing else choice.mode
-        raise InvalidRequest(
-            f"tool_choice wants {wanted}, and the request has {known}; name one that is in tools", field="tool_choice"
-        )
+        remedy = "name one that is in tools" if offered else "send tools, or leave it out"
+        raise InvalidRequest(f"tool_choice wants {wanted}, and the request has {known}; {remedy}", field="tool_choice")
     if not offered or choice.mode == "none":
         return None
     return ToolUse(
-        offered, frozenset(choice.names) or names, must_call=choice.mode == "required", at_most_one=parallel is False
+        offered,
+        frozenset(choice.names) or names,
+        must_call=choice.mode == "required",
+        at_most_one=parallel is False or choice.at_most_one,
     )
 
 

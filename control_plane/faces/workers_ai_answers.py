@@ -32,7 +32,8 @@ class Wire(Protocol):
 def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
     if model.wire_format == "native":
         return NativeWire(is_json=body.wants_json)
-    shape = CompletionShape if body.messages is None else ChatShape
+    # Calls have a place in a chat's message only.
+    shape = CompletionShape if body.messages is None and not body.tools else ChatShape
     return OpenAIWire(shape(request_id, model.model_id, model, with_usage_chunk=False))
 
 
@@ -119,6 +120,11 @@ def _as_json(choice: WholeChoice) -> msgspec.Raw:
     """Return the answer as the value that it is, to the digit; raises InvalidRequest if it was cut off."""
     try:
         json.loads(choice.text)
+    except RecursionError as error:
+        raise InvalidRequest(
+            "JSON Mode couldn't be met: the answer is nested too deeply to read; limit the schema's depth, or stream",
+            field="response_format",
+        ) from error
     except ValueError as error:
         remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
         raise InvalidRequest(

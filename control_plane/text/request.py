@@ -63,6 +63,8 @@ class GenerationOptions:
     min_tokens: int = 0
     grammar: Grammar | None = None
     """What the answer's text must look like."""
+    grammar_field: str = "response_format"
+    """Where the request asks for that."""
     cache: CachePolicy = EVERYTHING
     cache_salt: str = ""
     """Only requests of the same account with the same salt share the prompt's cache; "" with all of the account."""

@@ -22,13 +22,8 @@ from runtime.errors import InvalidRequest, Unsupported
 _MAX_KNOWN = 256
 _TRIED_BYTES = 8
 """Some grammars show only behind their first characters that they are too complex."""
+_NOTHING = "no text fits it"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
-FIELDS = {
-    "json_object": "response_format",
-    "json_schema": "response_format",
-    "regex": "guided_regex",
-    "lark": "guided_grammar",
-}
 
 
 class GrammarCheck:
@@ -37,13 +32,13 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._passed: OrderedDict[Grammar, None] = OrderedDict()
 
-    async def check(self, grammar: Grammar, field: str | None = None) -> None:
+    async def check(self, grammar: Grammar, field: str) -> None:
         """Raise Unsupported naming the keywords that are not built, or InvalidRequest saying what else is wrong.
 
-        `field` is where the request asks for it; None: where its kind is usually asked for.
+        `field` is where the request asks for it.
         """
         if grammar not in self._passed:
-            await asyncio.to_thread(_check, grammar, field or FIELDS[grammar.kind])
+            await asyncio.to_thread(_check, grammar, field)
             self._passed[grammar] = None
             if len(self._passed) > _MAX_KNOWN:
                 self._passed.popitem(last=False)
@@ -65,18 +60,17 @@ def _problem(grammar: Grammar) -> str:
         matcher = LLMatcher(_bytes(), source(grammar), log_level=0, limits=limits())
     except GrammarUnusable as error:
         return str(error)
-    for _ in range(_TRIED_BYTES):
-        if matcher.is_error() or matcher.is_stopped():
-            break
+    num_tried = 0
+    while num_tried < _TRIED_BYTES and not matcher.is_error() and not matcher.is_stopped():
         mask = int.from_bytes(matcher.compute_bitmask(), "little") & (1 << _END) - 1
         if not mask:
             break
         matcher.consume_tokens([(mask & -mask).bit_length() - 1])
-    return _first_lines(matcher.get_error())
-
-
-def _first_lines(error: str) -> str:
-    return error.removesuffix("<non-verbose/>").strip()
+        num_tried += 1
+    if not matcher.is_error():
+        matcher.rollback(num_tried)  # as the engine does behind drafts; not every lexeme can
+    problem = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    return _NOTHING if problem == "NoExtensionBias" else problem
 
 
 _END = 256

@@ -15,6 +15,7 @@ from typing import Any
 import json5
 
 from tandem_client.cli.worker_assets import Assets, read_assets, unknown_settings
+from tandem_client.cli.worker_config_shape import complaints
 from tandem_client.cli.worker_secrets import read_secrets
 
 NAMES = ("wrangler.json", "wrangler.jsonc", "wrangler.toml")
@@ -76,7 +77,7 @@ def read_config(folder: Path, environment: str | None = None, *, ignore_unsuppor
     """Return what `folder`'s file says; raises ConfigUnusable."""
     folder = folder.resolve()
     path = _find(folder)
-    said = _of_environment(path, _parse(path), environment)
+    said = _checked(path, _of_environment(path, _checked(path, _parse(path)), environment))
     unsupported = _unsupported(said)
     if unsupported and not ignore_unsupported:
         raise ConfigUnusable(
@@ -132,6 +133,14 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ConfigUnusable(f"{path} cannot be read: {error}") from error
     if not isinstance(said, dict):
         raise ConfigUnusable(f"{path} is not an object")
+    return said
+
+
+def _checked(path: Path, said: dict[str, Any]) -> dict[str, Any]:
+    """Return what is said, nulls left out; raises ConfigUnusable for a value of another kind than its setting takes."""
+    said = {name: value for name, value in said.items() if value is not None}
+    if wrong := list(complaints(said)):
+        raise ConfigUnusable("\n".join(f"{path}: {each}" for each in wrong))
     return said
 
 

@@ -107,7 +107,7 @@ class WorkerDev:
             if build.digest == self._digest:
                 return
             await self._exchange(build)
-        except (ConfigUnusable, WorkerdEnded) as error:
+        except (ConfigUnusable, WorkerdEnded, OSError) as error:  # a file may go while it is read
             self._digest = b""  # what ran before is loaded anew when it comes back, which says that all is well
             self._view.failed(names, str(error))
         else:

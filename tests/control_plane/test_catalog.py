@@ -194,6 +194,7 @@ async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> N
     async with serving() as (_, address):
         register(registry, "a", address)
         loaded, unknown, newer = [await catalog.get(name) for name in ("m", "x", "@cf/openai/gpt-oss-20b")]
+        assert (await catalog.get("openai/gpt-oss-20b")).wire_format == "openai", "as if it were loaded by its Hub id"
         for name in ("@cf/baai/bge-m3", "@cf/openai/whisper"):
             with pytest.raises(ModelNotFound, match="served: m"):
                 await catalog.get(name)

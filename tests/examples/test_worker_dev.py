@@ -63,12 +63,14 @@ def test_a_mistake_is_told_what_ran_before_goes_on_and_the_next_change_is_tried(
         mistakes = {
             "index.js": [
                 ('import "./missing.js";' + ECHO, r"index\.js imports '\./missing\.js', and there is no such file"),
+                (f'import "./{300 * "a"}.js";' + ECHO, "File name too long"),
                 ("export default {", "  SyntaxError: Unexpected end of input"),
                 ('throw new Error("at once");', "  Error: at once"),
                 (ECHO.replace("version: 1", "version: 2"), "reloaded  index.js"),
             ],
             "wrangler.json": [
                 ("{", "wrangler.json cannot be read"),
+                (json.dumps({**CONFIG, "rules": "x"}), 'rules is "x"; it must be a list'),
                 (json.dumps({**CONFIG, "kv_namespaces": [{"binding": "CACHE"}]}), r"kv_namespaces \(CACHE\)"),
                 (json.dumps({**CONFIG, "vars": {"NEW": "variable"}}), "reloaded  wrangler.json"),
             ],
@@ -147,6 +149,7 @@ def test_workerd_goes_when_tandem_is_killed(tmp_path: Path) -> None:
         descriptors = [os.pidfd_open(int(child)) for child in children]
         assert get(url).status_code == 200 and descriptors
         running.process.kill()
+        running.process.wait()  # it has the socket too
         for descriptor in descriptors:
             _wait_for_end(descriptor)
         with pytest.raises(httpx.ConnectError):

@@ -192,12 +192,27 @@ def test_only_declared_secrets_arrive_and_missing_ones_are_named(tmp_path: Path)
         ('{"main": "no.js", "compatibility_date": "2026-11-01"}', "main = 'no.js', and there is no such file"),
         ('{"main": "src/index.js"}', "has no compatibility_date"),
         ('{"main": "src/entry.py"}', "Python does not run here"),
+        ('{"main": 5}', "main is 5; it must be a text in quotes"),
+        ('{"compatibility_flags": "nodejs_compat"}', 'compatibility_flags is "nodejs_compat"; it must be a list'),
+        ('{"ai": {}}', "ai has no binding; add it"),
+        ('{"ai": true}', "ai is true; it must be a table"),
+        ('{"rules": [{"type": "Text", "globs": "*.x"}]}', r'rules\[0\]\.globs is "\*\.x"; it must be a list'),
+        ('{"assets": "dist"}', "assets is .*; it must be a table"),
+        ('{"env": {"live": 5}}', r"env\.live is 5; it must be a table"),
         ('{"assets": {"directory": "dist"}, "compatibility_date": "2026-11-01"}', "build the assets first"),
     ],
 )
 def test_a_file_that_cannot_be_run_says_why(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigUnusable, match=complaint):
         read_config(folder(tmp_path, text, **{"src/entry.py": ""}))
+
+
+def test_a_date_of_toml_is_no_text_and_null_is_nothing(tmp_path: Path) -> None:
+    toml = folder(tmp_path, 'main = "src/index.js"\ncompatibility_date = 2026-11-01', "wrangler.toml")
+    with pytest.raises(ConfigUnusable, match="compatibility_date is 2026-11-01; it must be a text in quotes"):
+        read_config(toml)
+    text = '{"main": "src/index.js", "compatibility_date": "2026-11-01", "rules": null, "ai": null}'
+    assert read_config(folder(tmp_path, text, "wrangler.json")).rules == ()
 
 
 def test_a_folder_without_a_file_is_not_a_workers(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ MISTRAL = ToolForm(
 )
 GENERIC = ToolForm(
     "json",
-    openings=('{"tool_calls": [',),
+    openings=('{"tool_calls"',),  # however it is spaced: a model that begins so is led on to a call
     firsts=('{"tool_calls": [',),
     between=", ",
     last="]}",

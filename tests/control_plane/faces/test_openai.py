@@ -204,7 +204,7 @@ async def test_a_stream_is_data_lines_only_and_ends_with_done() -> None:
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids as keys"),
         ({"top_logprobs": 2}, None, "top_logprobs needs logprobs"),
-        ({"messages": "hi"}, "messages", "valid list"),
+        ({"messages": "hi"}, "messages", 'messages must be a list, got "hi"'),
         ({"messages": []}, "messages", "messages is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", 'got "robot"'),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "valid string, got 5"),

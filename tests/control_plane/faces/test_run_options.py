@@ -70,7 +70,7 @@ async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(f
         ({"tags": ["a"] * 6}, "options.tags List should have at most 5 items"),
         ({"tags": ["x" * 51]}, "options.tags[0] String should have at most 50 characters"),
         ({"tags": ["no spaces"]}, "options.tags[0] String should match pattern"),
-        ({"tags": "a"}, "options.tags should be a valid list"),
+        ({"tags": "a"}, "options.tags must be a list"),
         ({"rejectIfBusy": "yes"}, "options.rejectIfBusy should be a valid boolean"),
         ({"rejectIfBsy": True}, "options.rejectIfBsy is not a field of this request; did you mean rejectIfBusy?"),
         ({"gateway": {"requestTimeoutMs": 0}}, "options.gateway.requestTimeoutMs should be greater than or equal to 1"),

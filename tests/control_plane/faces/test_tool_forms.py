@@ -125,12 +125,14 @@ async def test_a_marker_that_is_a_control_token_is_seen_although_it_is_no_text()
         ({"tools": [{"name": "get", "parameters": {"type": "string"}}]}, "has the type"),
         ({"tools": [{"name": "get", "parameters": {"properties": 5}}]}, "tools[0].parameters cannot be used"),
         ({"tools": [{"name": "get", "parameters": {"x-guidance": {}}}]}, "x-guidance, which is not supported"),
-        ({"tools": [{"name": "get", "parameters": []}]}, "tools[0].parameters should be a valid dictionary"),
+        ({"tools": [{"name": "get", "parameters": []}]}, "tools[0].parameters must be an object, got []"),
         ({"tools": [{"name": f"t{i}"} for i in range(129)]}, "tools has 129 of them, 128 is the most; send fewer"),
-        ({"tools": "get"}, "tools should be a valid list"),
+        ({"tools": "get"}, "tools must be a list"),
+        ({"tools": ["get"]}, 'tools[0] must be an object, got "get"'),
         ({"tool_choice": {"function": {"name": "no"}}}, "tool_choice wants no, and the request has get, put; name"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice wants required, and the request has no tools"),
+        ({"tools": [], "tool_choice": "required"}, "required, and the request has no tools; send tools"),
         ({"tool_choice": "some"}, "tool_choice must be auto, none, required or {type: 'function'"),
+        ({"tool_choice": {"name": "get", "mod": "auto"}}, "tool_choice must be auto, none, required"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be auto, none, required"),
         ({"functions": [{"name": "f", "code": "x"}]}, "functions is not supported here; send tools"),
         ({"function_call": {"name": "f"}}, "function_call is not supported here; send tool_choice"),
@@ -144,6 +146,10 @@ async def test_a_marker_that_is_a_control_token_is_seen_although_it_is_no_text()
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "get", "arguments": "[1]"}]}]},
             "messages[0].tool_calls[0].arguments is no object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "get", "arguments": 1}]}]},
+            "messages[0].tool_calls[0].arguments must be an object, as it is or as text, got 1",
         ),
     ],
 )  # fmt: skip

@@ -184,6 +184,15 @@ async def test_one_call_at_the_most_where_parallel_calls_are_off_or_the_template
         assert ("call)*" not in grammar_of(gateway).text) == is_one
 
 
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "get"}])
+async def test_a_choice_may_ask_for_one_call_at_the_most(choice: dict[str, Any]) -> None:
+    async with serve(saying("ok"), chat_template=templates.QWEN) as gateway:
+        for asked in (False, True):
+            await post(gateway, CHAT, tool_choice={**choice, "disable_parallel_tool_use": asked})
+    several, one = (str(request.sampling.grammar) for request in gateway.dispatcher.requests)
+    assert "call)*" in several and "call)*" not in one
+
+
 @pytest.mark.parametrize(
     ("property", "words", "held_to"),
     [
@@ -266,7 +275,11 @@ async def test_models_of_openais_wire_format_answer_as_openai_does() -> None:
     async with serve(saying(CALL), chat_template=templates.QWEN, wire_format="openai") as gateway:
         whole = (await post(gateway, RUN)).json()["result"]["choices"][0]
         told = events((await post(gateway, RUN, stream=True)).text)
+        prompted = await gateway.client.post(RUN, json={"prompt": "hi", "tools": [BARE]})
+        alone = await gateway.client.post(RUN, json={"prompt": "hi"})
     assert whole["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": ARGUMENTS}
+    assert prompted.json()["result"]["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert alone.json()["result"]["object"] == "text_completion"
     deltas = [
         call for event in told if event.get("choices") for call in event["choices"][0]["delta"].get("tool_calls", ())
     ]

@@ -123,7 +123,8 @@ def test_llamas_python_tag_is_a_way_to_begin_only_where_it_is_a_control_token() 
 
 def test_json_that_is_no_call_is_text_in_the_generic_form_only() -> None:
     assert takes(call_grammar(GENERIC, TOOLS, {}), '{"city": "Oslo"}')
-    assert not takes(call_grammar(GENERIC, TOOLS, {}), '{"tool_calls": []}')
+    for text in ('{"tool_calls": []}', '{"tool_calls":[{"name": "y"}]}', '{"tool_calls" '):
+        assert not takes(call_grammar(GENERIC, TOOLS, {}), text), text
     assert not takes(call_grammar(LLAMA3, TOOLS, {}), '{"city": "Oslo"}')
 
 

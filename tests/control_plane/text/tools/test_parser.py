@@ -64,7 +64,7 @@ def test_both_beginnings_of_a_form_are_known(form: ToolForm, first: int) -> None
         (MISTRAL, "[TOOL_CALL] is [TOOL_"),
         (LLAMA3, 'Say {"name": "get", "parameters": {}}'),
         (LLAMA3, "<|python"),
-        (GENERIC, '{"tool_calls": 3}'),
+        (GENERIC, '{"tool_call": 3}'),
         (GENERIC, 'So: {"tool_calls": []}'),
         (GENERIC, '{"tool_ca'),
         (GENERIC, ""),

@@ -20,7 +20,7 @@ constexpr int kTile = 32;                                 // outputs
 constexpr int kHalf = kTile / 2;
 constexpr int kGroup = kRegisters == 32 ? 14 : 6;         // rows
 constexpr int kRowsAtOnce = kRegisters == 32 ? 112 : 96;  // their inputs stay in L2 beside a tile
-constexpr int kInputsAtOnce = 768;                        // of several groups
+constexpr int kNearBytes = 560 << 10;                     // of inputs, a tile and the next one, of L2's 1 MB
 constexpr int kInputsTurned = 256;                        // of a group, in one piece
 constexpr int kAhead = 192;                               // inputs, when a tile is read for the first time
 constexpr int kNextInputs = 16;                           // from L2 into L1
@@ -53,6 +53,12 @@ static inline void load_pair(const uint16_t* weights, int at, Vec pair[2]) {  //
 template <class Weight>
 static inline void bring_near(const Weight* weights) {
   for (int i = 0; i < kTile; i += 64 / sizeof(Weight)) __builtin_prefetch(weights + i, 0, 3);
+}
+
+// Where sums are stored at last: nothing waits there for lines that nobody has touched.
+static inline void bring_near(float* y, int64_t y_stride, int rows) {
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < 2; v++) __builtin_prefetch(y + r * y_stride + v * kHalf, 1, 3);
 }
 
 template <int rows, class Weight>
@@ -159,7 +165,8 @@ struct Linear {
   void multiply(const Groups& groups, int64_t row, const float* turned) const {
     const int num_tiles = (int)((num_outputs + kTile - 1) / kTile);
     const int tiles = groups.count > 1 ? 1 : std::clamp(num_tiles / (8 * threads()->num_threads()), 1, 8);
-    const int num_parts = groups.count > 1 ? (int)((num_inputs + kInputsAtOnce - 1) / kInputsAtOnce) : 1;
+    const int64_t at_once = kNearBytes / (groups.first(groups.count) * sizeof(float) + 2 * kTile * sizeof(Weight));
+    const int num_parts = groups.count > 1 ? (int)((num_inputs + at_once - 1) / at_once) : 1;
     const int64_t part = (num_inputs + num_parts - 1) / num_parts;
     in_parallel((num_tiles + tiles - 1) / tiles, [&](int piece) {
       const int begin = piece * tiles, end = std::min(begin + tiles, num_tiles);
@@ -193,6 +200,7 @@ struct Linear {
     float* to = y + row * y_stride + (int64_t)tile * kTile;
     const float* start = input ? to : bias + (int64_t)tile * kTile;
     const int64_t start_stride = input ? y_stride : 0;
+    if (input == 0) bring_near(to, y_stride, rows);
     const int64_t columns = std::min<int64_t>(kTile, num_outputs - (int64_t)tile * kTile);
     if (columns == kTile) {
       times(from, weights_of(tile, input), num, start, start_stride, to, y_stride, ahead);

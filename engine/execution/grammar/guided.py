@@ -66,10 +66,10 @@ class _GuidedMatcher:
     def masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> list[Words]:
         if not self._matcher.consume_tokens(new_tokens):
             raise GrammarFailed(f"the grammar cannot be followed here: {self._matcher.get_error()}")
-        masks = [self._mask()]
-        if draft_tokens:
-            masks += self._masks_behind(list(draft_tokens))
-        return masks
+        # The first mask is made last: llguidance keeps the newest one and may take it for that of another place which
+        # is as many words on, where one went back in between. From the first mask's place answers only go forward.
+        behind = self._masks_behind(list(draft_tokens)) if draft_tokens else []
+        return [self._mask(), *behind]
 
     def _masks_behind(self, draft_tokens: list[int]) -> list[Words]:
         # What follows a draft that is not allowed is never drawn.

@@ -194,6 +194,24 @@ def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     assert [mask.tolist() for mask in ends.masks([], [3])] == [[0b1100], [0b1110]]
 
 
+def test_a_draft_that_was_wrong_leaves_nothing_in_later_masks(tmp_path: Path) -> None:
+    """Behind both first letters the same words follow, and behind those what only the first letter tells."""
+    words = ["<s>", "</s>", "a", "b", "c", "x", "y", "cx", "cy"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    make = Guide(tmp_path / "tokenizer.json", len(words), [1])(
+        Grammar("lark", 'start: "a" M "x" | "b" M "y"\nM: /c|d/')
+    )
+    drafted, plain = make(), make()
+    a, b = words.index("a"), words.index("b")
+    allowed = [mask.tolist() for mask in drafted.masks([], [a])]
+    assert allowed == [[1 << a | 1 << b], [1 << words.index("c") | 1 << words.index("cx")]]
+    assert [mask.tolist() for mask in drafted.masks([b], [])] == [mask.tolist() for mask in plain.masks([b], [])]
+
+
 def test_a_matcher_lives_no_longer_than_its_request(make_engine: MakeEngine) -> None:
     engine = make_engine("llama")
     answers(engine, {str(seed): params(engine, WORD, seed=seed) for seed in range(5)})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -86,6 +87,8 @@ def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
         from engine.assembly import assemble
 
         assembled = assemble(config, report)
+    gc.collect()
+    gc.freeze()  # or no step would be safe from a pass over all that torch has imported: 70 to 190 ms
     _give_back_freed_memory()
     channel.send(assembled.ready, [assembled.region_fd])
     return assembled.core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -23,6 +24,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     (status 128 + signal), the third ends the process at once. What `main` raises is logged and makes status 1; a
     refused setting makes status 2.
     """
+    _forget_what_is_loaded()
     try:
         return asyncio.run(_run(main))
     except InvalidRequest as error:
@@ -34,6 +36,15 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     finally:
         tracing.shutdown()
         metrics.shutdown()
+
+
+def _forget_what_is_loaded() -> None:
+    """Keep the garbage collector from going through what imports have left, which lives as long as we do.
+
+    A pass over it takes 40 to 150 ms, in which no token of any stream would move.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 async def _run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:

@@ -126,6 +126,28 @@ def test_a_refused_setting_is_status_two_and_a_sentence() -> None:
     assert "exception" not in entry
 
 
+def test_the_garbage_collector_leaves_out_what_was_loaded_and_nothing_else() -> None:
+    body = """
+        import gc, weakref
+        class Thing: pass
+        loaded = Thing()
+        async def main(drain):
+            made = Thing()
+            made.itself = made
+            is_there = weakref.ref(made)
+            seen = {id(each) for each in gc.get_objects()}
+            say(f"{id(loaded) in seen} {id(made) in seen}")
+            del made
+            gc.collect()
+            say(is_there())
+            return 0
+    """
+    with process(body) as child:
+        assert line(child) == "False True"
+        assert line(child) == "None"
+        assert end(child)[0] == 0
+
+
 def test_lines_carry_service_request_and_fields_from_our_loggers_and_the_standard_one() -> None:
     body = """
         async def main(drain):

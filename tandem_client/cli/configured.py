@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 
 ROLES = ("prefill", "decode", "kv", "control")
 
 
-def configured_settings(config: Path | None) -> Mapping[str, Set[str]]:
-    """Return, by role, the names of settings chosen for it. Raises ValueError for a file that is none.
+Configured = Mapping[str, Mapping[str, object]]
+"""By role, the settings the user has chosen elsewhere, as they stand there: text, or a value of TOML."""
+
+
+def configured_settings(config: Path | None) -> Configured:
+    """Return, by role, the settings chosen for it. Raises ValueError for a file that is none.
 
     The file is `config`, else TANDEM_CONFIG, else tandem.toml here: the one the services will read.
     """
     tables = _tables(config)
-    return {role: _names_in_table(tables, role) | _names_in_environment(role) for role in ROLES}
+    return {role: _in_table(tables, role) | _in_environment(role) for role in ROLES}
+
+
+def cores_in(value: object) -> tuple[int, ...]:
+    """Read the value of `cpus`, "0,1" or [0, 1]; nothing if it is neither: the worker will refuse it by name."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else ()
+    try:
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError):
+        return ()
 
 
 def _tables(config: Path | None) -> Mapping[str, object]:
@@ -32,11 +45,11 @@ def _tables(config: Path | None) -> Mapping[str, object]:
         raise ValueError(f"the settings file {path} is not TOML: {error}") from error
 
 
-def _names_in_table(tables: Mapping[str, object], role: str) -> set[str]:
+def _in_table(tables: Mapping[str, object], role: str) -> dict[str, object]:
     table = tables.get(role, {})
-    return set(table) if isinstance(table, dict) else set()
+    return dict(table) if isinstance(table, dict) else {}
 
 
-def _names_in_environment(role: str) -> set[str]:
+def _in_environment(role: str) -> dict[str, object]:
     prefix = f"TANDEM_{role.upper()}_"
-    return {name.removeprefix(prefix).lower() for name in os.environ if name.startswith(prefix)}
+    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}

@@ -1,18 +1,19 @@
 """Which processes make a Tandem on one machine, and what does each get of it?
 
-A pure function: a machine and the options in, a list of processes out. Cores go to the workers, evenly; the control
-plane and the KV service need little and are not pinned. Threads that outnumber cores spin against each other, so each
-worker is told its cores and its number of threads.
+A pure function: a machine and the options in, a list of processes out. Cores go to the workers' engines, evenly.
+Threads that outnumber cores spin against each other, so each worker is told its cores and its number of threads. All
+else (the control plane, the KV service, the workers' fronts) needs little, and stays off the cores of decode's engines.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_client.cli.configured import Configured, cores_in
 from tandem_client.cli.machine import Machine
 
 MAX_KV_BYTES_PER_WORKER = 2 << 30
@@ -57,23 +58,36 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     cores: tuple[int, ...] = field(default=())
-    """What a worker was given; empty where the process is not pinned."""
-
-
-Configured = Mapping[str, Set[str]]
-"""By role, the settings the user has chosen elsewhere, which a share of the machine must not replace."""
+    """Where a worker's engine computes; empty where that is not known, or there is none."""
 
 
 def plan(machine: Machine, options: UpOptions, configured: Configured | None = None) -> list[ProcessSpec]:
-    """Return the processes in the order they start: control plane, KV service, workers."""
+    """Return the processes in the order they start: control plane, KV service, workers.
+
+    What is `configured` elsewhere, a share of the machine does not replace.
+    """
     shares = divide(machine, options.num_prefill + options.num_decode)
     names = _worker_names(options)
     workers = [
-        _worker(name, role, share, (configured or {}).get(role, frozenset()), options)
+        _worker(name, role, share, (configured or {}).get(role, {}), options)
         for (name, role), share in zip(names, shares, strict=True)
     ]
     # Without a prefill worker nothing is handed over, and there is nothing for a KV service to hold.
     return [_control_plane(options), *([_kv_service(options)] if options.num_prefill else []), *workers]
+
+
+def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple[int, ...]:
+    """Return the cores for all that is no engine: those on which no answers are decoded. Empty: none in particular.
+
+    On a core it shares with them a decode step waits for whoever carries the tokens of the step before, and for whoever
+    tokenizes the next prompt: milliseconds that every reader sees. A prefill that waits as long is later by that much.
+    An engine that is told no cores stays on its parent's: then nothing is kept off anywhere.
+    """
+    workers = [spec for spec in specs if spec.role in ("prefill", "decode")]
+    if not all(worker.cores for worker in workers):
+        return ()
+    decoding = {core for worker in workers if worker.role == "decode" for core in worker.cores}
+    return tuple(core for core in machine.cores if core not in decoding)
 
 
 @dataclass(frozen=True)
@@ -136,25 +150,27 @@ def _kv_service(options: UpOptions) -> ProcessSpec:
     return ProcessSpec("kv-service", "kv", _command("kv_transfer_svc", flags, options))
 
 
-def _worker(name: str, role: str, share: Share, configured: Set[str], options: UpOptions) -> ProcessSpec:
+def _worker(name: str, role: str, share: Share, configured: Mapping[str, object], options: UpOptions) -> ProcessSpec:
     flags = ["--control", options.control_address, "--listen", "127.0.0.1:0", "--worker-id", name]
     if options.model is not None:
         flags += ["--model", options.model]
     if options.served_model_name is not None:
         flags += ["--served-model-name", options.served_model_name]
     environment = {} if share.gpu is None else {"CUDA_VISIBLE_DEVICES": share.gpu}
-    if not configured & {"cpus", "num_threads"}:
+    cores = cores_in(configured.get("cpus"))
+    if not configured.keys() & {"cpus", "num_threads"}:
+        cores = share.cores
         num_threads = str(len(share.cores))
         flags += ["--cpus", ",".join(map(str, share.cores)), "--num-threads", num_threads]
         environment["OMP_NUM_THREADS"] = num_threads
-    if share.kv_limit_bytes is not None and not configured & {
+    if share.kv_limit_bytes is not None and not configured.keys() & {
         "kv_memory_limit_bytes",
         "kv_memory_bytes",
         "num_kv_blocks",
     }:
         flags += ["--kv-memory-limit-bytes", str(share.kv_limit_bytes)]
     command = _command(f"{role}_svc", flags, options)
-    return ProcessSpec(name, role, command, tuple(environment.items()), share.cores)
+    return ProcessSpec(name, role, command, tuple(environment.items()), cores)
 
 
 def _command(module: str, flags: Sequence[str], options: UpOptions) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from tandem_client.cli.configured import configured_settings
 from tandem_client.cli.fleet import FleetMember
 from tandem_client.cli.follow_log import follow_logs
 from tandem_client.cli.machine import this_machine
-from tandem_client.cli.plan import ProcessSpec, UpOptions, plan
+from tandem_client.cli.plan import ProcessSpec, UpOptions, cores_beside_decode, plan
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
 from tandem_client.cli.supervisor import Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
@@ -36,10 +36,14 @@ def up(options: UpOptions, console: Console) -> int:
     """Check, start everything, and keep it running until a signal; returns the exit code."""
     check_options(options)
     check_ports(options)
+    machine = this_machine()
     try:
-        specs = plan(this_machine(), options, configured_settings(options.config))
+        specs = plan(machine, options, configured_settings(options.config))
     except ValueError as error:
         raise CannotStart(str(error)) from error
+    cores = cores_beside_decode(machine, specs)
+    if cores and hasattr(os, "sched_setaffinity"):  # not on macOS
+        os.sched_setaffinity(0, cores)  # and so of all that is started from here; engines go where they are told
     return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
 
 

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_client.cli.configured import configured_settings
+from tandem_client.cli.configured import Configured, configured_settings
 from tandem_client.cli.machine import Machine, this_machine
-from tandem_client.cli.plan import ProcessSpec, UpOptions, divide_cores, kv_bytes_per_worker, plan
+from tandem_client.cli.plan import (
+    ProcessSpec,
+    UpOptions,
+    cores_beside_decode,
+    divide_cores,
+    kv_bytes_per_worker,
+    plan,
+)
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=(0, 1), free_memory_bytes=24 * GIB)
@@ -54,10 +61,32 @@ def test_model_name_and_config_reach_the_workers() -> None:
 
 
 def test_a_share_does_not_replace_what_the_user_configured() -> None:
-    _, _, prefill, decode = plan(TWO_CORES, UpOptions(), {"decode": {"num_kv_blocks", "num_threads"}})
+    _, _, prefill, decode = plan(TWO_CORES, UpOptions(), {"decode": {"num_kv_blocks": "9", "num_threads": "1"}})
     assert flag(prefill, "--cpus") == "0"
     assert [flag(decode, name) for name in ("--cpus", "--num-threads", "--kv-memory-limit-bytes")] == [None, None, None]
     assert decode.environment == ()
+
+
+def test_what_is_no_engine_stays_off_the_cores_where_answers_are_decoded() -> None:
+    four = Machine(cores=(0, 1, 2, 3), free_memory_bytes=24 * GIB)
+    assert cores_beside_decode(TWO_CORES, plan(TWO_CORES, UpOptions())) == (0,)
+    assert cores_beside_decode(four, plan(four, UpOptions())) == (0, 1)
+    assert cores_beside_decode(four, plan(four, UpOptions(num_prefill=2, num_decode=1))) == (0, 1, 2)
+
+
+def test_configured_cores_count_as_well() -> None:
+    configured: Configured = {"prefill": {"cpus": [1]}, "decode": {"cpus": "0"}}
+    specs = plan(TWO_CORES, UpOptions(), configured)
+    assert [spec.cores for spec in specs] == [(), (), (1,), (0,)]
+    assert cores_beside_decode(TWO_CORES, specs) == (1,)
+
+
+def test_nothing_is_kept_off_where_decode_has_all_cores_or_an_engine_may_go_anywhere() -> None:
+    assert cores_beside_decode(TWO_CORES, plan(TWO_CORES, UpOptions(num_prefill=0))) == ()
+    assert cores_beside_decode(TWO_CORES, plan(TWO_CORES, UpOptions(num_decode=2))) == ()
+    for role in ("prefill", "decode"):
+        for mine in {"num_threads": "2"}, {"cpus": "all"}:
+            assert cores_beside_decode(TWO_CORES, plan(TWO_CORES, UpOptions(), {role: mine})) == ()
 
 
 def test_gpus_go_round_and_one_of_its_own_sizes_its_own_pool() -> None:
@@ -99,7 +128,7 @@ def test_configured_settings_come_from_the_file_and_the_environment(
     file.write_text('model = "x"\n[decode]\nnum_kv_blocks = 100\n')
     monkeypatch.setenv("TANDEM_PREFILL_CPUS", "0,1")
     found = configured_settings(file)
-    assert (found["prefill"], found["decode"], found["kv"]) == ({"cpus"}, {"num_kv_blocks"}, set())
+    assert (found["prefill"], found["decode"], found["kv"]) == ({"cpus": "0,1"}, {"num_kv_blocks": 100}, {})
 
 
 def test_a_settings_file_that_is_not_there_or_not_toml_is_an_error(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """How is a pool's memory shared between processes, and read without trusting its owner to wait?
 
-An owner's region is a memfd, pre-faulted and sealed against resizing. A reader maps it read-only, copies, and then
-compares each slot's generation with the one it was told: a slot that was handed out again in between is noticed.
+An owner's region is a memfd, pre-faulted and sealed against resizing, on huge pages where they can be had. A reader
+maps it read-only, copies, and then compares each slot's generation with the one it was told: a slot that was handed out
+again in between is noticed.
 
 Maps are never closed: tensors and arrays made from one keep it alive, and it goes with the last of them.
 """
@@ -9,14 +10,14 @@ Maps are never closed: tensors and arrays made from one keep it alive, and it go
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections.abc import MutableSequence, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from engine.core import RegionError
+from engine.execution.huge_pages import map_read_only, map_shared
 from engine.messages import ExtentRef, MapRegion
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -29,9 +30,8 @@ class OwnedRegion:
         self.num_bytes = num_bytes
         self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(self.fd, 0, num_bytes)  # too little memory is an error here, not a SIGBUS later
+            self._map = map_shared(self.fd, num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except OSError:
             os.close(self.fd)
             raise
@@ -46,8 +46,7 @@ class OwnedRegion:
 
     def uint64_table(self, offset: int, length: int) -> MutableSequence[int]:
         """Return `length` integers at `offset`, writable; items are plain ints, as messages want them."""
-        view = memoryview(self._map)[offset : offset + 8 * length].cast("Q")
-        return cast(MutableSequence[int], view)
+        return cast(MutableSequence[int], np.frombuffer(self._map, np.uint64, length, offset).data)
 
 
 class MappedRegions:
@@ -89,7 +88,7 @@ class MappedRegions:
 class _MappedRegion:
     def __init__(self, command: MapRegion, fd: int) -> None:
         _check_descriptor(command, fd)
-        content: Any = mmap.mmap(fd, command.num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        content = map_read_only(fd, command.num_bytes)
         self._command = command
         self._bytes: Bytes = np.frombuffer(content, np.uint8)
         self._generations = np.frombuffer(content, np.uint64, command.num_slots, command.generations_offset)

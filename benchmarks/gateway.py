@@ -245,7 +245,7 @@ def _slow(size: _Size, folder: Path) -> Slow:
             return Slow(
                 num_clients=_NUM_SLOW,
                 bytes_per_client=max(0, most - before) / _NUM_SLOW,
-                num_told=sum(b"tokens of this answer are waiting" in stream.last_piece for stream in late.streams),
+                num_told=sum(b"tokens of this answer are waiting" in stream.tail for stream in late.streams),
                 most_events=max(stream.num_events for stream in late.streams),
                 num_cut=num_cut,
                 cut_after_seconds=cut_after,

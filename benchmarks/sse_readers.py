@@ -12,6 +12,7 @@ from typing import Any
 _RECEIVE_BYTES = 1 << 16
 _END_OF_EVENT = b"\n\n"
 """A JSON text has no bare newline in it."""
+_TAIL_BYTES = 1024
 _END_OF_ANSWER = b"\r\n0\r\n\r\n"
 """The last chunk of a chunked body."""
 _CONNECT_SECONDS = 30.0
@@ -38,9 +39,9 @@ class Stream:
         self.num_answers = 0
         self.is_cut = False
         """The other side has ended the connection."""
-        self.last_piece = b""
+        self.tail = b""
+        """The last bytes that came, in however many pieces: an error event and what ends the answer behind it."""
         self._request = request
-        self._last = b""
         self.ask()
         self.sock.setblocking(False)
 
@@ -52,7 +53,6 @@ class Stream:
 
     def ask(self) -> None:
         self.sock.sendall(self._request)
-        self._last = b""
 
     def receive(self) -> None:
         """Take what is there; raises RuntimeError for an answer that is an error."""
@@ -63,12 +63,11 @@ class Stream:
         if not piece:
             self.is_cut = True
             return
-        if not self._last and not piece.startswith(b"HTTP/1.1 200"):
+        if not self.tail and not piece.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(f"a stream was refused: {piece[:2000].decode(errors='replace')}")
-        self.last_piece = piece
-        self.num_events += piece.count(_END_OF_EVENT) + (self._last[-1:] == b"\n" == piece[:1])
-        self._last = piece[-len(_END_OF_ANSWER) :] if len(piece) > 8 else (self._last + piece)[-len(_END_OF_ANSWER) :]
-        if self._last == _END_OF_ANSWER:
+        self.num_events += piece.count(_END_OF_EVENT) + (self.tail[-1:] == b"\n" == piece[:1])
+        self.tail = piece[-_TAIL_BYTES:] if len(piece) >= _TAIL_BYTES else (self.tail + piece)[-_TAIL_BYTES:]
+        if self.tail.endswith(_END_OF_ANSWER):
             self.num_answers += 1
             self.ask()
 

@@ -91,6 +91,7 @@ def test_events_are_counted_however_they_are_cut_and_what_has_ended_is_asked_aga
             stream.sock.setblocking(True)
             stream.receive()
         assert (stream.num_events, stream.num_answers) == (3, 1)
+        assert stream.tail == _ANSWER
         assert server.recv(100) == b"askask"
         server.close()
         stream.receive()

@@ -152,24 +152,26 @@ def _rate(readers: Readers, servers: Sequence[Child], worker: Child, seconds: fl
 
 
 def _two(size: _Size, folder: Path) -> Two:
-    """Ask two gateways on one port, then one of them alone, several times in turn."""
-    with Processes(folder) as processes:
-        pair = [processes.gateway("--reuse-port") for _ in range(2)]
-        worker = processes.stand_in()
-        together, shares = [], []
+    """Ask two gateways on one port, one by itself as much, and that one half as much: in turn."""
+    together: list[list[Rate]] = []
+    whole: list[Rate] = []
+    half: list[Rate] = []
+    shares = []
+    with Processes(folder) as of_two, Processes(folder.with_name("one")) as of_one:
+        pair, worker = [of_two.gateway("--reuse-port") for _ in range(2)], of_two.stand_in()
+        alone, its_worker = [of_one.gateway("--reuse-port")], of_one.stand_in()
         for _ in range(size.num_rounds):
-            with Readers(processes.address, native_request(_ENDLESS_TOKENS), _NUM_STREAMS) as readers:
+            with Readers(of_two.address, native_request(_ENDLESS_TOKENS), _NUM_STREAMS) as readers:
                 _begin(readers)
                 together.append(_rate_of_each(readers, pair, worker, size.seconds))
                 shares.append(len(_of(readers, pair[0])) / _NUM_STREAMS)
             time.sleep(_PAUSE_SECONDS)
-    with Processes(folder.with_name("one")) as processes:
-        alone = [processes.gateway("--reuse-port")]
-        worker = processes.stand_in()
-        with Readers(processes.address, native_request(_ENDLESS_TOKENS), _NUM_STREAMS // 2) as readers:
-            _begin(readers)
-            one = [_rate(readers, alone, worker, size.seconds) for _ in range(size.num_rounds)]
-    return Two(together, one, median(shares), has_cores=len(SERVER_CORES) > 1)
+            for num_streams, rates in ((_NUM_STREAMS, whole), (_NUM_STREAMS // 2, half)):
+                with Readers(of_one.address, native_request(_ENDLESS_TOKENS), num_streams) as readers:
+                    _begin(readers)
+                    rates.append(_rate(readers, alone, its_worker, size.seconds))
+                time.sleep(_PAUSE_SECONDS)
+    return Two(together, whole, half, median(shares), has_cores=len(SERVER_CORES) > 1)
 
 
 def _rate_of_each(readers: Readers, gateways: Sequence[Child], worker: Child, seconds: float) -> list[Rate]:

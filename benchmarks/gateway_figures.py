@@ -52,6 +52,9 @@ class Two:
     together: list[list[Rate]]
     """By round, one rate per gateway."""
     alone: list[Rate]
+    """Of one gateway with as many streams."""
+    half: list[Rate]
+    """Of one with half of them, as each of the two has."""
     first_share: float
     """Of the streams that the first gateway got."""
     has_cores: bool
@@ -179,6 +182,7 @@ def _enter_two(outcome: Outcome, two: Two) -> None:
     capacity = median(sum(each.per_cpu_second for each in rates) for rates in two.together)
     rows: Rows = [
         ("one gateway", f"{_per_second(two.alone):,.0f}", f"{_per_cpu_second(two.alone):,.0f}", "100%"),
+        ("one gateway, half the streams", f"{_per_second(two.half):,.0f}", f"{_per_cpu_second(two.half):,.0f}", "100%"),
         (
             "two on one port",
             f"{together:,.0f}",

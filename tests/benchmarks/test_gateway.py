@@ -39,7 +39,7 @@ def _rate(num_events: int, cpu_seconds: float = 2.0) -> Rate:
 def _results() -> Results:
     return Results(
         rates={"bare": [_rate(400_000)], "native": [_rate(160_000)], "chat": [_rate(300_000)]},
-        two=Two([[_rate(90_000, 1.0), _rate(90_000, 1.0)]], [_rate(200_000)], 0.5, has_cores=False),
+        two=Two([[_rate(90_000, 1.0), _rate(90_000, 1.0)]], [_rate(200_000)], [_rate(210_000)], 0.5, has_cores=False),
         paced=[Paced(2000, 4.0, 500.0, 300_000_000, 100_000_000, 0.1), Paced(256, 0.05, 5000.0, 1, 0, 0.4)],
         slow=Slow(8, 1 << 20, 4, 9000, 3, 30.0, _rate(100), _rate(100)),
         flat=Flat([(0.0, 100.0), (300.0, 101.0), (600.0, 102.0)], 9, _rate(100)),

@@ -57,10 +57,15 @@ class _TimedMasks:
         self.prepare = masks.prepare
         self.seconds = 0.0
 
-    def of(self, runs: Sequence[Any]) -> Mapping[str, Any]:
+    def begin(self, runs: Sequence[Any]) -> None:
+        started = time.perf_counter()
+        self._masks.begin(runs)
+        self.seconds += time.perf_counter() - started
+
+    def take(self) -> Mapping[str, Any]:
         started = time.perf_counter()
         try:
-            return self._masks.of(runs)  # type: ignore[no-any-return]
+            return self._masks.take()  # type: ignore[no-any-return]
         finally:
             self.seconds += time.perf_counter() - started
 

@@ -22,6 +22,8 @@ from engine.messages import ModelInfo, Ready
 from engine.models.checkpoint import Progress
 from engine.models.draft import load_draft_model
 from engine.models.loader import LoadedModel, load_model
+from engine.ops.base import Ops
+from engine.ops.cpu import CpuOps
 from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.settings import EngineConfig
 
@@ -58,7 +60,7 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     checksums = _checksums(cache) if config.verify_kv else None
-    masks = grammar_masks(loaded.info)
+    masks = grammar_masks(loaded.info, loaded.ops)
     runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     if draft is not None:
@@ -72,12 +74,12 @@ def _checksums(cache: PagedKVCache) -> BlockChecksums:
     return BlockChecksums(cache)
 
 
-def grammar_masks(info: ModelInfo) -> GrammarMasks:
+def grammar_masks(info: ModelInfo, ops: Ops) -> GrammarMasks:
     """Return what masks the answers of a model; its tokenizer is read for the first request that has a grammar."""
-    return GrammarMasks(lambda: _guide(info))
+    return GrammarMasks(lambda: _guide(info, ops))
 
 
-def _guide(info: ModelInfo) -> Compile:
+def _guide(info: ModelInfo, ops: Ops) -> Compile:
     tokenizer_path = info.asset_paths.get("tokenizer.json")
     if tokenizer_path is None or not info.eos_token_ids:
         missing = "tokenizer.json" if tokenizer_path is None else "token that ends an answer"
@@ -87,7 +89,8 @@ def _guide(info: ModelInfo) -> Compile:
     except ImportError as error:
         raise GrammarFailed("llguidance is not installed here; install it for structured output") from error
     try:
-        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids)
+        library = ops.library if isinstance(ops, CpuOps) else None
+        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, library)
     except ValueError as error:
         raise GrammarFailed(f"llguidance cannot read the tokenizer of {info.model_id}: {error}") from error
 

@@ -64,9 +64,10 @@ class ModelRunner:
             self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
             kv_written()
 
+        self._masks.begin(output.runs)
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
-        masks = self._masks.of(output.runs)  # a device that runs on its own computes meanwhile
+        masks = self._masks.take()  # a device that runs on its own computes meanwhile
         drawn = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
         self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
         return drawn

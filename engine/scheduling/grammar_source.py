@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -16,6 +16,18 @@ from engine.scheduling.grammar import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # a type of its stubs only
+
+
+class LimitValues(TypedDict):
+    """By llguidance's names."""
+
+    initial_lexer_fuel: int
+    step_lexer_fuel: int
+    step_max_items: int
+    max_lexer_states: int
+    max_grammar_size: int
+    verbose_errors: bool
+
 
 _JSON: JsonCompileOptions = {
     # At most one space, or a new line and its indentation: what models write, and no answer is whitespace for ever.
@@ -26,6 +38,15 @@ _JSON: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
+LIMITS: LimitValues = {
+    "initial_lexer_fuel": 50_000,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""What one grammar may cost: a step that compiles it or first needs a part of it, some tens of ms."""
 _ANY_OBJECT = '{"type":"object"}'
 
 
@@ -51,12 +72,5 @@ def nested_json(schema: Mapping[str, Any]) -> str:
 
 
 def limits() -> LLParserLimits:
-    """Return what one grammar may cost: a step that compiles it or first needs a part of it, some tens of ms."""
-    return LLParserLimits(
-        initial_lexer_fuel=50_000,
-        step_lexer_fuel=20_000,
-        step_max_items=20_000,
-        max_lexer_states=50_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
+    """Return `LIMITS` as llguidance's Python classes take them."""
+    return LLParserLimits(**LIMITS)

@@ -33,31 +33,61 @@ class GrammarMasks:
         """`guide` is called at the first grammar; raises GrammarFailed where there can be none."""
         self._compiled = CompiledGrammars(guide)
         self._places: WeakKeyDictionary[Request, _Place] = WeakKeyDictionary()
+        self._asked: list[tuple[str, Matcher]] = []
 
     def prepare(self, request: Request) -> bool:
-        """Begin to compile a request's grammar, and return whether `of` would not wait for it."""
+        """Begin to compile a request's grammar, and return whether `begin` would not wait for it."""
         grammar = request.sampling.grammar
         return grammar is None or request.num_generated_tokens > 0 or self._compiled.is_ready(grammar)
 
-    def of(self, runs: Sequence[ScheduledRun]) -> Mapping[str, Sequence[Words]]:
-        """Return, by request id, the masks of runs that sample: one, and one behind each draft that is allowed.
+    def begin(self, runs: Sequence[ScheduledRun]) -> None:
+        """Begin to make the masks of runs that sample; what was begun before is dropped.
+
+        Raises RequestsFailed for the first request that has no matcher.
+        """
+        if self._asked:  # that step broke, and which tokens were taken in nobody knows
+            self._finish()
+            self._places.clear()
+            self._asked = []
+        for run in runs:
+            if run.samples and run.request.sampling.grammar is not None:
+                self._ask(run)
+        if self._asked and (crew := self._asked[0][1].crew):
+            crew.begin([matcher for _, matcher in self._asked])
+
+    def take(self) -> Mapping[str, Sequence[Words]]:
+        """Return the masks that were begun by request id: one, and one behind each draft that is allowed.
 
         Raises RequestsFailed for the first request whose grammar has no way on.
         """
-        return {
-            run.request.request_id: self._masks(run)
-            for run in runs
-            if run.samples and run.request.sampling.grammar is not None
-        }
+        if not self._asked:
+            return {}
+        self._finish()
+        masks: dict[str, Sequence[Words]] = {}
+        failure: RequestsFailed | None = None
+        for request_id, matcher in self._asked:
+            try:
+                masks[request_id] = matcher.masks()
+            except GrammarFailed as error:  # the others have taken their tokens in, or do so now
+                failure = failure or _failure(request_id, error)
+        self._asked = []
+        if failure is not None:
+            raise failure
+        return masks
 
-    def _masks(self, run: ScheduledRun) -> Sequence[Words]:
+    def _finish(self) -> None:
+        if crew := self._asked[0][1].crew:
+            crew.finish()
+
+    def _ask(self, run: ScheduledRun) -> None:
         request = run.request
         try:
             place = self._place(request)
-            first, place.num_tokens = place.num_tokens, request.num_tokens
-            return place.matcher.masks(request.token_ids[first:], run.draft_tokens)
         except GrammarFailed as error:
-            raise RequestsFailed([request.request_id], str(error), is_callers_fault=True) from error
+            raise _failure(request.request_id, error) from error
+        first, place.num_tokens = place.num_tokens, request.num_tokens
+        place.matcher.ask(request.token_ids[first:], run.draft_tokens)
+        self._asked.append((request.request_id, place.matcher))
 
     def _place(self, request: Request) -> _Place:
         place = self._places.get(request)
@@ -66,3 +96,9 @@ class GrammarMasks:
             matcher = self._compiled.matcher(request.sampling.grammar)
             place = self._places[request] = _Place(matcher, request.num_prompt_tokens)
         return place
+
+
+def _failure(request_id: str, error: GrammarFailed) -> RequestsFailed:
+    failure = RequestsFailed([request_id], str(error), is_callers_fault=True)
+    failure.__cause__ = error
+    return failure

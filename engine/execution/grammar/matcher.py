@@ -16,13 +16,34 @@ class GrammarFailed(Exception):
 class Matcher(Protocol):
     """Where one answer stands in its grammar: a function of the grammar and the answer's tokens, and nothing else."""
 
-    def masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> list[Words]:
-        """Take in the tokens that came since the last call, and return which may follow.
+    @property
+    def crew(self) -> Crew | None:
+        """Who makes the masks of several such matchers at once; None: each its own, when they are taken."""
+        ...
 
-        The masks are one, and one behind each of the drafts that the grammar allows; drafts are not taken in. A mask
-        has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)]. The end of the answer is allowed
-        where the grammar accepts it as it stands, and nothing else where it takes no more. Raises GrammarFailed.
+    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
+        """Say which tokens came since the last call, and which may follow them."""
+        ...
+
+    def masks(self) -> Sequence[Words]:
+        """Return which tokens may follow: one mask, and one behind each of the drafts that the grammar allows.
+
+        Drafts are not taken in. A mask has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)];
+        it is good until the next `ask`. The end of the answer is allowed where the grammar accepts it as it stands,
+        and nothing else where it takes no more. Raises GrammarFailed.
         """
+        ...
+
+
+class Crew(Protocol):
+    """Makes masks beside what its caller does."""
+
+    def begin(self, matchers: Sequence[Matcher]) -> None:
+        """Begin what they were asked for; they are asked for nothing else until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all of it is made."""
         ...
 
 

@@ -32,7 +32,11 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_kv_write": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
     "tandem_paged_attention": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT),
     "tandem_sample": (_POINTER, _INT, _INT, _POINTER, _INT),
+    "tandem_begin_masks": (_POINTER, _POINTER, _INT),
+    "tandem_finish_masks": (),
+    "tandem_remembered_tokens": (_POINTER,),
 }
+_RESULTS: dict[str, type] = {"tandem_remembered_tokens": _POINTER}
 
 
 class Weights(ctypes.Structure):
@@ -98,6 +102,26 @@ class SamplingCall(ctypes.Structure):
     ]
 
 
+class GrammarCalls(ctypes.Structure):
+    """What makes masks; mirrors cpp/masks.hpp, as `MaskRow` does."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("consume_tokens", "validate_tokens", "compute_mask_into", "is_accepting")),
+        ("rollback", _POINTER),
+        ("ends", _POINTER),
+        ("num_words", _INT),
+    ]
+
+
+class MaskRow(ctypes.Structure):
+    """One answer whose masks are made."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("matcher", "tokens", "masks")),
+        *((name, _INT) for name in ("num_new", "num_drafts", "num_masks", "status")),
+    ]
+
+
 def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
     """Compile the kernels if need be, and load them. Raises KernelsUnavailable."""
     path = compile_kernels(folder, machine_flags)
@@ -106,7 +130,7 @@ def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATI
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = arguments
-            function.restype = None
+            function.restype = _RESULTS.get(name)
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(f"cannot load {path}: {error}; delete it to have it compiled anew") from error
     return library

@@ -55,6 +55,11 @@ class CpuOps:
         self._turnings: dict[tuple[int, int], tuple[int, Turning, Rotary | None, HeadNorm | None]] = {}
 
     @property
+    def library(self) -> ctypes.CDLL:
+        """What is called here; its threads are its only ones."""
+        return self._library
+
+    @property
     def name(self) -> str:
         """Bits depend on the sources and on whether products are fused, on no other feature of the machine."""
         return f"cpu-{'fma' if self._has_fma else 'no-fma'}-{sources_digest()}"

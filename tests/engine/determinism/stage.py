@@ -141,7 +141,7 @@ class Engine:
         self._seconds = 1.0
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks)
-        masks = grammar_masks(stage.model.info)
+        masks = grammar_masks(stage.model.info, stage.model.ops)
         runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache, masks=masks), model, self.journal)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(

@@ -16,7 +16,11 @@ _SECONDS = 20.0
 
 
 class _Nothing:
-    def masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> list[Words]:
+    crew = None
+
+    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None: ...
+
+    def masks(self) -> list[Words]:
         return []
 
 

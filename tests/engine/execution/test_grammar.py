@@ -7,7 +7,7 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from engine.assembly import AssembledEngine
 from engine.core import EngineCore
 from engine.execution.grammar.guided import Guide
 from engine.execution.grammar.masks import GrammarMasks
-from engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
+from engine.execution.grammar.matcher import GrammarFailed, MakeMatcher, Matcher
 from engine.messages import AddRequest, RequestOutput
+from engine.ops.sampling import Words
 from engine.scheduling.grammar import Grammar
 from engine.scheduling.sampling_params import SamplingParams
 from tests.engine.schemas import random_schema
@@ -165,7 +166,7 @@ def test_answers_go_on_while_a_grammar_is_compiled(make_engine: MakeEngine) -> N
 
     def compile_late(grammar: Grammar) -> MakeMatcher:
         assert may_go_on.wait(20)
-        return assembly._guide(engine.ready.model)(grammar)
+        return assembly._guide(engine.ready.model, runner._ops)(grammar)
 
     runner._masks = GrammarMasks(lambda: compile_late)
     engine.core.handle(AddRequest("free", [5, 6, 7], 3, SamplingParams(30)))
@@ -178,6 +179,11 @@ def test_answers_go_on_while_a_grammar_is_compiled(make_engine: MakeEngine) -> N
     assert tokenizer_of(engine).decode(tokens) == expected["bound"][0]
 
 
+def masks(matcher: Matcher, new_tokens: list[int], drafts: Sequence[int] = ()) -> Sequence[Words]:
+    matcher.ask(new_tokens, drafts)
+    return matcher.masks()
+
+
 def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     """The vocabulary has two words and nothing else."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "ab": 2, "cd": 3}, unk_token="<s>"))
@@ -187,11 +193,11 @@ def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     guide = Guide(tmp_path / "tokenizer.json", 4, [1])
     matcher = guide(Grammar("regex", "(ab|cd)*(zz|yy)"))()
-    assert [mask.tolist() for mask in matcher.masks([2], [3, 2])] == [[0b1100]] * 3
+    assert [mask.tolist() for mask in masks(matcher, [2], [3, 2])] == [[0b1100]] * 3
     with pytest.raises(GrammarFailed, match="no way on"):
-        guide(Grammar("regex", "(ab|cd)(zz|yy)"))().masks([2], [])
+        masks(guide(Grammar("regex", "(ab|cd)(zz|yy)"))(), [2])
     ends = guide(Grammar("regex", "(ab|cd)+"))()
-    assert [mask.tolist() for mask in ends.masks([], [3])] == [[0b1100], [0b1110]]
+    assert [mask.tolist() for mask in masks(ends, [], [3])] == [[0b1100], [0b1110]]
 
 
 def test_a_draft_that_was_wrong_leaves_nothing_in_later_masks(tmp_path: Path) -> None:
@@ -207,9 +213,9 @@ def test_a_draft_that_was_wrong_leaves_nothing_in_later_masks(tmp_path: Path) ->
     )
     drafted, plain = make(), make()
     a, b = words.index("a"), words.index("b")
-    allowed = [mask.tolist() for mask in drafted.masks([], [a])]
+    allowed = [mask.tolist() for mask in masks(drafted, [], [a])]
     assert allowed == [[1 << a | 1 << b], [1 << words.index("c") | 1 << words.index("cx")]]
-    assert [mask.tolist() for mask in drafted.masks([b], [])] == [mask.tolist() for mask in plain.masks([b], [])]
+    assert [mask.tolist() for mask in masks(drafted, [b])] == [mask.tolist() for mask in masks(plain, [b])]
 
 
 def test_a_matcher_lives_no_longer_than_its_request(make_engine: MakeEngine) -> None:

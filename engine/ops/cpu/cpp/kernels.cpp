@@ -5,6 +5,7 @@
 #include "cache.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
+#include "masks.hpp"
 #include "packing.hpp"
 #include "sampling.hpp"
 #include "threads.hpp"
@@ -12,6 +13,7 @@
 using namespace tandem;
 
 static pid_t owner = getpid();
+static MaskJob mask_job;
 
 struct Weights {
   const void* packed;
@@ -108,6 +110,17 @@ void tandem_paged_attention(const float* query, int64_t query_stride, float* out
 }
 void tandem_sample(const float* logits, int64_t stride, int64_t size, SamplingRow* rows, int64_t num_rows) {
   sample(logits, stride, size, rows, num_rows);
+}
+
+void tandem_begin_masks(const GrammarCalls* calls, MaskRow** rows, int64_t num_rows) {
+  mask_job.begin(calls, rows, num_rows);
+}
+void tandem_finish_masks() { threads()->finish_aside(); }
+
+// Lives as long as the process, as what asks it may.
+void* tandem_remembered_tokens(RememberedTokens::Ask ask) { return new RememberedTokens(ask); }
+size_t tandem_tokenize(void* remembered, const uint8_t* text, size_t num_bytes, uint32_t* tokens, size_t room) {
+  return static_cast<RememberedTokens*>(remembered)->tokenize(text, num_bytes, tokens, room);
 }
 
 }  // extern "C"

@@ -110,6 +110,28 @@ class ThreadPool {
     is_caller_asleep_.store(false, std::memory_order_relaxed);
   }
 
+  // Lets helpers do pieces between ops, one at a time, once the next op has woken them. There are none such left from
+  // before, and what these need stays until `finish_aside`.
+  void begin_aside(int num_pieces, Piece piece, void* context) {
+    aside_piece_ = piece;
+    aside_context_ = context;
+    num_aside_ = num_pieces;
+    num_aside_done_.store(0, std::memory_order_relaxed);
+    aside_.next.store((uint64_t)num_pieces << 32, std::memory_order_release);
+  }
+
+  // Does what is left of them and waits for those that helpers have begun.
+  void finish_aside() {
+    while (do_one_aside()) {
+    }
+    for (int i = 0; num_aside_done_.load(std::memory_order_acquire) != num_aside_; i++) {
+      if (i < 1024)
+        pause_briefly();
+      else
+        std::this_thread::yield();
+    }
+  }
+
  private:
   // A ticket is {where a thread's row of pieces ends, the next one}. Whoever draws one below the end holds up the round
   // until it is done, so what it reads of `piece_`, `context_` and `num_pieces_` is of that round.
@@ -132,6 +154,18 @@ class ThreadPool {
     }
   }
 
+  // Returns whether there was one.
+  bool do_one_aside() {
+    const uint64_t seen = aside_.next.load(std::memory_order_acquire);
+    if ((uint32_t)seen >= seen >> 32) return false;
+    const uint64_t ticket = aside_.next.fetch_add(1, std::memory_order_acq_rel);
+    const uint32_t index = (uint32_t)ticket, end = ticket >> 32;
+    if (index >= end) return false;
+    aside_piece_(aside_context_, (int)index);
+    num_aside_done_.fetch_add(1, std::memory_order_release);
+    return true;
+  }
+
   void help(int thread) {
     Patience patience;
     for (uint32_t seen = 0; !is_ending_.load(std::memory_order_acquire);) {
@@ -143,6 +177,8 @@ class ThreadPool {
       }
       seen = round_.load(std::memory_order_acquire);
       work(thread);
+      while (round_.load(std::memory_order_acquire) == seen && do_one_aside()) {
+      }
     }
   }
 
@@ -152,6 +188,11 @@ class ThreadPool {
   Piece piece_ = nullptr;
   void* context_ = nullptr;
   uint32_t num_pieces_ = 0;
+  Ticket aside_;
+  std::atomic<uint32_t> num_aside_done_{0};
+  uint32_t num_aside_ = 0;
+  Piece aside_piece_ = nullptr;
+  void* aside_context_ = nullptr;
   std::atomic<bool> is_ending_{false};
   alignas(64) std::atomic<uint32_t> round_{0};
   alignas(64) std::atomic<uint32_t> num_done_{0};

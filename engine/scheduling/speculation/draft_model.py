@@ -33,7 +33,7 @@ _LEAST_STEPS_RESTED = 8  # once it does not pay: thinking of it takes some perce
 _MOST_STEPS_RESTED = 64
 _NUM_STEPS_BEFORE = 4  # without asking, the first of which are slow: what it would save must be known
 _NUM_ASKED = 32  # times, before a step without shows that anew: the rest say little of it
-_PROBED_SHARE = 0.01  # of the time, while asking does not pay
+_PROBED_SHARE = 0.005  # of the time, while asking does not pay
 _MOST_SAVED_STEPS = 8.0  # of that share
 _LIKELY_TOKENS = 128  # that an answer goes on for, if its limit allows
 

@@ -2,7 +2,8 @@
 
 Where steps take a millisecond, looking is some percent of one. So a request for which it brings nothing rests: for 8
 tokens, 16, 32, then 64 at a time, with a few looks between them, in which one guess is tried though it may not pay:
-else nobody would notice that its text has become one that repeats itself. A new request begins as others have ended.
+else nobody would notice that its text has become one that repeats itself. A new request begins as others have ended:
+with one look where theirs brought nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Rest:
     def __init__(self, of_all: Gain) -> None:
         self._of_all = of_all
         self._gain = of_all.mean
-        self._num_looks_left = _NUM_LOOKS
-        self._pause_tokens = 0
+        is_hopeful = self._gain >= _LEAST_GAIN
+        self._num_looks_left = _NUM_LOOKS if is_hopeful else 1
+        self._pause_tokens = 0 if is_hopeful else _FIRST_PAUSE_TOKENS
         self._is_over_at = 0
 
     def is_over(self, num_tokens: int) -> bool:

@@ -76,7 +76,12 @@ class Speculator:
         runs = [run for run in batch.runs.values() if run.is_decode and run.request.mode != "prefill"]
         if not runs or (self._pacer.has_target and len(runs) < len(batch.runs)):
             return
-        awake = [run.request for run in runs if self._standing(run.request).rest.is_over(run.request.num_tokens)]
+        standings = self._standings
+        awake = [
+            run.request
+            for run in runs
+            if (standing := standings.get(run.request)) is None or standing.rest.is_over(run.end)
+        ]
         model = self._model
         if model is not None and (not model.is_on or model.rests()):
             model = None
@@ -138,7 +143,7 @@ class Speculator:
         best: _Offer | None = None
         if max_tokens < 1:
             return best
-        for drafter, acceptance in zip(self._drafters, self._standings[request].acceptances, strict=True):
+        for drafter, acceptance in zip(self._drafters, self._standing(request).acceptances, strict=True):
             if guess := _before_stop(drafter.guess(request, max_tokens), request):
                 chances = acceptance.chances(guess, least)
                 if best is None or chances[0] > best.chances[0]:
@@ -185,7 +190,7 @@ class Speculator:
     def _add_best(self, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int) -> None:
         """Add guesses, the likeliest first, as long as they pay."""
         for (request, offer), count in zip(looked, _rank(looked, step), strict=True):
-            rest = self._standings[request].rest
+            rest = self._standing(request).rest
             if offer and offer.is_asked:
                 self._add(offer, max(1, count), batch, num_reserve_blocks)
             elif not offer or not self._add(offer, count or rest.num_probes, batch, num_reserve_blocks):

@@ -173,9 +173,14 @@ def test_chances_fall_along_a_guess_and_follow_what_was_observed() -> None:
     assert changed < firm <= MOST_CHANCE
 
 
-def test_pauses_grow_to_their_longest_and_end_with_a_right_guess() -> None:
+@pytest.mark.parametrize(
+    ("of_all", "expected"),
+    [(0.08, [0, 8, 0, 16, 0, 32, 0, 64, 0, 64, 0, 64]), (0.0, [16, 0, 32, 0, 64, 0, 64, 0, 64, 0, 64, 0])],
+    ids=["where others gained", "where others did not"],
+)
+def test_pauses_grow_to_their_longest_and_end_with_a_right_guess(of_all: float, expected: list[int]) -> None:
     gain = Gain()
-    gain.mean = 0.0
+    gain.mean = of_all
     rest, num_tokens, pauses = Rest(gain), 100, []
     for _ in range(12):
         assert rest.is_over(num_tokens)
@@ -183,8 +188,9 @@ def test_pauses_grow_to_their_longest_and_end_with_a_right_guess() -> None:
         pause = next(length for length in range(100) if rest.is_over(num_tokens + length))
         pauses.append(pause)
         num_tokens += pause
-    assert pauses == [0, 8, 0, 16, 0, 32, 0, 64, 0, 64, 0, 64]
-    assert rest.num_probes == 1
+    assert pauses == expected
+    while not rest.num_probes:
+        rest.looked(num_tokens, 0)
     rest.looked(num_tokens, 1)
     assert rest.num_probes == 0
 

@@ -46,6 +46,7 @@ class WholeChoice:
     logprobs: list[TextLogprobs] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
     calls: list[WholeCall] = field(default_factory=list)
+    is_cut_in_call: bool = False
 
 
 def add_call(calls: list[WholeCall], delta: CallDelta) -> None:
@@ -67,6 +68,7 @@ async def collect(answer: Answer) -> list[WholeChoice]:
         for call in delta.calls:
             add_call(choice.calls, call)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.is_cut_in_call = choice.is_cut_in_call or delta.is_cut_in_call
     for choice, texts in zip(choices, parts, strict=True):
         choice.text = "".join(texts)
     return choices

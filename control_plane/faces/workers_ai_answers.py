@@ -11,7 +11,7 @@ import msgspec
 from control_plane.faces.answers import Answer, WholeCall, WholeChoice, add_call, collect, usage_json
 from control_plane.faces.frames import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
 from control_plane.faces.openai_answers import ChatShape, CompletionShape, OpenAIShape
-from control_plane.faces.workers_ai_objects import NativeCall, NativeCallEvent, NativeEvent, NativeResult
+from control_plane.faces.workers_ai_objects import NativeCallEvent, NativeEvent, NativeResult
 from control_plane.faces.workers_ai_schema import TextGenerationBody
 from control_plane.generation import ModelDescription, Usage
 from runtime.errors import InvalidRequest
@@ -45,10 +45,12 @@ class NativeWire:
 
     async def result(self, answer: Answer) -> NativeResult:
         (choice,) = await collect(answer)
+        if choice.is_cut_in_call:
+            raise _cut(choice)
         is_json = self._is_json and not choice.calls
         return {
             "response": _as_json(choice) if is_json else choice.text,
-            "tool_calls": [_native_call(call, choice) for call in choice.calls],
+            "tool_calls": [{"name": call.name, "arguments": _raw(call.arguments)} for call in choice.calls],
             "finish_reason": choice.finish_reason,
             "usage": usage_json(answer.usage),
         }
@@ -98,14 +100,11 @@ class OpenAIWire:
         yield DONE
 
 
-def _native_call(call: WholeCall, choice: WholeChoice) -> NativeCall:
-    """Return a call with its arguments as they are, to the digit; raises InvalidRequest if it was cut off."""
-    if not call.is_complete:
-        remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
-        raise InvalidRequest(
-            f"the answer ended ({choice.finish_reason}) before its call of {call.name} did; {remedy}", field="tools"
-        )
-    return {"name": call.name, "arguments": _raw(call.arguments)}
+def _cut(choice: WholeChoice) -> InvalidRequest:
+    """Return the error of an answer that ended within a call, named if its name had come."""
+    what = f"call of {choice.calls[-1].name}" if choice.calls and not choice.calls[-1].is_complete else "call"
+    remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
+    return InvalidRequest(f"the answer ended ({choice.finish_reason}) before its {what} did; {remedy}", field="tools")
 
 
 def _event_call(index: int, call: WholeCall) -> NativeCallEvent:

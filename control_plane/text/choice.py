@@ -50,6 +50,8 @@ class TextDelta:
     logprobs: tuple[TextLogprobs, ...] = ()
     finish_reason: AnswerEnd | None = None
     calls: tuple[CallDelta, ...] = ()
+    is_cut_in_call: bool = False
+    """Whether `max_tokens` or a stop string ended the answer within a call."""
 
 
 class ChoiceText:
@@ -92,7 +94,14 @@ class ChoiceText:
         logprobs, parsed = self._leaving_logprobs(), self._parsed(text)
         if self._calls is not None and self._calls.has_whole_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        return TextDelta(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls)
+        return TextDelta(
+            *(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls),
+            is_cut_in_call=self._is_cut and self._calls is not None and self._calls.is_within_call,
+        )
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.finish_reason == "length" or self.ended_by_stop_string
 
     def _parsed(self, text: str) -> Parsed:
         if self._calls is None:

@@ -42,6 +42,11 @@ class CallParser:
         """Whether the answer has calls, and none of them is half."""
         return 0 < self._num_begun == self._num_complete and self._call is None
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether one was opened and is not whole."""
+        return self._is_opened and (self._call is not None or not self._num_begun)
+
     def push(self, text: str) -> Parsed:
         if self._is_text_only or not text:
             return Parsed(text)

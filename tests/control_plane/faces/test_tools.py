@@ -271,6 +271,20 @@ async def test_a_native_call_that_was_cut_off_is_an_error() -> None:
     assert streamed[-1]["finish_reason"] == "length" and not any("tool_calls" in event for event in streamed)
 
 
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ({"max_tokens": 16}, "ended (length) before its call did; raise max_tokens"),
+        ({"stop": ["name"]}, "ended (stop) before its call did; leave out what ends it before (stop)"),
+    ],
+    ids=["max_tokens", "stop"],
+)
+async def test_a_native_call_that_was_cut_off_before_its_name_is_an_error(ending: dict[str, Any], words: str) -> None:
+    async with serve(saying(CALL.lstrip()), chat_template=templates.QWEN) as gateway:
+        response = await post(gateway, RUN, **ending)
+    assert response.status_code == 400 and words in response.text
+
+
 async def test_models_of_openais_wire_format_answer_as_openai_does() -> None:
     async with serve(saying(CALL), chat_template=templates.QWEN, wire_format="openai") as gateway:
         whole = (await post(gateway, RUN)).json()["result"]["choices"][0]

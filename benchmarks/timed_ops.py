@@ -108,6 +108,9 @@ class TimedOps:
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
         return self._ops.packed(in_features, out_features, tensors)
 
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        return self._ops.parts(weight, sizes)
+
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         return self._watch.time("embedding", self._ops.rows, weight, indices)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface
 
-from engine.ops.base import KVPool, Step
+from engine.ops.base import KVPool, Rotary, Step
 
 ATTENTION_NAME = "tandem_paged"
 STEP_KEYWORD = "tandem_step"
@@ -43,6 +43,22 @@ class AttentionOps(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Asked(NamedTuple):
+    """What a layer asks of attention besides its tensors; the same in every step."""
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Turned(NamedTuple):
+    """A step whose tokens' positions are their rows in `rotary`'s tables."""
+
+    step: Step
+    rotary: Rotary
+
+
 @dataclass
 class AttentionStep:
     """What the layers need to know of one step; made for it and thrown away."""
@@ -52,8 +68,10 @@ class AttentionStep:
     step: Step
     when_written: Callable[[int], None] = lambda layer: None
     """Called when a layer's keys and values of all runs are in their blocks."""
-    windows_seen: list[tuple[int, int | None]] = field(default_factory=list)
-    """(layer, window) of each call, in order."""
+    asked: list[Asked] = field(default_factory=list)
+    """Of each call, in order."""
+    turned: Callable[[Step, torch.Tensor, torch.Tensor], Turned | None] = lambda step, cos, sin: None
+    """By the embeddings [1, num_tokens, rotary_dim] that the model computed; None: they are not by halves."""
 
 
 def register() -> None:
@@ -82,18 +100,19 @@ def paged_attention(
     _refuse_what_is_not_built(module, step, attention_mask, kwargs)
     assert isinstance(step, AttentionStep), "refused above"
     layer: Any = module.layer_idx
-    step.windows_seen.append((layer, sliding_window))
+    _, num_heads, num_tokens, head_dim = query.shape
+    scale = head_dim**-0.5 if scaling is None else scaling
+    step.asked.append(Asked(layer, scale, sliding_window, softcap))
     of_group, index = step.pool.place(step.step, layer)
     step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), of_group, step.pool, index)
     step.when_written(layer)
-    _, num_heads, num_tokens, head_dim = query.shape
     attended = step.ops.paged_attention(
         query[0].transpose(0, 1).reshape(num_tokens, -1).float(),
         num_heads,
         of_group,
         step.pool,
         index,
-        scale=head_dim**-0.5 if scaling is None else scaling,
+        scale=scale,
         window=sliding_window,
         softcap=softcap,
     )

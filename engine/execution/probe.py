@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from engine.execution.attention import STEP_KEYWORD, AttentionStep, UnsupportedAttention
+from engine.execution.attention import STEP_KEYWORD, Asked, AttentionStep, UnsupportedAttention
 from engine.execution.kv_cache import KVGeometry
 from engine.ops.base import KVPool, Step
 
@@ -20,16 +20,18 @@ _NUM_TOKENS = 4
 @torch.inference_mode()
 def probe_geometry(
     model: Any, num_layers: int, block_size: int, device: torch.device
-) -> tuple[KVGeometry, list[int | None]]:
-    """Return what a block holds, and each layer's window; the model is on `device`, which its weights need not say.
+) -> tuple[KVGeometry, list[Asked]]:
+    """Return what a block holds, and what each layer asks of attention.
 
-    Raises UnsupportedAttention unless every layer attends through us exactly once.
+    The model is on `device`, which its weights need not say. Raises UnsupportedAttention unless every layer attends
+    through us exactly once.
     """
     ops = _ProbeOps()
     step = _run(model, ops, _NUM_TOKENS, device)
-    if [layer for layer, _ in step.windows_seen] != list(range(num_layers)):
+    layers = [asked.layer for asked in step.asked]
+    if layers != list(range(num_layers)):
         raise UnsupportedAttention(
-            f"{type(model).__name__} attended through Tandem in layers {[layer for layer, _ in step.windows_seen]}, "
+            f"{type(model).__name__} attended through Tandem in layers {layers}, "
             f"where each of {num_layers} should once; its layers are not all plain attention"
         )
     _check_windows(model, step)
@@ -43,7 +45,7 @@ def probe_geometry(
             "only equal sizes are built"
         )
     geometry = KVGeometry(num_layers, num_kv_heads, head_dim, block_size, ops.written[0][0].dtype)
-    return geometry, [window for _, window in step.windows_seen]
+    return geometry, step.asked
 
 
 @torch.inference_mode()
@@ -69,10 +71,10 @@ def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> A
 
 def _check_windows(model: Any, step: AttentionStep) -> None:
     layer_types = getattr(model.config, "layer_types", None) or []
-    for (layer, window), kind in zip(step.windows_seen, layer_types, strict=False):
-        if (kind == "sliding_attention") != (window is not None):
+    for asked, kind in zip(step.asked, layer_types, strict=False):
+        if (kind == "sliding_attention") != (asked.window is not None):
             raise UnsupportedAttention(
-                f"{type(model).__name__} calls layer {layer} {kind}, but attends with a window of {window}"
+                f"{type(model).__name__} calls layer {asked.layer} {kind}, but attends with a window of {asked.window}"
             )
 
 

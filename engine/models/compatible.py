@@ -10,12 +10,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from engine.execution.attention import ATTENTION_NAME, UnsupportedAttention, register
+from engine.execution.attention import ATTENTION_NAME, Asked, UnsupportedAttention, register
 from engine.execution.kv_cache import KVGeometry
 from engine.execution.probe import probe_geometry, run_largest_step
 from engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
 from engine.models.stored import stored_dtypes
 from engine.models.support import check_model_class
+from engine.models.transformers_blocks import use_own_blocks
 from engine.models.transformers_experts import use_own_experts
 from engine.models.transformers_model import TransformersModel, use_own_activations, use_own_linears
 from engine.ops.base import Ops
@@ -33,6 +34,8 @@ class Compatible:
     """Of each layer."""
     is_rowwise: bool
     """Whether a row's bits depend on that row alone."""
+    composition: str
+    """How many of its blocks are ours, for the numerics class; "" where none can be."""
 
 
 def load_compatible(
@@ -55,11 +58,13 @@ def load_compatible(
         use_own_linears(model, ops)
         has_rowwise_activations = use_own_activations(model)
     report("trying the model out", 0.6)
-    geometry, windows = _try_out(model, config, device)
+    geometry, asked = _try_out(model, config, device)
+    composition = use_own_blocks(model, asked, ops) if has_own_linears else ""
     has_stacked_experts = any(parameter.ndim > 2 for parameter in model.parameters())  # transformers multiplies them
     is_rowwise = ops.is_rowwise and has_rowwise_activations and not has_stacked_experts
     wrapped = TransformersModel(model, geometry.num_layers, ops)
-    return Compatible(wrapped, type(model).__name__, geometry, windows, is_rowwise)
+    windows = [each.window for each in asked]
+    return Compatible(wrapped, type(model).__name__, geometry, windows, is_rowwise, composition)
 
 
 def _read_weights(checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype) -> Any:
@@ -87,11 +92,11 @@ def _model_class(model_config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _try_out(model: Any, config: EngineConfig, device: torch.device) -> tuple[KVGeometry, list[int | None]]:
+def _try_out(model: Any, config: EngineConfig, device: torch.device) -> tuple[KVGeometry, list[Asked]]:
     try:
-        geometry, windows = probe_geometry(model, model.config.num_hidden_layers, config.block_size, device)
+        geometry, asked = probe_geometry(model, model.config.num_hidden_layers, config.block_size, device)
     except UnsupportedAttention as error:
         raise ModelUnusable(f"{error}; serve a decoder-only model with plain or sliding-window attention") from error
     if device.type == "cuda":
         run_largest_step(model, config.max_num_batched_tokens, device)
-    return geometry, windows
+    return geometry, asked

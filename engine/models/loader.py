@@ -169,7 +169,7 @@ def _build_compatible(job: _Job) -> _Built:
     from engine.models.compatible import load_compatible  # transformers' models, which lean ones do without
 
     built = load_compatible(job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report)
-    route = f"transformers-{transformers.__version__}"
+    route = f"transformers-{transformers.__version__}{built.composition}"
     return _Built(built.model, built.architecture, route, built.geometry, built.windows, built.is_rowwise)
 
 

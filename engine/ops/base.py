@@ -142,6 +142,13 @@ class Ops(Protocol):
         """Return the weight whose `tensors` a cache file kept; they are not copied."""
         ...
 
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        """Return weights of that many outputs each, one after the other, in `weight`'s memory.
+
+        None: this backend cannot cut there.
+        """
+        ...
+
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         """Return those rows of what `pack` was given, [num_indices, in_features], widened to float32.
 

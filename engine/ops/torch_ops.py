@@ -91,6 +91,12 @@ class TorchOps:
         assert (weight.in_features, weight.out_features) == (in_features, out_features), "a cache file of other sizes"
         return weight
 
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        matrices = torch.split(weight.tensors["weight"], list(sizes))
+        bias = weight.tensors.get("bias")
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, list(sizes))
+        return [TorchWeight(matrix, of_matrix) for matrix, of_matrix in zip(matrices, biases, strict=True)]
+
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         return functional.embedding(indices, weight.tensors["weight"]).float()
 

@@ -14,7 +14,7 @@ from engine.ops.base import Activation, HeadNorm, KVPool, Rotary, Run, Step, Wei
 from engine.ops.cpu.compile import NATIVE, sources_digest
 from engine.ops.cpu.library import Cache, StepTable, Turning, load_library
 from engine.ops.cpu.sampling import sample
-from engine.ops.cpu.weight import CpuWeight, pack, unpack
+from engine.ops.cpu.weight import CpuWeight, pack, parts, unpack
 from engine.ops.sampling import Drawn, SamplingRow
 
 _MAX_TURNINGS = 1024
@@ -95,6 +95,10 @@ class CpuOps:
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> CpuWeight:
         """Return the weight that lies in `tensors`. Raises ValueError if their sizes do not fit."""
         return CpuWeight(in_features, out_features, tensors["tiles"], tensors["bias"])
+
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        """Return None unless each but the last ends with a tile."""
+        return parts(_own(weight), sizes)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         own = _own(weight)

@@ -65,7 +65,7 @@ def test_a_bf16_embedding_stays_bf16_and_a_tied_one_is_the_heads(tmp_path: Path)
     assert isinstance(embedding, _StoredEmbedding) and embedding._own.dtype == torch.bfloat16
     assert embedding(torch.tensor([[3, 5]])).dtype == torch.float32
     _, tied = _load(_saved(tmp_path / "tied", LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}), torch.bfloat16))
-    assert tied.get_input_embeddings()._own is tied.get_output_embeddings()._own
+    assert tied.get_input_embeddings()._own is tied.get_output_embeddings().own
     plain = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
     _, wide = _load(_saved(tmp_path / "wide", Olmo2Config(**plain), torch.float32))
     assert wide.get_input_embeddings().weight.dtype == torch.float32

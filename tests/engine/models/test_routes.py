@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def made(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> Path:
 def logits_of(folder: Path, token_ids: torch.Tensor, chunks: list[int], **settings: Any) -> torch.Tensor:
     """Return the last token's logits, computed in chunks of these sizes."""
     loaded = load_model(EngineConfig(str(folder), device="cpu", num_threads=1, **settings), lambda *_: None)
-    cache = PagedKVCache(loaded.geometry, 16, torch.device("cpu"))
+    geometry = replace(loaded.geometry, groups=())  # all layers in one, whatever their windows
+    cache = PagedKVCache(geometry, 16, torch.device("cpu"))
     blocks = torch.tensor([3, 9, 1, 14, 5])
     logits, start = torch.empty(0), 0
     with torch.inference_mode():

@@ -4,7 +4,8 @@ python -m benchmarks.engine_profile [--quick] [--json FILE] [--markdown FILE] [-
 
 Random Llamas in float32 through the engine's own step loop, in this process: decode at batches of 1, 8 and 32 with
 contexts of 512 tokens, and one prompt of 512. Steps whose op layer, model and runner are wrapped in clocks alternate
-with plain ones: "clocks" is what the wrapping costs, the difference of their means.
+with plain ones. A clock needs each op to itself, while a plain step runs all layers at once: "clocks" is what both
+cost, the difference of their means.
 
 The contexts are not computed: they come, as from a prefill worker, out of a region full of random numbers.
 """
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "client": "none: the engine's core steps in the benchmark's own process",
         "requests": f"greedy, random token ids, contexts of {_NUM_TOKENS} tokens; {len(cpus)} threads on cores {cpus}",
         "numbers": "weights, keys and values in float32",
+        "parts": "of steps op by op, in which each is timed; a plain step runs all layers at once",
     }
 
     async def measure(outcome: Outcome, folder: Path, say: Say) -> None:

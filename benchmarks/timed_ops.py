@@ -19,7 +19,7 @@ from engine.core import Runner
 from engine.execution.model import Model, ignore
 from engine.messages import ExtentRef, MapRegion
 from engine.models.lean.weights import LeanWeights
-from engine.ops.base import Activation, HeadNorm, KVPool, Ops, Rotary, Run, Step, Weight
+from engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Ops, Rotary, Run, Step, Weight
 from engine.ops.sampling import Drawn, SamplingRow
 from engine.scheduling.batch import SchedulerOutput
 from engine.scheduling.request import Request, Sampled
@@ -161,6 +161,9 @@ class TimedOps:
         return self._watch.time(
             "attention", call, query, num_heads, step, pool, layer, scale=scale, window=window, softcap=softcap
         )
+
+    def layers(self, layers: Sequence[LayerParts]) -> None:
+        """Return None: each op is called, and timed, by itself."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
         """Not timed here: sampling begins where the forward ends (`SwitchedRunner`)."""

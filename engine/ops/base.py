@@ -15,7 +15,7 @@ differ do not exchange blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -110,6 +110,45 @@ class Weight(Protocol):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer is made of, in the order in which its ops run."""
+
+    input_norm: torch.Tensor | None
+    """[hidden_size], float32, any 1 + already added; None: this layer has no such norm. So are the other norms."""
+    qkv: Weight
+    head_norm: HeadNorm | None
+    rotary: Rotary | None
+    num_heads: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    output: Weight
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    gate_up: Weight | None
+    """None: there is something else in the MLP's place; so is `down`."""
+    activation: Activation
+    down: Weight | None
+    mlp_output_norm: torch.Tensor | None
+    eps: float
+    """Of all norms but the heads'."""
+
+
+class Layers(Protocol):
+    """All layers of a model in one op: the same bits as its ops one by one."""
+
+    def forward(
+        self, x: torch.Tensor, step: Step, pool: KVPool, rows: torch.Tensor, kv_written: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream of `rows` behind the last layer, and what is to be added to it.
+
+        `x` [num_tokens, hidden_size], contiguous, is overwritten; `rows` [num_rows], int64. Both results are
+        [num_rows, hidden_size]. `kv_written` is called once, between the last layer's KV write and its attention.
+        """
+        ...
 
 
 class Ops(Protocol):
@@ -216,6 +255,10 @@ class Ops(Protocol):
 
         A window counts the token itself; `softcap` squashes scores to softcap * tanh(score / softcap) first (Gemma 2).
         """
+        ...
+
+    def layers(self, layers: Sequence[LayerParts]) -> Layers | None:
+        """Return what runs a model's layers at once; None: this backend does not, or not these, and its ops will."""
         ...
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:

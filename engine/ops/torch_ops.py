@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from engine.ops.base import Activation, HeadNorm, KVPool, Rotary, Run, Step, Weight
+from engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
 from engine.ops.plain_sampling import sample
 from engine.ops.rowwise import gelu_tanh, silu
 from engine.ops.sampling import Drawn, SamplingRow
@@ -184,6 +184,9 @@ class TorchOps:
     ) -> torch.Tensor:
         assert isinstance(step, TorchStep), "a step is made by the ops that run it"
         return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
+
+    def layers(self, layers: Sequence[LayerParts]) -> None:
+        """Return None: op by op is how it is done here."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
         return sample(logits, rows)

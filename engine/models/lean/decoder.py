@@ -15,7 +15,7 @@ from engine.execution.model import ignore
 from engine.models.lean.config import DecoderConfig, LayerConfig
 from engine.models.lean.experts import Experts
 from engine.models.lean.weights import LeanWeights
-from engine.ops.base import HeadNorm, KVPool, Ops, Rotary, Step
+from engine.ops.base import HeadNorm, KVPool, LayerParts, Ops, Rotary, Step
 from engine.ops.rowwise import softcap_
 
 
@@ -30,6 +30,7 @@ class Decoder:
             _Layer(config, index, weights.layer(index), rotary.get(layer.rope), ops)
             for index, layer in enumerate(config.layers)
         ]
+        self._at_once = ops.layers([layer.parts for layer in self._layers])
 
     def forward(
         self,
@@ -44,15 +45,22 @@ class Decoder:
         `token_ids` [num_tokens] and `sample_rows` [num_sampled] are int64 on the model's device; the blocks of the
         tokens before are full. Called under `torch.inference_mode`.
         """
-        x, more = self._embed(token_ids), None
-        for layer in self._layers[:-1]:
-            more = layer.forward(x, more, step, pool)
-        x, more = self._layers[-1].finish(x, more, step, pool, sample_rows, kv_written)
+        run = self._op_by_op if self._at_once is None else self._at_once.forward
+        x, more = run(self._embed(token_ids), step, pool, sample_rows, kv_written)
         if len(x) == 0:
             return x.new_empty(0, self.config.vocab_size)
         x = self.ops.add_rms_norm(x, more, self.weights.tensors["final_norm"], self.config.norm_eps)
         logits = self.ops.linear(x, self.weights.linears["head"])
         return logits if self.config.logit_softcap is None else softcap_(logits, self.config.logit_softcap)
+
+    def _op_by_op(
+        self, x: torch.Tensor, step: Step, pool: KVPool, rows: torch.Tensor, kv_written: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `engine.ops.base.Layers` does; it is defined here."""
+        more = None
+        for layer in self._layers[:-1]:
+            more = layer.forward(x, more, step, pool)
+        return self._layers[-1].finish(x, more, step, pool, rows, kv_written)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.config.tied:
@@ -66,19 +74,11 @@ class _Layer:
     def __init__(
         self, config: DecoderConfig, index: int, weights: LeanWeights, rotary: Rotary | None, ops: Ops
     ) -> None:
-        self._config = config
+        layer = config.layers[index]
         self._index = index
-        self._layer: LayerConfig = config.layers[index]
-        self._rotary = rotary
         self._ops = ops
-        self._linears = weights.linears
-        self._norms = weights.tensors
-        self._head_norm = (
-            HeadNorm(self._norms["query_norm"], self._norms["key_norm"], config.norm_eps)
-            if "query_norm" in self._norms
-            else None
-        )
-        mixture = self._layer.experts
+        self.parts = _parts_of(config, layer, weights, rotary)
+        mixture = layer.experts
         self._experts = None if mixture is None else Experts(mixture, config.activation, weights.linears, ops)
 
     def forward(self, x: torch.Tensor, more: torch.Tensor | None, step: Step, pool: KVPool) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _Layer:
 
         `more` is what the layer before returned; it is added here, in place, as the layer's own attention is.
         """
-        attended = self._attend(self._added(x, more, "input_norm"), step, pool, ignore)
+        attended = self._attend(self._added(x, more, self.parts.input_norm), step, pool, ignore)
         return self._behind_attention(x, attended)
 
     def finish(
@@ -99,45 +99,68 @@ class _Layer:
         kv_written: Callable[[], None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream of `rows` alone, and what is to be added to it, as `forward` does."""
-        attended = self._attend(self._added(x, more, "input_norm"), step, pool, kv_written)
+        attended = self._attend(self._added(x, more, self.parts.input_norm), step, pool, kv_written)
         x, attended = x.index_select(0, rows), attended.index_select(0, rows)
         return x, self._behind_attention(x, attended) if len(rows) else x
 
     def _behind_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        more = self._normed(self._ops.linear(attended, self._linears["output"]), "attention_output_norm")
-        return self._normed(self._mlp(self._added(x, more, "mlp_norm")), "mlp_output_norm")
+        parts = self.parts
+        more = self._normed(self._ops.linear(attended, parts.output), parts.attention_output_norm)
+        return self._normed(self._mlp(self._added(x, more, parts.mlp_norm)), parts.mlp_output_norm)
 
     def _attend(self, x: torch.Tensor, step: Step, pool: KVPool, kv_written: Callable[[], None]) -> torch.Tensor:
-        num_heads = self._config.num_heads
+        parts = self.parts
         step, index = pool.place(step, self._index)
-        qkv = self._ops.linear(x, self._linears["qkv"])
-        query = self._ops.rope_and_kv_write(qkv, num_heads, step, pool, index, self._rotary, self._head_norm)
+        qkv = self._ops.linear(x, parts.qkv)
+        query = self._ops.rope_and_kv_write(qkv, parts.num_heads, step, pool, index, parts.rotary, parts.head_norm)
         kv_written()
         return self._ops.paged_attention(
             query,
-            num_heads,
+            parts.num_heads,
             step,
             pool,
             index,
-            scale=self._config.attention_scale,
-            window=self._layer.window,
-            softcap=self._config.attention_softcap,
+            scale=parts.scale,
+            window=parts.window,
+            softcap=parts.softcap,
         )
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         if self._experts is not None:
             return self._experts.forward(x)
-        gated = self._ops.gated(self._ops.linear(x, self._linears["gate_up"]), self._config.activation)
-        return self._ops.linear(gated, self._linears["down"])
+        gate_up, down = self.parts.gate_up, self.parts.down
+        assert gate_up is not None and down is not None, "a layer without experts has an MLP"
+        return self._ops.linear(self._ops.gated(self._ops.linear(x, gate_up), self.parts.activation), down)
 
-    def _added(self, x: torch.Tensor, more: torch.Tensor | None, norm: str) -> torch.Tensor:
+    def _added(self, x: torch.Tensor, more: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
         """Add `more` to `x`, in place, and return the sum normed."""
         if more is None:
             return self._normed(x, norm)
-        weight = self._norms.get(norm)
-        return x.add_(more) if weight is None else self._ops.add_rms_norm(x, more, weight, self._config.norm_eps)
+        return x.add_(more) if norm is None else self._ops.add_rms_norm(x, more, norm, self.parts.eps)
 
-    def _normed(self, x: torch.Tensor, norm: str) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return `x` normed; as it is, if the family has no such norm."""
-        weight = self._norms.get(norm)
-        return x if weight is None else self._ops.rms_norm(x, weight, self._config.norm_eps)
+        return x if norm is None else self._ops.rms_norm(x, norm, self.parts.eps)
+
+
+def _parts_of(config: DecoderConfig, layer: LayerConfig, weights: LeanWeights, rotary: Rotary | None) -> LayerParts:
+    linears, norms = weights.linears, weights.tensors
+    has_head_norm = "query_norm" in norms
+    return LayerParts(
+        input_norm=norms.get("input_norm"),
+        qkv=linears["qkv"],
+        head_norm=HeadNorm(norms["query_norm"], norms["key_norm"], config.norm_eps) if has_head_norm else None,
+        rotary=rotary,
+        num_heads=config.num_heads,
+        scale=config.attention_scale,
+        window=layer.window,
+        softcap=config.attention_softcap,
+        output=linears["output"],
+        attention_output_norm=norms.get("attention_output_norm"),
+        mlp_norm=norms.get("mlp_norm"),
+        gate_up=linears.get("gate_up"),
+        activation=config.activation,
+        down=linears.get("down"),
+        mlp_output_norm=norms.get("mlp_output_norm"),
+        eps=config.norm_eps,
+    )

@@ -31,6 +31,8 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_rope_and_kv_write": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "tandem_kv_write": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
     "tandem_paged_attention": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT),
+    "tandem_layers": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
+    "tandem_finish_layer": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
     "tandem_sample": (_POINTER, _INT, _INT, _POINTER, _INT),
     "tandem_begin_masks": (_POINTER, _POINTER, _INT),
     "tandem_finish_masks": (),
@@ -81,6 +83,19 @@ class Turning(ctypes.Structure):
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
         ("epsilon", _FLOAT),
+    ]
+
+
+class DenseLayer(ctypes.Structure):
+    """What a dense layer is made of, and where its keys and values lie."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
+        ("turning", _POINTER),
+        ("cache", _POINTER),
+        *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
     ]
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from engine.ops.base import Activation, HeadNorm, KVPool, Rotary, Run, Step, Weight
+from engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
 from engine.ops.cpu.compile import NATIVE, sources_digest
+from engine.ops.cpu.layers import CpuLayers
 from engine.ops.cpu.library import Cache, StepTable, Turning, load_library
+from engine.ops.cpu.places import CpuStep, caches_of, own_step, turning_of
 from engine.ops.cpu.sampling import sample
-from engine.ops.cpu.weight import CpuWeight, pack, parts, unpack
+from engine.ops.cpu.weight import CpuWeight, own_weight, pack, parts, unpack
 from engine.ops.sampling import Drawn, SamplingRow
 
 _MAX_TURNINGS = 1024
@@ -29,19 +30,6 @@ def load_cpu_ops(folder: Path | None = None, num_threads: int = 1, machine_flags
     ops = CpuOps(load_library(folder, machine_flags))
     ops.set_num_threads(num_threads)
     return ops
-
-
-@dataclass(frozen=True)
-class CpuStep(Step):
-    """A step with its runs as the kernels read them."""
-
-    table: torch.Tensor
-    """[num_runs, 4], int64: row, start, num_tokens, where its blocks begin in `blocks`."""
-    blocks: torch.Tensor
-    """[total blocks], int64: the runs' block tables one after the other."""
-    call: StepTable
-    address: int
-    """Of `call`."""
 
 
 class CpuOps:
@@ -90,7 +78,7 @@ class CpuOps:
         return pack(self._library, weight, bias)
 
     def unpack(self, weight: Weight) -> torch.Tensor:
-        return unpack(self._library, _own(weight))
+        return unpack(self._library, own_weight(weight))
 
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> CpuWeight:
         """Return the weight that lies in `tensors`. Raises ValueError if their sizes do not fit."""
@@ -98,10 +86,10 @@ class CpuOps:
 
     def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
         """Return None unless each but the last ends with a tile."""
-        return parts(_own(weight), sizes)
+        return parts(own_weight(weight), sizes)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
-        own = _own(weight)
+        own = own_weight(weight)
         indices = indices.contiguous()
         y = torch.empty(len(indices), own.in_features)
         embed = self._library.tandem_embed_f32 if own.tiles.dtype == torch.float32 else self._library.tandem_embed_bf16
@@ -109,7 +97,7 @@ class CpuOps:
         return y
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        own = _own(weight)
+        own = own_weight(weight)
         x, stride = _rows(x)
         num_tokens, features = x.shape
         assert features == own.in_features, "x and weight disagree about the features"
@@ -175,7 +163,7 @@ class CpuOps:
         assert qkv.stride(1) == 1 and qkv.dtype == torch.float32, "qkv is turned in place"
         self._library.tandem_rope_and_kv_write(
             *(qkv.data_ptr(), qkv.stride(0), num_heads),
-            *(self._turning(rotary, norm), _own_step(step).address, self._cache(pool, layer)),
+            *(self._turning(rotary, norm), own_step(step).address, self._cache(pool, layer)),
         )
         return qkv[:, : num_heads * pool.head_dim]
 
@@ -186,7 +174,7 @@ class CpuOps:
         self._library.tandem_kv_write(
             *(key.data_ptr(), key.stride(0), key.stride(1)),
             *(value.data_ptr(), value.stride(0), value.stride(1)),
-            *(_own_step(step).address, self._cache(pool, layer)),
+            *(own_step(step).address, self._cache(pool, layer)),
         )
 
     def paged_attention(
@@ -205,9 +193,12 @@ class CpuOps:
         out = torch.empty(query.shape)
         self._library.tandem_paged_attention(
             *(query.data_ptr(), stride, out.data_ptr(), num_heads),
-            *(_own_step(step).address, self._cache(pool, layer), window or 0, scale, softcap or 0.0),
+            *(own_step(step).address, self._cache(pool, layer), window or 0, scale, softcap or 0.0),
         )
         return out
+
+    def layers(self, layers: Sequence[LayerParts]) -> CpuLayers | None:
+        return CpuLayers(self._library, layers) if all(layer.gate_up and layer.down for layer in layers) else None
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
         return sample(self._library, logits, rows)
@@ -215,16 +206,7 @@ class CpuOps:
     def _cache(self, pool: KVPool, layer: int) -> int:
         """Return the address of the layer's `Cache`, made once per pool."""
         if pool is not self._pool:
-            rows = pool.rows
-            if rows.dtype != torch.float32 or rows.stride(1) != 1:
-                raise ValueError(f"the KV pool is {rows.dtype}; the CPU kernels take float32, each block in one piece")
-            self._caches = [
-                Cache(
-                    *(rows.data_ptr(), rows.stride(0), index * pool.elements_per_layer),
-                    *(pool.num_kv_heads, pool.head_dim, pool.block_size),
-                )
-                for index in range(pool.num_layers)
-            ]
+            self._caches = caches_of(pool)
             self._pool = pool
         return ctypes.addressof(self._caches[layer])
 
@@ -234,29 +216,10 @@ class CpuOps:
         if name not in self._turnings:
             if len(self._turnings) >= _MAX_TURNINGS:  # of a caller that makes new tables as it goes
                 self._turnings.clear()
-            tables = (rotary.cos, rotary.sin) if rotary else ()
-            norms = (norm.query, norm.key) if norm else ()
-            for tensor in (*tables, *norms):
-                assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a table is not as `Rotary` says"
-            turning = Turning(
-                *([tensor.data_ptr() for tensor in tables] or (None, None)),
-                tables[0].shape[1] if tables else 0,
-                *([tensor.data_ptr() for tensor in norms] or (None, None)),
-                norm.eps if norm else 0.0,
-            )
+            turning = turning_of(rotary, norm)
             # Both live as long as their ids name them.
             self._turnings[name] = (ctypes.addressof(turning), turning, rotary, norm)
         return self._turnings[name][0]
-
-
-def _own(weight: Weight) -> CpuWeight:
-    assert isinstance(weight, CpuWeight), "a weight is packed by the ops that use it"
-    return weight
-
-
-def _own_step(step: Step) -> CpuStep:
-    assert isinstance(step, CpuStep), "a step is made by the ops that run it"
-    return step
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:

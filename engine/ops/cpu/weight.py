@@ -51,6 +51,11 @@ class CpuWeight:
         return {"tiles": self.tiles, "bias": self.bias}
 
 
+def own_weight(weight: Weight) -> CpuWeight:
+    assert isinstance(weight, CpuWeight), "a weight is packed by the ops that use it"
+    return weight
+
+
 def pack(library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> CpuWeight:
     """Lay `weight` [out_features, in_features] out in tiles, in memory of its own on huge pages where there are any."""
     if weight.dtype not in (torch.float32, torch.bfloat16):

@@ -23,6 +23,15 @@ struct Run {  // tokens [start, start + count) of one request, at `row` and afte
   int64_t row, start, count, first_block;
 };
 
+struct Step {
+  const int64_t* positions;
+  const int64_t* slots;
+  int64_t num_tokens;
+  const Run* runs;
+  int64_t num_runs;
+  const int64_t* tables;
+};
+
 struct Attention {
   const float* query;
   int64_t query_stride;

@@ -28,13 +28,17 @@ struct Cache {
   }
 };
 
-constexpr int kTokensPerPiece = 16;  // neighbours share cache lines of a block's keys
+// Of a piece. Neighbours share cache lines of a block's keys; a few tokens of different requests share nothing, and
+// each waits for as many lines as a key has numbers.
+constexpr int64_t kMostTokens = 16, kFewestTokens = 4;
 
 template <class Body>
 static void by_tokens(int64_t num_tokens, Body&& body) {
-  in_parallel((int)((num_tokens + kTokensPerPiece - 1) / kTokensPerPiece), [&](int piece) {
-    const int64_t first = (int64_t)piece * kTokensPerPiece;
-    for (int64_t token = first; token < std::min(num_tokens, first + kTokensPerPiece); token++) body(token);
+  const int64_t num_threads = threads()->num_threads();
+  const int64_t tokens = std::clamp((num_tokens + num_threads - 1) / num_threads, kFewestTokens, kMostTokens);
+  in_parallel((int)((num_tokens + tokens - 1) / tokens), [&](int piece) {
+    const int64_t first = piece * tokens, end = std::min(num_tokens, first + tokens);
+    for (int64_t token = first; token < end; token++) body(token);
   });
 }
 

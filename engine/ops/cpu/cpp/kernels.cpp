@@ -1,9 +1,8 @@
 // What the Python side calls: plain C, no torch. Strides and sizes count elements; rows' numbers lie side by side.
-#include <sys/mman.h>
-
 #include "attention.hpp"
 #include "cache.hpp"
 #include "elementwise.hpp"
+#include "layers.hpp"
 #include "linear.hpp"
 #include "masks.hpp"
 #include "packing.hpp"
@@ -14,21 +13,6 @@ using namespace tandem;
 
 static pid_t owner = getpid();
 static MaskJob mask_job;
-
-struct Weights {
-  const void* packed;
-  const float* bias;
-  int64_t inputs, outputs, is_half;
-};
-
-struct Step {
-  const int64_t* positions;
-  const int64_t* slots;
-  int64_t num_tokens;
-  const Run* runs;
-  int64_t num_runs;
-  const int64_t* tables;
-};
 
 extern "C" {
 
@@ -49,11 +33,7 @@ void tandem_set_num_threads(int num_threads, const int* cpus, int num_cpus) {
   threads().reset(new ThreadPool(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
 }
 
-void tandem_prefer_huge_pages(void* from, int64_t num_bytes) {
-  const uintptr_t page = 2 << 20, begin = ((uintptr_t)from + page - 1) & ~(page - 1);
-  const uintptr_t end = ((uintptr_t)from + num_bytes) & ~(page - 1);
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-}
+void tandem_prefer_huge_pages(void* from, int64_t num_bytes) { prefer_huge_pages(from, num_bytes); }
 
 void tandem_pack_f32(const uint32_t* weight, int64_t stride, int64_t outputs, int64_t inputs, uint32_t* packed) {
   pack(weight, stride, outputs, inputs, packed);
@@ -75,11 +55,7 @@ void tandem_embed_bf16(const int64_t* ids, int64_t rows, const uint16_t* packed,
 }
 
 void tandem_linear(const float* x, int64_t x_stride, int64_t rows, const Weights* weights, float* y) {
-  const auto [packed, bias, inputs, outputs, is_half] = *weights;
-  if (is_half)
-    Linear<uint16_t>{x, x_stride, rows, inputs, static_cast<const uint16_t*>(packed), outputs, bias, y, outputs}.run();
-  else
-    Linear<float>{x, x_stride, rows, inputs, static_cast<const float*>(packed), outputs, bias, y, outputs}.run();
+  linear(x, x_stride, rows, *weights, y);
 }
 
 void tandem_rms_norm(float* x, int64_t x_stride, const float* more, int64_t more_stride, int64_t rows, int64_t size,
@@ -107,6 +83,14 @@ void tandem_paged_attention(const float* query, int64_t query_stride, float* out
   Attention{query,         query_stride,   out,          heads * cache->head_dim, heads, *cache,
             step->runs,    step->num_runs, step->tables, window,                  scale, softcap}
       .run();
+}
+void tandem_layers(const DenseLayer* layers, int64_t num_layers, const Step* const* steps, float* x,
+                   const int64_t* sampled, int64_t num_sampled, float* queries) {
+  run_layers(layers, num_layers, steps, x, sampled, num_sampled, queries);
+}
+void tandem_finish_layer(const DenseLayer* layer, const Step* const* steps, const int64_t* sampled,
+                         int64_t num_sampled, const float* queries, float* x, float* more) {
+  finish_layer(*layer, *steps[layer->group], sampled, num_sampled, queries, x, more);
 }
 void tandem_sample(const float* logits, int64_t stride, int64_t size, SamplingRow* rows, int64_t num_rows) {
   sample(logits, stride, size, rows, num_rows);

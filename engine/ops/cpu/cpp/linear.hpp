@@ -225,4 +225,18 @@ struct Linear {
   }
 };
 
+struct Weights {
+  const void* packed;
+  const float* bias;
+  int64_t inputs, outputs, is_half;
+};
+
+static void linear(const float* x, int64_t x_stride, int64_t rows, const Weights& weights, float* y) {
+  const auto [packed, bias, inputs, outputs, is_half] = weights;
+  if (is_half)
+    Linear<uint16_t>{x, x_stride, rows, inputs, static_cast<const uint16_t*>(packed), outputs, bias, y, outputs}.run();
+  else
+    Linear<float>{x, x_stride, rows, inputs, static_cast<const float*>(packed), outputs, bias, y, outputs}.run();
+}
+
 }  // namespace tandem

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from engine.execution.model import ignore
 from engine.models.lean.decoder import Decoder
 from engine.ops.base import KVPool, Run
 
@@ -38,7 +39,9 @@ class Runner:
         return len(self.token_ids) - 1
 
     @torch.inference_mode()
-    def step(self, pieces: Sequence[Piece], *, last_only: bool = False) -> torch.Tensor:
+    def step(
+        self, pieces: Sequence[Piece], *, last_only: bool = False, kv_written: Callable[[], None] = ignore
+    ) -> torch.Tensor:
         """Compute some tokens and return the logits of all, or of each piece's last."""
         ids: list[int] = []
         positions: list[torch.Tensor] = []
@@ -58,7 +61,7 @@ class Runner:
             slots.append(blocks[place // self.block_size] * self.block_size + place % self.block_size)
         step = self.decoder.ops.step(torch.cat(positions), torch.cat(slots), runs)
         rows = torch.tensor(last_rows) if last_only else torch.arange(len(ids))
-        return self.decoder.forward(torch.tensor(ids), step, self.pool, rows)
+        return self.decoder.forward(torch.tensor(ids), step, self.pool, rows, kv_written)
 
     def logits(self, steps: Sequence[Sequence[Piece]]) -> list[torch.Tensor]:
         """Run steps and return each request's logits, [num_tokens, vocab_size], in the tokens' order."""

@@ -51,7 +51,7 @@ class TextDelta:
     finish_reason: AnswerEnd | None = None
     calls: tuple[CallDelta, ...] = ()
     is_cut_in_call: bool = False
-    """Whether `max_tokens` or a stop string ended the answer within a call."""
+    """Whether the answer ended within a call, by whatever ended it."""
 
 
 class ChoiceText:
@@ -96,12 +96,16 @@ class ChoiceText:
             self.finish_reason = "tool_calls"
         return TextDelta(
             *(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls),
-            is_cut_in_call=self._is_cut and self._calls is not None and self._calls.is_within_call,
+            is_cut_in_call=self._is_cut_in_call,
         )
 
     @property
-    def _is_cut(self) -> bool:
-        return self.finish_reason == "length" or self.ended_by_stop_string
+    def _is_cut_in_call(self) -> bool:
+        """Whether a call is half, or was cut off behind its opening; a model itself may leave it at that."""
+        if self._calls is None or self.finish_reason is None:
+            return False
+        is_cut = self.finish_reason == "length" or self.ended_by_stop_string
+        return self._calls.has_half_call or (is_cut and self._calls.is_within_call)
 
     def _parsed(self, text: str) -> Parsed:
         if self._calls is None:

@@ -5,6 +5,7 @@ Asked by running it: a forward over a few tokens, with ops that remember shapes 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -71,11 +72,22 @@ def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> A
 
 def _check_windows(model: Any, step: AttentionStep) -> None:
     layer_types = getattr(model.config, "layer_types", None) or []
+    if not layer_types and (window := _window_in_masks(model)) and any(asked.window != window for asked in step.asked):
+        raise UnsupportedAttention(
+            f"{type(model).__name__} tells masks, but not attention, of its window of {window} tokens"
+        )
     for asked, kind in zip(step.asked, layer_types, strict=False):
         if (kind == "sliding_attention") != (asked.window is not None):
             raise UnsupportedAttention(
                 f"{type(model).__name__} calls layer {asked.layer} {kind}, but attends with a window of {asked.window}"
             )
+
+
+def _window_in_masks(model: Any) -> int | None:
+    """Return the window of a model that makes masks with windows, if it is shorter than its context."""
+    window: int | None = getattr(model.config, "sliding_window", None)
+    has_masks = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    return window if window and has_masks and window < model.config.max_position_embeddings else None
 
 
 class _ProbeOps:

@@ -23,7 +23,12 @@ def digest_of_method(module: Any, name: str) -> str:
 
 @cache
 def digest_of(function: Callable[..., Any]) -> str:
-    """Return the digest of a function's text, decorators included; "" where the text is not to be had."""
+    """Return the digest of a function's text, decorators included; "" where the text is not to be had.
+
+    Nor is it where a function wraps another: the text is the inner one's then.
+    """
+    if hasattr(function, "__wrapped__"):
+        return ""
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except OSError:  # installed without its sources

@@ -34,18 +34,24 @@ def use_own_experts(model: Any, ops: Ops) -> None:
 
 
 def _is_router(module: nn.Module) -> bool:
+    """Return whether this is a matrix, one row per expert, and perhaps corrections, a number per expert."""
     parameters = dict(module.named_parameters())
-    is_named_so = type(module).__name__.lower().endswith("topkrouter")
-    return is_named_so and parameters.keys() == {"weight"} and parameters["weight"].ndim == 2
+    weight = parameters.pop("weight", None)
+    if not type(module).__name__.lower().endswith("topkrouter") or weight is None or weight.ndim != 2:
+        return False
+    return all(parameter.numel() == len(weight) for parameter in parameters.values())
 
 
-def _in_tiles(forward: Callable[[torch.Tensor], Any], features: int) -> Callable[[torch.Tensor], Any]:
-    """Return `forward` of rows [..., features], computed 32 at a time; its results have a row for each."""
+def _in_tiles(forward: Callable[..., Any], features: int) -> Callable[..., Any]:
+    """Return `forward` of rows [..., features], computed 32 at a time; its results have a row for each.
 
-    def tiled(hidden_states: torch.Tensor) -> Any:
+    What else it is given is for all rows: corrections, a number per expert.
+    """
+
+    def tiled(hidden_states: torch.Tensor, *of_all: torch.Tensor) -> Any:
         rows = hidden_states.reshape(-1, features)
         padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS_PER_TILE))
-        parts = [forward(tile) for tile in torch.split(padded, _ROWS_PER_TILE)]
+        parts = [forward(tile, *of_all) for tile in torch.split(padded, _ROWS_PER_TILE)]
         if isinstance(parts[0], torch.Tensor):
             return torch.cat(parts)[: len(rows)]
         return tuple(torch.cat(same)[: len(rows)] for same in zip(*parts, strict=True))

@@ -43,9 +43,14 @@ class CallParser:
         return 0 < self._num_begun == self._num_complete and self._call is None
 
     @property
+    def has_half_call(self) -> bool:
+        """Whether one has begun and is not whole."""
+        return self._call is not None
+
+    @property
     def is_within_call(self) -> bool:
         """Whether one was opened and is not whole."""
-        return self._is_opened and (self._call is not None or not self._num_begun)
+        return self._is_opened and (self.has_half_call or not self._num_begun)
 
     def push(self, text: str) -> Parsed:
         if self._is_text_only or not text:

@@ -285,6 +285,17 @@ async def test_a_native_call_that_was_cut_off_before_its_name_is_an_error(ending
     assert response.status_code == 400 and words in response.text
 
 
+@pytest.mark.parametrize("end", ["{", "get", "Gr", "}"])
+async def test_a_native_call_within_which_a_token_ended_the_answer_is_an_error(end: str) -> None:
+    """As one of `stop_token_ids` may."""
+    told = CALL[: CALL.index(end) + len(end)]
+    async with serve(saying(told), chat_template=templates.QWEN) as gateway:
+        response = await post(gateway, RUN)
+        streamed = events((await post(gateway, RUN, stream=True)).text)
+    assert response.status_code == 400 and "ended (stop) before its call" in response.text
+    assert not any("tool_calls" in event for event in streamed)
+
+
 async def test_models_of_openais_wire_format_answer_as_openai_does() -> None:
     async with serve(saying(CALL), chat_template=templates.QWEN, wire_format="openai") as gateway:
         whole = (await post(gateway, RUN)).json()["result"]["choices"][0]

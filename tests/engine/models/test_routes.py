@@ -13,14 +13,17 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     Olmo2Config,
     OlmoConfig,
     OlmoeConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     Starcoder2Config,
@@ -124,7 +127,7 @@ def test_families_without_code_of_ours_are_served_by_way_of_transformers(
 
 
 @kernels
-@pytest.mark.parametrize("kind", ["olmoe", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["olmoe", "mixtral", "qwen3_moe", "ernie4_5_moe", "minimax_m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_of_a_mixture_does_not_depend_on_how_many_ask_an_expert(
     kind: str, dtype: torch.dtype, kernels: str, tmp_path: Path
@@ -132,6 +135,8 @@ def test_a_token_of_a_mixture_does_not_depend_on_how_many_ask_an_expert(
     mixtures = {
         "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
         "qwen3_moe": lambda: Qwen3MoeConfig(**_SHAPE, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48),
+        "ernie4_5_moe": lambda: Ernie4_5_MoeConfig(**_PLAIN, moe_num_experts=5, moe_k=2, moe_intermediate_size=48),
+        "minimax_m2": lambda: MiniMaxM2Config(**_SHAPE, num_local_experts=5, num_experts_per_tok=2),
     }
     folder, token_ids = made(tmp_path, (CONFIGS | mixtures)[kind](), dtype), some_tokens()
     whole = logits_of(folder, token_ids, [NUM_TOKENS], route="transformers", kernels=kernels)
@@ -183,6 +188,12 @@ def test_a_checkpoint_of_mixed_dtypes_goes_by_way_of_transformers(tmp_path: Path
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
     with pytest.raises(ModelUnusable, match="in different dtypes"):
         load_model(EngineConfig(str(folder), device="cpu", route="lean"), lambda *_: None)
+
+
+def test_a_window_that_only_masks_know_of_is_refused(tmp_path: Path) -> None:
+    config = PhimoeConfig(**_SHAPE, num_local_experts=4, sliding_window=16)
+    with pytest.raises(ModelUnusable, match="tells masks, but not attention, of its window of 16 tokens"):
+        logits_of(made(tmp_path, config), some_tokens(), [NUM_TOKENS])
 
 
 def test_what_a_route_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -6,16 +6,16 @@ thread. All others run as they are, on our linear layers. A block's `forward` is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from engine.execution.attention import STEP_KEYWORD, Asked, AttentionStep
+from engine.execution.attention import Asked
 from engine.models.known_code import digest_of, digest_of_method
+from engine.models.transformers_layers import OwnAttention, OwnBlocks, OwnMLP, run_layers_at_once
 from engine.models.transformers_model import OwnActivation, OwnLinear
-from engine.ops.base import Activation, HeadNorm, Ops, Weight
+from engine.ops.base import HeadNorm, Ops, Weight
 
 _NORMS = {
     ("9f550f6c807cedec", ""): ("variance_epsilon", 0.0),  # Llama and most others
@@ -57,18 +57,20 @@ def use_own_blocks(model: Any, asked: Sequence[Asked], ops: Ops) -> str:
     `asked` is what each layer's attention asked for when it was tried out.
     """
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module)) is not None}
-    num_own: Counter[str] = Counter(norms=0, mlps=0, attentions=0)
+    mlps = {module: mlp for module in model.modules() if (mlp := _own_mlp(module, ops)) is not None}
+    attentions = {
+        module: attention
+        for module in model.modules()
+        if (attention := _own_attention(module, asked, norms, ops)) is not None
+    }
     for module, (weight, eps) in norms.items():
         module.forward = _own_norm(module.forward, weight, eps, ops)
-        num_own["norms"] += 1
-    for module in model.modules():
-        if (mlp := _own_mlp(module, ops)) is not None:
-            module.forward = mlp
-            num_own["mlps"] += 1
-        elif (attention := _own_attention(module, asked, norms, ops)) is not None:
-            module.forward = attention.forward
-            num_own["attentions"] += 1
-    return "".join(f"+{number}{kind}" for kind, number in num_own.items())
+    for module, mlp in mlps.items():
+        module.forward = mlp.forward
+    for module, attention in attentions.items():
+        module.forward = attention.forward
+    run_layers_at_once(model, OwnBlocks(norms, mlps, attentions), ops)
+    return f"+{len(norms)}norms+{len(mlps)}mlps+{len(attentions)}attentions"
 
 
 def _norm_of(module: Any) -> tuple[torch.Tensor, float] | None:
@@ -94,7 +96,7 @@ def _own_norm(
     return norm
 
 
-def _own_mlp(module: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _own_mlp(module: Any, ops: Ops) -> OwnMLP | None:
     names = _MLPS.get(digest_of_method(module, "forward"))
     if names is None:
         return None
@@ -102,15 +104,7 @@ def _own_mlp(module: Any, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor] | 
     gate_up = gate.own if gate is up and type(gate) is OwnLinear else _whole(gate, up)
     if gate_up is None or type(activation) is not OwnActivation or type(module.down_proj) is not OwnLinear:
         return None
-    return _mlp(gate_up, module.down_proj.own, activation.name, ops)
-
-
-def _mlp(gate_up: Weight, down: Weight, activation: Activation, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
-    def mlp(x: torch.Tensor) -> torch.Tensor:
-        rows = ops.linear(x.reshape(-1, gate_up.in_features), gate_up)
-        return ops.linear(ops.gated(rows, activation), down).view(*x.shape[:-1], down.out_features)
-
-    return mlp
+    return OwnMLP(gate_up, module.down_proj.own, activation.name, ops)
 
 
 def _whole(*linears: Any) -> Weight | None:
@@ -124,7 +118,7 @@ def _whole(*linears: Any) -> Weight | None:
 
 def _own_attention(
     module: Any, asked: Sequence[Asked], norms: dict[Any, tuple[torch.Tensor, float]], ops: Ops
-) -> _OwnAttention | None:
+) -> OwnAttention | None:
     digest = digest_of_method(module, "forward")
     if digest not in _ATTENTIONS or not _turns_by_halves(type(module).forward):
         return None
@@ -139,7 +133,7 @@ def _own_attention(
         norm = HeadNorm(query[0], key[0], query[1])
     turns = bool(module.use_rope) if digest in _SOME_TURN else True
     num_heads = module.q_proj.out_features // module.head_dim
-    return _OwnAttention(module.forward, qkv, module.o_proj.own, num_heads, asked[module.layer_idx], norm, turns, ops)
+    return OwnAttention(module.forward, qkv, module.o_proj.own, num_heads, asked[module.layer_idx], norm, turns, ops)
 
 
 def _turns_by_halves(forward: Any) -> bool:
@@ -147,58 +141,3 @@ def _turns_by_halves(forward: Any) -> bool:
     if turn is None or digest_of(turn) not in _ROTATIONS:
         return False
     return digest_of(turn.__globals__["rotate_half"]) in _HALVES
-
-
-class _OwnAttention:
-    def __init__(
-        self,
-        original: Callable[..., tuple[torch.Tensor, None]],
-        qkv: Weight,
-        output: Weight,
-        num_heads: int,
-        asked: Asked,
-        norm: HeadNorm | None,
-        turns: bool,
-        ops: Ops,
-    ) -> None:
-        self._original = original
-        self._qkv = qkv
-        self._output = output
-        self._num_heads = num_heads
-        self._asked = asked
-        self._norm = norm
-        self._turns = turns
-        self._ops = ops
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: object = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Return what transformers' own does, float32 [1, num_tokens, hidden_size], and no attention weights."""
-        step = kwargs.get(STEP_KEYWORD)
-        if not isinstance(step, AttentionStep) or attention_mask is not None or position_embeddings is None:
-            return self._original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        layer, scale, window, softcap = self._asked
-        of_group, index = step.pool.place(step.step, layer)
-        turned = step.turned(of_group, *position_embeddings)
-        if turned is None:
-            return self._original(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        ops, pool = self._ops, step.pool
-        query = ops.rope_and_kv_write(
-            ops.linear(hidden_states[0], self._qkv),
-            self._num_heads,
-            turned.step,
-            pool,
-            index,
-            turned.rotary if self._turns else None,
-            self._norm,
-        )
-        step.when_written(layer)
-        attended = ops.paged_attention(
-            query, self._num_heads, of_group, pool, index, scale=scale, window=window, softcap=softcap
-        )
-        return ops.linear(attended, self._output).unsqueeze(0), None

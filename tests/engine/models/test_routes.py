@@ -62,7 +62,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _has_compiler() -> bool:
+def has_compiler() -> bool:
     try:
         load_cpu_ops()
     except KernelsUnavailable:
@@ -72,7 +72,7 @@ def _has_compiler() -> bool:
 
 kernels = pytest.mark.parametrize(
     "kernels",
-    [pytest.param("cpp", marks=pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")), "torch"],
+    [pytest.param("cpp", marks=pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")), "torch"],
 )
 
 

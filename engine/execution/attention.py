@@ -72,6 +72,8 @@ class AttentionStep:
     """Of each call, in order."""
     turned: Callable[[Step, torch.Tensor, torch.Tensor], Turned | None] = lambda step, cos, sin: None
     """By the embeddings [1, num_tokens, rotary_dim] that the model computed; None: they are not by halves."""
+    sample_rows: torch.Tensor | None = None
+    """[num_sampled], int64: of no others are the logits wanted. None: of all."""
     are_layers_done: bool = False
     """Whether the first one has computed what all of them would."""
 

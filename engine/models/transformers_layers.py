@@ -205,7 +205,10 @@ class _AllLayers:
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return what the last layer would, float32 [1, num_tokens, hidden_size]; or the first, if it is not known."""
+        """Return what the last layer would, float32 [1, num_tokens, hidden_size]; of rows nobody samples, anything.
+
+        Or what the first layer would, where the step is of a kind that is not known.
+        """
         step = kwargs.get(STEP_KEYWORD)
         turned = None
         if position_embeddings is not None and isinstance(step, AttentionStep) and not step.pool.places:
@@ -214,15 +217,14 @@ class _AllLayers:
             kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
             return self._first(hidden_states, **kwargs)
         assert isinstance(step, AttentionStep), "else nothing is turned"
-        x, more = self._of(turned.rotary).forward(
-            hidden_states[0].clone(memory_format=torch.contiguous_format),
-            turned.step,
-            step.pool,
-            torch.arange(hidden_states.shape[1]),
-            lambda: step.when_written(len(self._parts) - 1),
+        x = hidden_states[0].contiguous()  # known decoders have no other use for it
+        rows = torch.arange(len(x)) if step.sample_rows is None else step.sample_rows
+        sampled, more = self._of(turned.rotary).forward(
+            x, turned.step, step.pool, rows, lambda: step.when_written(len(self._parts) - 1)
         )
         step.are_layers_done = True
-        return x.add_(more).unsqueeze(0)
+        x[rows] = sampled.add_(more)
+        return x.unsqueeze(0)
 
     def _of(self, rotary: Rotary) -> Layers:
         if self._layers is None or rotary is not self._rotary:  # tables grow now and then

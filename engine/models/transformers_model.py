@@ -49,12 +49,14 @@ class TransformersModel:
             if layer == self._last_layer:
                 kv_written()
 
+        turned = self._tables.of_step()
+        attention = AttentionStep(self._ops, pool, step, when_written, turned=turned, sample_rows=sample_rows)
         logits: torch.Tensor = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=sample_rows,
-            **{STEP_KEYWORD: AttentionStep(self._ops, pool, step, when_written, turned=self._tables.of_step())},
+            **{STEP_KEYWORD: attention},
         ).logits
         return logits[0]  # [1, num_sampled, vocab_size]
 

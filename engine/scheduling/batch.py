@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler_config import SchedulerConfig
 
 
-@dataclass(frozen=True)
-class ScheduledRun:
+class ScheduledRun(NamedTuple):
     """Known tokens [first_position, first_position + num_tokens) of one request, and drafts, computed in one step."""
 
     request: Request

@@ -87,6 +87,8 @@ class KVCacheManager:
         New blocks are taken only while `num_reserve_blocks` of each group are left for others.
         """
         num_tokens = request.num_tokens + num_drafts
+        if not request.window_tables and num_tokens <= len(request.block_table) * self.pool.block_size:
+            return num_drafts
         num_missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
         num_missing += self.groups.num_missing(request, num_tokens)
         if num_missing and num_missing + num_reserve_blocks * (1 + self.groups.num_groups) <= self.num_spare:

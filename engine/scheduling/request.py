@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from engine.messages import ExtentRef, FinishReason, Mode, PositionLogprobs
 from engine.scheduling.block_hash import BlockHash
@@ -30,8 +31,7 @@ class RequestState(Enum):
     FINISHED = auto()
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A token drawn for one choice of one request in one step."""
 
     token_id: int

@@ -34,17 +34,16 @@ class TokenBytes:
         """Return the place in `text`, which has only grown, that agrees longest with its end, of the latest few."""
         data = self._bytes
         data += array("I", text[len(data) // _NUM_BYTES :]).tobytes()
-        for num_tokens in (3, 2, 1):
-            end = data[-num_tokens * _NUM_BYTES :]
+        for size in (3 * _NUM_BYTES, 2 * _NUM_BYTES, _NUM_BYTES):
+            end = data[-size:]
             best, most, before = 0, 0, len(data) - 1
             for _ in range(_NUM_CANDIDATES):
                 at = data.rfind(end, 0, before)
                 if at < 0 or most == MOST_AGREED:
                     break
-                before = at + len(end) - 1
-                place = at // _NUM_BYTES + num_tokens
-                if at % _NUM_BYTES == 0 and (num_agreed := _num_agreed(text, place, text)) > most:
-                    best, most = place, num_agreed
+                before = at + size - 1
+                if at % _NUM_BYTES == 0 and (num_agreed := _num_agreed_bytes(data, at + size)) > most:
+                    best, most = (at + size) // _NUM_BYTES, num_agreed
             if most:
                 return Match(best, most)
         return None
@@ -105,8 +104,17 @@ class NGramIndex:
         return Match(best, most) if best is not None and most else None
 
 
+def _num_agreed_bytes(data: bytearray, end: int) -> int:
+    """Count the last tokens before `end`, a place in bytes, that are also the last ones of `data`."""
+    size = min(MOST_AGREED * _NUM_BYTES, end)
+    ours, others = int.from_bytes(data[end - size : end], "little"), int.from_bytes(data[-size:], "little")
+    return (8 * size - (ours ^ others).bit_length()) // (8 * _NUM_BYTES)  # the last token is in the highest bits
+
+
 def _num_agreed(text: Sequence[int], end: int, context: Sequence[int]) -> int:
     """Count the last tokens before `end` that are also the last ones of `context`."""
+    if end >= MOST_AGREED and text[end - MOST_AGREED : end] == context[-MOST_AGREED:]:
+        return MOST_AGREED
     num_agreed, most = 0, min(MOST_AGREED, end, len(context))
     while num_agreed < most and text[end - 1 - num_agreed] == context[-1 - num_agreed]:
         num_agreed += 1

@@ -73,19 +73,19 @@ class Speculator:
         self._tried.clear()
         if not self._config.max_draft_tokens or not batch.num_tokens_left:
             return
-        runs = [run for run in batch.runs.values() if run.is_decode and run.request.mode != "prefill"]
-        if not runs or (self._pacer.has_target and len(runs) < len(batch.runs)):
-            return
-        standings = self._standings
-        awake = [
-            run.request
-            for run in runs
-            if (standing := standings.get(run.request)) is None or standing.rest.is_over(run.end)
-        ]
-        model = self._model
+        standings, model = self._standings, self._model
         if model is not None and (not model.is_on or model.rests()):
             model = None
-        if not (awake or model) or (step := self._step(runs)) is None:
+        awake = [
+            run.request
+            for run in batch.runs.values()
+            if ((standing := standings.get(run.request)) is None or standing.rest.is_over(run.end)) and _is_answer(run)
+        ]
+        if not (awake or model):
+            return
+        runs = [run for run in batch.runs.values() if _is_answer(run)]
+        is_beside_prompts = self._pacer.has_target and len(runs) < len(batch.runs)
+        if not runs or is_beside_prompts or (step := self._step(runs)) is None:
             return
         if step.least_chance >= MOST_CHANCE:
             self._num_too_dear += 1
@@ -133,8 +133,8 @@ class Speculator:
     def _standing(self, request: Request) -> _Standing:
         standing = self._standings.get(request)
         if standing is None:
-            acceptances = [Acceptance(rates) for rates in self._rates]
-            standing = self._standings[request] = _Standing(acceptances, Rest(self._gain))
+            sources = [(drafter, Acceptance(rates)) for drafter, rates in zip(self._drafters, self._rates, strict=True)]
+            standing = self._standings[request] = _Standing(sources, Rest(self._gain))
         return standing
 
     def _offer(self, request: Request, least: float) -> _Offer | None:
@@ -143,12 +143,17 @@ class Speculator:
         best: _Offer | None = None
         if max_tokens < 1:
             return best
-        for drafter, acceptance in zip(self._drafters, self._standing(request).acceptances, strict=True):
+        sources = self._standing(request).sources
+        for source in sources:
+            drafter, acceptance = source
             if guess := _before_stop(drafter.guess(request, max_tokens), request):
                 chances = acceptance.chances(guess, least)
                 if best is None or chances[0] > best.chances[0]:
                     best = _Offer(request, guess, acceptance, chances)
                 if chances[0] > _SURE:
+                    if source is not sources[0]:  # whoever was sure last is asked first
+                        sources.remove(source)
+                        sources.insert(0, source)
                     break
         return best
 
@@ -166,7 +171,7 @@ class Speculator:
         limits = {
             run.request: (min(self._config.max_draft_tokens, self._num_left(run.request)), self._num_left(run.request))
             for run in batch.runs.values()
-            if run.is_decode and run.request.mode != "prefill" and run.request not in of_texts
+            if _is_answer(run) and run.request not in of_texts
         }
         wanted = {}
         for request, num_wanted in model.choose(limits, without, others).items():
@@ -205,10 +210,15 @@ class Speculator:
         return num_tokens
 
 
+def _is_answer(run: ScheduledRun) -> bool:
+    return run.is_decode and run.request.mode != "prefill"
+
+
 class _Standing(NamedTuple):
     """How the guesses of one request have done."""
 
-    acceptances: list[Acceptance]
+    sources: list[tuple[Drafter, Acceptance]]
+    """The one that was sure last comes first."""
     rest: Rest
 
 

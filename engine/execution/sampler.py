@@ -8,8 +8,7 @@ engine/ops/sampling.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +27,7 @@ SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]
 """`Ops.sample` of some backend."""
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """One request's next token: one per seed, all from the same logits. Or, with drafts, its next tokens."""
 
     request_id: str
@@ -47,16 +45,12 @@ class Draw:
     def num_rows(self) -> int:
         return 1 + len(self.draft_tokens)
 
-    def after(self, num_drafts: int) -> Draw:
-        """Return the draw of the token behind so many drafts, which were right."""
-        if not num_drafts:
-            return self
-        token_ids = [*self.token_ids, *self.draft_tokens[:num_drafts]]
-        return replace(self, token_ids=token_ids, draft_tokens=(), allowed=self.allowed[num_drafts:])
+    def token_ids_behind(self, num_drafts: int) -> Sequence[int]:
+        """Return everything before the token behind so many drafts, which were right."""
+        return [*self.token_ids, *self.draft_tokens[:num_drafts]] if num_drafts else self.token_ids
 
-    @property
-    def num_answer_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+    def num_answer_tokens(self, num_drafts: int) -> int:
+        return len(self.token_ids) + num_drafts - self.num_prompt_tokens
 
 
 def sample(
@@ -70,7 +64,7 @@ def sample(
     """
     if not draws:
         return {}
-    rows = [_row(draw.after(index), logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
+    rows = [_row(draw, index, logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
     drawn, message = _drawn(logits.float(), rows, sample_op)
     taken: dict[str, list[Sampled]] = {}
     failed: list[str] = []
@@ -117,17 +111,18 @@ def _taken(draw: Draw, drawn: Sequence[Drawn | None]) -> list[Sampled] | None:
     return sampled
 
 
-def _row(draw: Draw, vocab_size: int) -> SamplingRow:
+def _row(draw: Draw, num_drafts: int, vocab_size: int) -> SamplingRow:
+    """Return how the token behind so many drafts is drawn."""
     params = draw.params
     return SamplingRow(
         seeds=draw.seeds,
-        position=len(draw.token_ids),
+        position=len(draw.token_ids) + num_drafts,
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        changes=_changes(draw, vocab_size) if _changes_logits(draw) else None,
-        allowed=draw.allowed[0] if draw.allowed else None,
+        changes=_changes(draw, num_drafts, vocab_size) if _changes_logits(draw, num_drafts) else None,
+        allowed=draw.allowed[num_drafts] if num_drafts < len(draw.allowed) else None,
         num_top=params.num_logprobs,
     )
 
@@ -143,46 +138,42 @@ def _logprob(entry: TokenLogprob) -> Logprob:
     return Logprob(entry.token_id, entry.logprob, entry.rank)
 
 
-def _changes_logits(draw: Draw) -> bool:
+def _changes_logits(draw: Draw, num_drafts: int) -> bool:
     params = draw.params
     has_penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    return bool(params.logit_bias or has_penalties or _bans_stop_tokens(draw))
+    return bool(has_penalties or params.logit_bias or _bans_stop_tokens(draw, num_drafts))
 
 
-def _bans_stop_tokens(draw: Draw) -> bool:
+def _bans_stop_tokens(draw: Draw, num_drafts: int) -> bool:
     """Whether the answer may not end yet; where its grammar lets it do nothing else, it may."""
-    if draw.num_answer_tokens >= draw.params.min_tokens:
+    if draw.num_answer_tokens(num_drafts) >= draw.params.min_tokens:
         return False
-    if not draw.allowed:
+    if num_drafts >= len(draw.allowed):
         return True
-    others = draw.allowed[0].astype(np.uint32)
+    others = draw.allowed[num_drafts].astype(np.uint32)
     for token_id in draw.params.stop_token_ids:
         if token_id // 32 < len(others):
             others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
     return bool(others.any())
 
 
-def _changes(draw: Draw, vocab_size: int) -> LogitChanges:
+def _changes(draw: Draw, num_drafts: int, vocab_size: int) -> LogitChanges:
     params = draw.params
-    seen = _ids(draw.token_ids if params.repetition_penalty != 1.0 else (), vocab_size)
-    answer = _answer(draw)
+    token_ids = draw.token_ids_behind(num_drafts)
+    seen = _ids(token_ids if params.repetition_penalty != 1.0 else (), vocab_size)
+    is_penalised = params.frequency_penalty or params.presence_penalty  # these count the answer's tokens
+    answer = np.array(token_ids[draw.num_prompt_tokens :] if is_penalised else (), np.int64)
     counted = _ids(answer, vocab_size)
     biased = _ids(tuple(params.logit_bias), vocab_size)
-    banned = _ids(params.stop_token_ids if _bans_stop_tokens(draw) else (), vocab_size)
-    token_ids = _ids(np.concatenate((seen, counted, biased, banned)), vocab_size)
-    bias, is_seen, minus = np.zeros(len(token_ids)), np.zeros(len(token_ids), np.bool_), np.zeros(len(token_ids))
-    bias[token_ids.searchsorted(biased)] = [params.logit_bias[token_id] for token_id in biased.tolist()]
-    is_seen[token_ids.searchsorted(seen)] = True
+    banned = _ids(params.stop_token_ids if _bans_stop_tokens(draw, num_drafts) else (), vocab_size)
+    changed = _ids(np.concatenate((seen, counted, biased, banned)), vocab_size)
+    bias, is_seen, minus = np.zeros(len(changed)), np.zeros(len(changed), np.bool_), np.zeros(len(changed))
+    bias[changed.searchsorted(biased)] = [params.logit_bias[token_id] for token_id in biased.tolist()]
+    is_seen[changed.searchsorted(seen)] = True
     counts = np.bincount(answer)[counted]
-    minus[token_ids.searchsorted(counted)] = params.frequency_penalty * counts + params.presence_penalty
-    minus[token_ids.searchsorted(banned)] = np.inf
-    return LogitChanges(token_ids, bias, is_seen, minus, params.repetition_penalty)
-
-
-def _answer(draw: Draw) -> Any:
-    """Return the tokens that frequency and presence penalties count."""
-    is_penalised = draw.params.frequency_penalty or draw.params.presence_penalty
-    return np.array(draw.token_ids[draw.num_prompt_tokens :] if is_penalised else (), np.int64)
+    minus[changed.searchsorted(counted)] = params.frequency_penalty * counts + params.presence_penalty
+    minus[changed.searchsorted(banned)] = np.inf
+    return LogitChanges(changed, bias, is_seen, minus, params.repetition_penalty)
 
 
 def _ids(token_ids: Any, vocab_size: int) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ class LogitChanges:
     repetition_penalty: float = 1.0
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """How tokens are drawn from one row of logits: one per seed, for one position."""
 
     seeds: Sequence[int]
@@ -59,8 +59,7 @@ class SamplingRow:
     """Of log probabilities; None: not even those of the drawn tokens."""
 
 
-@dataclass(frozen=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token's log probability by the logits before any change; rank 1 is the likeliest, equals share a rank."""
 
     token_id: int
@@ -68,8 +67,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What one row gave."""
 
     token_ids: Sequence[int]

@@ -1,4 +1,7 @@
-"""How are the C++ kernels called? Through ctypes, on plain pointers; the structures here mirror those in cpp/."""
+"""How are the C++ kernels called? Through ctypes, on plain pointers; the structures here mirror those in cpp/.
+
+The one of draws is in sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
 _FLOAT = ctypes.c_float
-_DOUBLE = ctypes.c_double
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_set_num_threads": (ctypes.c_int, _POINTER, ctypes.c_int),
@@ -96,24 +98,6 @@ class DenseLayer(ctypes.Structure):
         ("cache", _POINTER),
         *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
-    ]
-
-
-class SamplingCall(ctypes.Structure):
-    """What one row of logits is drawn from for, and where its results go; `SamplingRow` in cpp/sampling.hpp."""
-
-    _fields_ = [
-        *((name, _DOUBLE) for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
-        ("top_k", _INT),
-        ("position", _INT),
-        ("seeds", _POINTER),
-        ("num_seeds", _INT),
-        *((name, _POINTER) for name in ("changed", "bias", "is_seen", "minus")),
-        ("num_changed", _INT),
-        ("allowed", _POINTER),
-        *((name, _INT) for name in ("num_allowed_words", "has_logprobs", "num_top")),
-        *((name, _POINTER) for name in ("token_ids", "ranks", "logprobs")),
-        ("status", _INT),
     ]
 
 

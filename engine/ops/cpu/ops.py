@@ -14,7 +14,7 @@ from engine.ops.cpu.compile import NATIVE, sources_digest
 from engine.ops.cpu.layers import CpuLayers
 from engine.ops.cpu.library import Cache, StepTable, Turning, load_library
 from engine.ops.cpu.places import CpuStep, caches_of, own_step, turning_of
-from engine.ops.cpu.sampling import sample
+from engine.ops.cpu.sampling import Sampler
 from engine.ops.cpu.weight import CpuWeight, own_weight, pack, parts, unpack
 from engine.ops.sampling import Drawn, SamplingRow
 
@@ -37,6 +37,7 @@ class CpuOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._sampler = Sampler(library)
         self._has_fma = bool(library.tandem_has_fma())
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
@@ -201,7 +202,7 @@ class CpuOps:
         return CpuLayers(self._library, layers) if all(layer.gate_up and layer.down for layer in layers) else None
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
-        return sample(self._library, logits, rows)
+        return self._sampler.sample(logits, rows)
 
     def _cache(self, pool: KVPool, layer: int) -> int:
         """Return the address of the layer's `Cache`, made once per pool."""

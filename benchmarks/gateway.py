@@ -23,8 +23,9 @@ from benchmarks.command import Outcome, Say, parser, run
 from benchmarks.gateway_figures import Flat, Paced, Rate, Results, Slow, Two, enter
 from benchmarks.gateway_processes import (
     ALL_CORES,
+    BESIDE_TWO_SERVERS,
     OTHER_CORES,
-    SERVER_CORES,
+    TWO_SERVERS_CORES,
     Child,
     Processes,
     chat_request,
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": f"{MODEL_ID}'s tokenizer; tokens by a stand-in worker behind the real protocol, at once",
         "requests": f"{_NUM_STREAMS} streams; rates are taken while none of them ends; memory with answers of "
         f"{_ANSWER_TOKENS} tokens, asked again as they end",
-        "client": f"bare sockets; it and the worker have {len(OTHER_CORES)} core(s), each server has one",
+        "client": f"bare sockets; it and the worker have {len(OTHER_CORES)} core(s), each server has one; beside two "
+        f"gateways, {'' if BESIDE_TWO_SERVERS == OTHER_CORES else 'on the same cores, '}{len(BESIDE_TWO_SERVERS)}",
         "gateway": "as `python -m control_plane` starts it; SQLite ledger",
     }
 
@@ -152,26 +154,33 @@ def _rate(readers: Readers, servers: Sequence[Child], worker: Child, seconds: fl
 
 
 def _two(size: _Size, folder: Path) -> Two:
-    """Ask two gateways on one port, one by itself as much, and that one half as much: in turn."""
+    """Ask two gateways on one port, one by itself as much, and that one half as much: in turn.
+
+    Each of the two has a core. Where there are but two cores, client and worker share these with them, while the one by
+    itself has its core alone: to its favour.
+    """
     together: list[list[Rate]] = []
     whole: list[Rate] = []
     half: list[Rate] = []
     shares = []
-    with Processes(folder) as of_two, Processes(folder.with_name("one")) as of_one:
+    of_two = Processes(folder, TWO_SERVERS_CORES, BESIDE_TWO_SERVERS)
+    with of_two, Processes(folder.with_name("one")) as of_one:
         pair, worker = [of_two.gateway("--reuse-port") for _ in range(2)], of_two.stand_in()
         alone, its_worker = [of_one.gateway("--reuse-port")], of_one.stand_in()
         for _ in range(size.num_rounds):
+            os.sched_setaffinity(0, BESIDE_TWO_SERVERS)
             with Readers(of_two.address, native_request(_ENDLESS_TOKENS), _NUM_STREAMS) as readers:
                 _begin(readers)
                 together.append(_rate_of_each(readers, pair, worker, size.seconds))
                 shares.append(len(_of(readers, pair[0])) / _NUM_STREAMS)
+            os.sched_setaffinity(0, OTHER_CORES)
             time.sleep(_PAUSE_SECONDS)
             for num_streams, rates in ((_NUM_STREAMS, whole), (_NUM_STREAMS // 2, half)):
                 with Readers(of_one.address, native_request(_ENDLESS_TOKENS), num_streams) as readers:
                     _begin(readers)
                     rates.append(_rate(readers, alone, its_worker, size.seconds))
                 time.sleep(_PAUSE_SECONDS)
-    return Two(together, whole, half, median(shares), has_cores=len(SERVER_CORES) > 1)
+    return Two(together, whole, half, median(shares), has_cores=len(TWO_SERVERS_CORES) > 1)
 
 
 def _rate_of_each(readers: Readers, gateways: Sequence[Child], worker: Child, seconds: float) -> list[Rate]:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -32,6 +32,9 @@ SERVER_CORES = ALL_CORES[-max(1, len(ALL_CORES) // 2) :]
 """One for each server: one of two, else half of all."""
 OTHER_CORES = set(ALL_CORES) - set(SERVER_CORES) or set(ALL_CORES)
 """The client's and the worker's."""
+TWO_SERVERS_CORES = SERVER_CORES if len(SERVER_CORES) > 1 else ALL_CORES
+"""Where two servers are measured: one for each, if need be among the client's and the worker's."""
+BESIDE_TWO_SERVERS = OTHER_CORES if len(SERVER_CORES) > 1 else set(ALL_CORES)
 
 
 class Child:
@@ -89,9 +92,13 @@ class Child:
 class Processes:
     """Gateways, a stand-in worker and the bare app, as they are asked for; all end with the `with`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, server_cores: Sequence[int] = SERVER_CORES, other_cores: Collection[int] = OTHER_CORES
+    ) -> None:
+        """`server_cores`: one for each gateway, in turn; `other_cores`: the worker's."""
         folder.mkdir()
         self._folder = folder
+        self._server_cores, self._other_cores = server_cores, set(other_cores)
         self._children: list[Child] = []
         self._http_port, self._bare_port, *self._grpc_ports = free_ports(4)
         self.gateways: list[Child] = []
@@ -115,7 +122,7 @@ class Processes:
             "TANDEM_CONTROL_LISTEN": f"127.0.0.1:{self._http_port}",
             "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[index]}",
         }
-        core = SERVER_CORES[index % len(SERVER_CORES)]
+        core = self._server_cores[index % len(self._server_cores)]
         self.gateways.append(self._child(f"gateway-{index}", ["control_plane", *flags], variables, {core}))
         return self.gateways[-1]
 
@@ -123,7 +130,7 @@ class Processes:
         """Start the worker that emits tokens, and wait until every gateway has answered with some."""
         control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
         arguments = ["benchmarks.stand_in_worker", *control, "--token-seconds", f"{token_seconds:g}"]
-        child = self._child("stand-in", arguments, {}, OTHER_CORES)
+        child = self._child("stand-in", arguments, {}, self._other_cores)
         # Each try is a connection of its own, and the kernel's choice: so many good ones have asked every gateway.
         for _ in range(1 if len(self.gateways) == 1 else _NUM_TRIES):
             self._wait(f"http://127.0.0.1:{self._http_port}/readyz")
@@ -131,7 +138,7 @@ class Processes:
 
     def bare(self) -> tuple[Child, tuple[str, int]]:
         """Start the bare app, on the first gateway's core; return also its address."""
-        child = self._child("bare", ["benchmarks.bare_sse", str(self._bare_port)], {}, {SERVER_CORES[0]})
+        child = self._child("bare", ["benchmarks.bare_sse", str(self._bare_port)], {}, {self._server_cores[0]})
         self._wait(f"http://127.0.0.1:{self._bare_port}/", min_status=400)
         return child, ("127.0.0.1", self._bare_port)
 

@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": f"{MODEL_ID}'s tokenizer; tokens by a stand-in worker behind the real protocol, at once",
         "requests": f"{_NUM_STREAMS} streams; rates are taken while none of them ends; memory with answers of "
         f"{_ANSWER_TOKENS} tokens, asked again as they end",
-        "client": f"bare sockets; it and the worker have {len(OTHER_CORES)} core(s), each server has one; beside two "
-        f"gateways, {'' if BESIDE_TWO_SERVERS == OTHER_CORES else 'on the same cores, '}{len(BESIDE_TWO_SERVERS)}",
+        "client": f"bare sockets; it and the worker have {len(OTHER_CORES)} core(s), each server has one; of two "
+        f"gateways, too, and then client and worker have {len(BESIDE_TWO_SERVERS)}, "
+        f"{'others' if BESIDE_TWO_SERVERS == OTHER_CORES else 'the same'}",
         "gateway": "as `python -m control_plane` starts it; SQLite ledger",
     }
 

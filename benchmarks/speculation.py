@@ -3,7 +3,8 @@
 python -m benchmarks.speculation [--quick] [--json FILE] [--markdown FILE]
 
 One request at a time, through the engine's own step loop, with speculation off and on by turns: the same prompts, the
-same seeds. What is timed are the steps behind the first token. Every answer must be the same, token for token.
+same seeds. What is timed are the steps behind the first token. Every answer must be the same, token for token. Turns
+are answers, and where these take seconds, with random weights, steps: what a machine does changes within seconds.
 
     copying, json       the built-in model's held-out questions, greedily
     stories             of the built-in model at temperature 1
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,7 @@ class Task:
     is_one_account: bool = True
     draft_model: str = ""
     """Where guesses are on."""
+    turns_are_steps: bool = False
 
 
 @dataclass
@@ -78,8 +81,8 @@ class Side:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
-    def answer(self, request_id: str, prompt: Prompt, sampling: dict[str, Any], root: str) -> list[int]:
-        """Return the answer; its first token, and the step it came in, are not counted."""
+    def answer(self, request_id: str, prompt: Prompt, sampling: dict[str, Any], root: str) -> Iterator[list[int]]:
+        """Yield the answer so far after each step; its first token, and the step it came in, are not counted."""
         from engine.messages import AddRequest, Refused
         from engine.scheduling.sampling_params import SamplingParams
 
@@ -88,19 +91,17 @@ class Side:
         if refused := [event for event in self.core.handle(ask) if isinstance(event, Refused)]:
             raise RuntimeError(refused[0].message)
         token_ids: list[int] = []
-        seconds = 0.0
         while self.core.has_work():
             started = time.perf_counter()
             outputs = self.core.step().outputs
             if token_ids:
-                seconds += time.perf_counter() - started
+                self.seconds += time.perf_counter() - started
                 self.num_steps += 1
+                self.num_tokens += sum(len(output.token_ids) for output in outputs)
             token_ids += [token_id for output in outputs for token_id in output.token_ids]
-        self.num_tokens += len(token_ids) - 1
+            yield token_ids
         self.num_drafted += outputs[-1].num_draft_tokens
         self.num_accepted += outputs[-1].num_accepted_tokens
-        self.seconds += seconds
-        return token_ids
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     conditions = {
         "client": "none: the engine's step loop is driven in this process",
-        "requests": f"one at a time, {_NUM_THREADS} thread, each with speculation off and auto by turns",
+        "requests": f"one at a time, {_NUM_THREADS} thread, each with speculation off and auto by turns; "
+        "with random weights, step by step",
         "engine": "defaults but for speculation; new ones for each task, warmed by a request that left nothing",
     }
 
@@ -136,7 +138,8 @@ def measured(task: Task, engine: Callable[[str], EngineCore]) -> tuple[Side, Sid
         root = f"{1 if task.is_one_account else number + 1:032x}"
         first, second = (off, auto) if number % 2 else (auto, off)
         request_id = f"{task.name}-{number}"
-        answer, again = (side.answer(request_id, prompt, sampling, root) for side in (first, second))
+        answers = [side.answer(request_id, prompt, sampling, root) for side in (first, second)]
+        answer, again = _taking_turns(answers) if task.turns_are_steps else [_last(each) for each in answers]
         if answer != again:
             raise RuntimeError(f"{request_id}: with guesses the answer is another one: {answer} and {again}")
     return off, auto
@@ -144,8 +147,21 @@ def measured(task: Task, engine: Callable[[str], EngineCore]) -> tuple[Side, Sid
 
 def _warm(core: EngineCore, task: Task) -> Side:
     """Return a side whose engine has answered once, leaving nothing to be found."""
-    Side(core).answer("warm-up", task.prompts[0], {"temperature": task.temperature}, root="")
+    _last(Side(core).answer("warm-up", task.prompts[0], {"temperature": task.temperature}, root=""))
     return Side(core)
+
+
+def _last(answer: Iterator[list[int]]) -> list[int]:
+    *_, token_ids = answer
+    return token_ids
+
+
+def _taking_turns(answers: Sequence[Iterator[list[int]]]) -> list[list[int]]:
+    """Return what the answers end with, a step of one and a step of the next in turn."""
+    token_ids: list[list[int]] = [[] for _ in answers]
+    for steps in zip_longest(*answers):
+        token_ids = [before if after is None else after for before, after in zip(token_ids, steps, strict=True)]
+    return token_ids
 
 
 def _tasks(is_quick: bool, say: Say) -> Iterator[tuple[str, list[Task]]]:
@@ -168,9 +184,14 @@ def _tasks(is_quick: bool, say: Say) -> Iterator[tuple[str, list[Task]]]:
     model = str(engine_models.made(shape, "bf16"))
     prompts = _random_prompts(shape, num_random)
     with_stranger = Task(
-        "random with a stranger", prompts, 1.0, LEAST_WITHOUT, draft_model=str(draft_models.stranger(shape))
+        "random with a stranger",
+        prompts,
+        1.0,
+        LEAST_WITHOUT,
+        draft_model=str(draft_models.stranger(shape)),
+        turns_are_steps=True,
     )
-    yield model, [Task("random", prompts, 1.0, LEAST_WITHOUT), with_stranger]
+    yield model, [Task("random", prompts, 1.0, LEAST_WITHOUT, turns_are_steps=True), with_stranger]
     deep = Task("deep", _stories(num_deep), 1.0, LEAST_GAIN, is_one_account=False, draft_model=_DEMO)
     yield str(draft_models.deep_demo()), [deep]
 

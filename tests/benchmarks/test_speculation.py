@@ -21,16 +21,20 @@ def world_of(speculation: str, wrong: bool = False) -> World:
     return world
 
 
-def test_tokens_behind_the_first_and_their_steps_are_counted() -> None:
-    task = Task("t", [Prompt([1, 2, 3], max_tokens=9), Prompt([4, 5], max_tokens=5)], 0.0, 1.5)
+@pytest.mark.parametrize("turns_are_steps", [False, True])
+def test_tokens_behind_the_first_and_their_steps_are_counted(turns_are_steps: bool) -> None:
+    prompts = [Prompt([1, 2, 3], max_tokens=9), Prompt([4, 5], max_tokens=5)]
+    task = Task("t", prompts, 0.0, 1.5, turns_are_steps=turns_are_steps)
     off, auto = measured(task, lambda speculation: world_of(speculation).core)
     assert (off.num_tokens, off.num_steps, off.num_drafted) == (12, 12, 0)
     assert (auto.num_tokens, auto.num_drafted, auto.num_accepted) == (12, 9, 9)
     assert auto.num_steps == 3
 
 
-def test_another_answer_ends_the_measurement() -> None:
-    task = Task("t", [Prompt([1, 2, 3], max_tokens=9, stop_token_ids=(99,))], 0.0, 1.5)
+@pytest.mark.parametrize("turns_are_steps", [False, True])
+def test_another_answer_ends_the_measurement(turns_are_steps: bool) -> None:
+    prompts = [Prompt([1, 2, 3], max_tokens=9, stop_token_ids=(99,))]
+    task = Task("t", prompts, 0.0, 1.5, turns_are_steps=turns_are_steps)
     with pytest.raises(RuntimeError, match="t-0: with guesses the answer is another one"):
         measured(task, lambda speculation: world_of(speculation, wrong=True).core)
 

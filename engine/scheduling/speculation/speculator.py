@@ -20,7 +20,7 @@ from engine.scheduling.scheduler_config import SchedulerConfig
 from engine.scheduling.speculation.acceptance import MOST_CHANCE, Acceptance, Rates
 from engine.scheduling.speculation.draft_model import DraftModel, ModelDrafter
 from engine.scheduling.speculation.drafters import Drafter, EarlierAnswers, Guess, OwnText
-from engine.scheduling.speculation.rest import Looks, Rest
+from engine.scheduling.speculation.rest import Gain, Rest
 from engine.scheduling.step_time import work_of
 
 _MARGIN = 0.1
@@ -62,7 +62,7 @@ class Speculator:
         """Guess by these; before the first request."""
         self._drafters = drafters
         self._rates = [Rates() for _ in drafters]
-        self._looks = Looks()
+        self._gain = Gain()
 
     def use_model(self, model: DraftModel) -> None:
         """Ask this one, too; before the first request."""
@@ -87,17 +87,13 @@ class Speculator:
         is_beside_prompts = self._pacer.has_target and len(runs) < len(batch.runs)
         if not runs or is_beside_prompts or (step := self._step(runs)) is None:
             return
-        tokens_per_second, row_seconds = step.num_tokens / step.seconds, step.seconds_each
         if step.least_chance >= MOST_CHANCE:
             self._num_too_dear += 1
             if self._num_too_dear % _ASKED_AGAIN_AFTER:
                 return
             step, awake, model = _Step(1, 1.0, _FIRST_SHARE), awake[:1], None
-        least, started = step.least_chance, self._pacer.timer()
+        least = step.least_chance
         looked: _Looked = [(request, self._offer(request, least)) for request in awake]
-        if awake:
-            seconds = (self._pacer.timer() - started) / len(awake)
-            self._looks.took(seconds, tokens_per_second, row_seconds)
         if model is not None:
             looked = self._ask(model, looked, step, batch, num_reserve_blocks)
         self._add_best(looked, step, batch, num_reserve_blocks)
@@ -122,7 +118,7 @@ class Speculator:
             offer, num_right = self._tried.pop(run.request), num_drawn - 1
             offer.acceptance.observe(offer.guess, len(run.draft_tokens), num_right)
             if not offer.is_asked:
-                self._standings[run.request].rest.looked(run.end + num_right, num_right, len(run.draft_tokens))
+                self._standings[run.request].rest.looked(run.end + num_right, num_right)
 
     def forget(self, request: Request) -> None:
         """The request is over."""
@@ -138,7 +134,7 @@ class Speculator:
         standing = self._standings.get(request)
         if standing is None:
             sources = [(drafter, Acceptance(rates)) for drafter, rates in zip(self._drafters, self._rates, strict=True)]
-            standing = self._standings[request] = _Standing(sources, Rest(self._looks))
+            standing = self._standings[request] = _Standing(sources, Rest(self._gain))
         return standing
 
     def _offer(self, request: Request, least: float) -> _Offer | None:
@@ -228,9 +224,8 @@ class _Standing(NamedTuple):
 
 def _rank(looked: Sequence[tuple[Request, _Offer | None]], step: _Step) -> list[int]:
     """Let guesses join a step, the likeliest first, as long as they pay; return of each offer how many do."""
-    counts, least = [0] * len(looked), step.least_chance
-    offers = [(offer, -index) for index, (_, offer) in enumerate(looked) if offer]
-    ranked = [(chance, number) for offer, number in offers for chance in offer.chances if chance > least]
+    counts = [0] * len(looked)
+    ranked = [(chance, -i) for i, (_, offer) in enumerate(looked) if offer for chance in offer.chances]
     for chance, number in sorted(ranked, reverse=True):
         if chance <= step.least_chance:
             break

@@ -245,7 +245,10 @@ def _slow(size: _Size, folder: Path) -> Slow:
             with Readers(*half) as late, Readers(*half) as never:
                 began, most = time.monotonic(), 0
                 beside = _rate(others, [gateway], worker, 2.0)
-                while gateway.num_logged("client_too_slow") < _NUM_SLOW and time.monotonic() < began + _GIVE_UP_SECONDS:
+                while (
+                    gateway.num_logged("client_too_slow") - sum(stream.is_cut for stream in others.streams) < _NUM_SLOW
+                    and time.monotonic() < began + _GIVE_UP_SECONDS
+                ):
                     others.read_for(0.2)
                     most = max(most, gateway.resident_bytes)
                 late.read_until(lambda: all(stream.is_cut for stream in late.streams), 30.0)

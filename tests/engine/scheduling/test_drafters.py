@@ -168,3 +168,14 @@ def test_a_long_text_is_taken_in_by_and_by() -> None:
     answers.forget(request_of([1, 2, 3], range(100, 700)))
     reading = request_of([100, 101, 102])
     assert [answers.guess(reading, 1) is None for _ in range(4)] == [True, True, False, False]
+
+
+def test_texts_agree_by_whole_tokens_from_their_ends() -> None:
+    rng, agreed = random.Random(3), set()
+    for _ in range(300):
+        text = [rng.choice((1, 257, 65793)) for _ in range(rng.randrange(2, 40))]  # alike in most bytes
+        if match := TokenBytes().find(text):
+            before, most = text[: match.end], min(MOST_AGREED, match.end)
+            assert match.num_agreed == next((n for n in range(most) if before[-1 - n] != text[-1 - n]), most)
+            agreed.add(match.num_agreed)
+    assert len(agreed) > 3

@@ -24,10 +24,10 @@ chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.chaos $(ARGS)
 
 determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" for a certain run)
-	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.engine.determinism $(ARGS)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.tandem_engine.determinism $(ARGS)
 
 schemathesis: $(VENV)/.dev ## send 5,000 requests made from the OpenAPI document (ARGS="--cases 300 --seed 7")
-	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.faces.generated_requests $(ARGS)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.api.generated_requests $(ARGS)
 
 ledger: $(VENV)/.dev ## 2,000 requests with cancellations and a killed worker: do the ledger's sums hold?
 	TANDEM_LEDGER_REQUESTS=2000 $(BIN)/python -m pytest tests/system/test_ledger.py $(ARGS)

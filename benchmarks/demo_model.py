@@ -22,7 +22,7 @@ from benchmarks.examination import Examined, Examiner, Question, questions, read
 from benchmarks.machine import machine_conditions
 from benchmarks.marks import Marks, marks_of, missed_targets
 from benchmarks.served import Served
-from engine.demo import checkpoint_path
+from tandem_engine.demo import checkpoint_path
 
 _PER_FAMILY = 300
 _SAMPLED_PER_FAMILY = 60

@@ -17,7 +17,7 @@ from benchmarks import random_model
 from benchmarks.engine_models import SHAPES
 from benchmarks.peers import places
 from benchmarks.served import ROOT
-from engine.demo import checkpoint_path
+from tandem_engine.demo import checkpoint_path
 
 _NUM_TIMES = 8
 _ADDS = ("self_attn.o_proj.", "mlp.down_proj.")

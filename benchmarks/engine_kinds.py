@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engine_models import Form
 from benchmarks.peers import places
-from engine.settings import EngineConfig
+from tandem_engine.settings import EngineConfig
 
 OURS_FP32 = "tandem_lean_fp32"
 OURS_BF16 = "tandem_lean_bf16"

@@ -6,11 +6,11 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
-from engine.channel import Received, close_all
-from engine.client import EngineClient
-from engine.messages import AddRequest, EngineFailed, Ready, Refused, RequestFailed, StepDone
-from engine.scheduling.sampling_params import SamplingParams
-from engine.settings import EngineConfig
+from tandem_engine.channel import Received, close_all
+from tandem_engine.client import EngineClient
+from tandem_engine.messages import AddRequest, EngineFailed, Ready, Refused, RequestFailed, StepDone
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.settings import EngineConfig
 
 _SECONDS = 600.0
 _FIRST_TOKEN_ID = 10

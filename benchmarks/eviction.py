@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import Figures
-from kv_transfer_svc.blocks.accounts import NewPolicy
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.policies import POLICIES
+from kv_transfer_svc.blocks.quotas import NewPolicy
 
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _QUICK_FRACTIONS = (0.05, 0.2)

@@ -20,10 +20,10 @@ import httpx
 from benchmarks.served import Served
 from benchmarks.streaming import new_client
 from control_plane.text.template import ChatTemplate
-from engine.demo.corpus import held_out
-from engine.demo.corpus.sample import Message
-from engine.demo.corpus.split import Split
-from engine.demo.corpus.stories import stories
+from demo_model.corpus import held_out
+from demo_model.corpus.sample import Message
+from demo_model.corpus.split import Split
+from demo_model.corpus.stories import stories
 
 _MAX_TOKENS = 400
 _AT_A_TIME = 8

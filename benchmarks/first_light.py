@@ -26,7 +26,7 @@ from benchmarks.figures import Figures, flat
 from benchmarks.machine import CpuUse, machine_conditions
 from benchmarks.measuring import Measured, measure_model
 from benchmarks.random_model import made
-from engine.demo import MODEL_ID, checkpoint_path
+from tandem_engine.demo import MODEL_ID, checkpoint_path
 
 _LARGE_BYTES = 200_000_000
 Save = Callable[[Mapping[str, Sequence[Measured]], Mapping[str, str]], None]

@@ -33,8 +33,8 @@ from benchmarks.gateway_processes import (
 )
 from benchmarks.sse_readers import Readers, Stream, post
 from benchmarks.stand_in_worker import CONTEXT_LENGTH
-from control_plane.flight import MAX_UNREAD_TOKENS
-from engine.demo import MODEL_ID
+from control_plane.dispatch.request_stream import MAX_UNREAD_TOKENS
+from tandem_engine.demo import MODEL_ID
 
 _NUM_STREAMS = 256
 _ENDLESS_TOKENS = CONTEXT_LENGTH // 2

@@ -17,9 +17,9 @@ import psutil
 
 from benchmarks.served import clean_environment, free_ports
 from benchmarks.sse_readers import post
-from engine.demo import MODEL_ID
 from tandem_client.cli.child import last_lines
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_engine.demo import MODEL_ID
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0

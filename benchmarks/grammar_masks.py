@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.assembly import AssembledEngine, assemble
-from engine.demo import checkpoint_path
-from engine.messages import AddRequest
-from engine.scheduling.grammar import Grammar
-from engine.scheduling.sampling_params import SamplingParams
-from engine.settings import EngineConfig
+from tandem_engine.assembly import AssembledEngine, assemble
+from tandem_engine.demo import checkpoint_path
+from tandem_engine.messages import AddRequest
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.settings import EngineConfig
 
 _NUM_ROUNDS = 5
 _NUM_WARM_UP = 8

@@ -24,7 +24,7 @@ from benchmarks.report import Rows
 from benchmarks.served import Served
 from benchmarks.significance import Comparison, compare
 from benchmarks.streaming import ask, new_client
-from engine.demo import MODEL_ID, checkpoint_path
+from tandem_engine.demo import MODEL_ID, checkpoint_path
 
 MIN_P_VALUE = 0.01
 """Below it, two samples differ. One undisturbed run in a hundred falls below where there is nothing to see."""

@@ -16,22 +16,22 @@ import numpy as np
 import torch
 
 from benchmarks.served import ROOT
-from engine.execution.block_checksums import BlockChecksums
-from engine.execution.kv_cache import KVGeometry, PagedKVCache
-from engine.execution.model_runner import ModelRunner
-from engine.messages import ExtentRef, MapRegion
-from engine.ops.torch_ops import TorchOps
-from runtime.identity import new_incarnation
-from runtime.kv.client import KvClient
-from runtime.kv.layout import layout_digest
-from runtime.kv.mac import sign_handle
-from runtime.kv.regions import RegionClient
-from runtime.server import GrpcServer
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_engine.execution.block_checksums import BlockChecksums
+from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache
+from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.messages import ExtentRef, MapRegion
+from tandem_engine.ops.torch_ops import TorchOps
+from tandem_runtime.identity import new_incarnation
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.server import GrpcServer
 
 BLOCK_BYTES = 256 << 10
 BLOCK_TOKENS = 16

@@ -30,7 +30,7 @@ from benchmarks.engine_worker import EngineWorker
 from benchmarks.figures import Figures, flat
 from benchmarks.memory_need import KV_BYTES_PER_WORKER
 from benchmarks.memory_readings import MB, Reading, read
-from engine.settings import EngineConfig, Route
+from tandem_engine.settings import EngineConfig, Route
 
 MAX_REST_MB = 400
 MAX_WEIGHTS_SHARE = 1.02

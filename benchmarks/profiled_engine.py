@@ -10,17 +10,26 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.timed_ops import Stopwatch, SwitchedRunner, TimedModel, TimedOps
-from engine.core import EngineCore
-from engine.execution.kv_cache import KVGeometry, PagedKVCache
-from engine.execution.model_runner import ModelRunner
-from engine.extents import ExtentRef
-from engine.messages import AbortRequest, AddRequest, ImportSlab, MapRegion, Mode, Reserved, SlabImported, StartDecode
-from engine.models.lean.decoder import Decoder
-from engine.models.lean.load import LeanRequest, load_decoder
-from engine.models.lean.registry import find_family
-from engine.ops.cpu import load_cpu_ops
-from engine.scheduling.sampling_params import SamplingParams
-from engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine.core import EngineCore
+from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache
+from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.extents import ExtentRef
+from tandem_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    ImportSlab,
+    MapRegion,
+    Mode,
+    Reserved,
+    SlabImported,
+    StartDecode,
+)
+from tandem_engine.models.lean.decoder import Decoder
+from tandem_engine.models.lean.load import LeanRequest, load_decoder
+from tandem_engine.models.lean.registry import find_family
+from tandem_engine.ops.cpu import load_cpu_ops
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 
 _BLOCK_SIZE = 16
 _SPARE_BLOCKS = 16

@@ -13,7 +13,7 @@ from benchmarks.mooncake import BLOCK_TOKENS, TraceRequest
 from benchmarks.random_model import TINY
 from benchmarks.served import Served
 from benchmarks.streaming import new_client
-from kv_transfer_svc.blocks.room import held_bytes
+from kv_transfer_svc.blocks.allocator import held_bytes
 
 CONCURRENCY = 4
 POOL_BLOCKS = 320

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import draft_models, engine_models
 from benchmarks.command import Outcome, Say, Sheet, Target, parser, run
-from engine.demo import checkpoint_path
-from engine.demo.corpus import held_out
-from engine.demo.corpus.mixture import FAMILIES
-from engine.demo.corpus.sample import Message, Tool
-from engine.demo.corpus.split import Split
+from demo_model.corpus import held_out
+from demo_model.corpus.mixture import FAMILIES
+from demo_model.corpus.sample import Message, Tool
+from demo_model.corpus.split import Split
+from tandem_engine.demo import checkpoint_path
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore
+    from tandem_engine.core import EngineCore
 
 LEAST_GAIN = 1.5
 LEAST_WITHOUT = 0.97
@@ -83,8 +83,8 @@ class Side:
 
     def answer(self, request_id: str, prompt: Prompt, sampling: dict[str, Any], root: str) -> Iterator[list[int]]:
         """Yield the answer so far after each step; its first token, and the step it came in, are not counted."""
-        from engine.messages import AddRequest, Refused
-        from engine.scheduling.sampling_params import SamplingParams
+        from tandem_engine.messages import AddRequest, Refused
+        from tandem_engine.scheduling.sampling_params import SamplingParams
 
         params = SamplingParams(prompt.max_tokens, stop_token_ids=prompt.stop_token_ids, **sampling)
         ask = AddRequest(request_id, prompt.token_ids, len(prompt.token_ids), params, hash_root=root)
@@ -232,8 +232,8 @@ def _random_prompts(shape: str, number: int) -> list[Prompt]:
 
 
 def _engine(model: str, draft_model: str, speculation: str) -> EngineCore:
-    from engine.assembly import assemble
-    from engine.settings import EngineConfig
+    from tandem_engine.assembly import assemble
+    from tandem_engine.settings import EngineConfig
 
     config = EngineConfig(
         model=model,

@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from engine.demo import MODEL_ID, checkpoint_path
-from runtime import identity, lifecycle, log
-from runtime.registration import Registrar
-from runtime.server import GrpcServer
 from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_engine.demo import MODEL_ID, checkpoint_path
+from tandem_runtime import identity, lifecycle, log
+from tandem_runtime.registration import Registrar
+from tandem_runtime.server import GrpcServer
 
 CONTEXT_LENGTH = 1 << 20
 """Tokens; an answer may be as long as a measurement."""

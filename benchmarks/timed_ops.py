@@ -15,14 +15,14 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from engine.core import Runner
-from engine.execution.model import Model, ignore
-from engine.messages import ExtentRef, MapRegion
-from engine.models.lean.weights import LeanWeights
-from engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Ops, Rotary, Run, Step, Weight
-from engine.ops.sampling import Drawn, SamplingRow
-from engine.scheduling.batch import SchedulerOutput
-from engine.scheduling.request import Request, Sampled
+from tandem_engine.core import Runner
+from tandem_engine.execution.model import Model, ignore
+from tandem_engine.messages import ExtentRef, MapRegion
+from tandem_engine.models.lean.weights import LeanWeights
+from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Ops, Rotary, Run, Step, Weight
+from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.scheduling.batch import SchedulerOutput
+from tandem_engine.scheduling.request import Request, Sampled
 
 LINEARS = ("qkv", "output", "gate_up", "down", "head")
 PARTS = (
@@ -80,7 +80,7 @@ class Stopwatch:
 
 
 class TimedOps:
-    """`engine.ops.base.Ops` by delegation; linears are told apart by their weights' names."""
+    """`tandem_engine.ops.base.Ops` by delegation; linears are told apart by their weights' names."""
 
     def __init__(self, ops: Ops, weights: LeanWeights, watch: Stopwatch) -> None:
         self._ops = ops

@@ -7,8 +7,8 @@ import sys
 from control_plane.accounts.command import main as account_command
 from control_plane.gateway import Gateway
 from control_plane.settings import ControlPlaneSettings
-from runtime import lifecycle, log, metrics, tracing
-from runtime.settings import load_settings
+from tandem_runtime import lifecycle, log, metrics, tracing
+from tandem_runtime.settings import load_settings
 
 
 def main() -> int:

@@ -9,18 +9,21 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from control_plane.accounts.service import Accounts, ReadyWithDatabase
-from control_plane.completion import TextService
-from control_plane.faces import binding, openai, operations, workers_ai
-from control_plane.faces.administration import Administration
-from control_plane.faces.authentication import Authentication
-from control_plane.faces.errors import on_client_left, on_http_exception, on_tandem_error
-from control_plane.faces.openapi import routes as openapi
-from control_plane.faces.remote_proxy import RemoteProxy
-from control_plane.faces.request_context import RequestContext
-from control_plane.faces.services import FleetView, HttpSettings, Readiness, Services
-from control_plane.faces.usage import UsageFace
+from control_plane.api.admin import operations
+from control_plane.api.admin.accounts import Administration
+from control_plane.api.admin.usage import UsageFace
+from control_plane.api.http.authentication import Authentication
+from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
+from control_plane.api.http.request_context import RequestContext
+from control_plane.api.openai import routes as openai
+from control_plane.api.openapi import routes as openapi
+from control_plane.api.services import FleetView, HttpSettings, Readiness, Services
+from control_plane.api.workers_ai import binding
+from control_plane.api.workers_ai import routes as workers_ai
+from control_plane.api.workers_ai.remote_proxy import RemoteProxy
 from control_plane.generation import ModelCatalog
-from runtime.errors import TandemError
+from control_plane.text.text_service import TextService
+from tandem_runtime.errors import TandemError
 
 
 def create_app(

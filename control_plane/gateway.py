@@ -13,31 +13,31 @@ import uvicorn
 
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
+from control_plane.api.services import HttpSettings
 from control_plane.app import create_app
 from control_plane.audit import gauges
-from control_plane.auditor import Auditor
+from control_plane.audit.auditor import Auditor
 from control_plane.cache_policy import AccountPolicies
-from control_plane.catalog import ModelCatalog
-from control_plane.completion import TextService
-from control_plane.dispatcher import Dispatcher
-from control_plane.faces.services import HttpSettings
-from control_plane.fleet import Fleet
-from control_plane.kv_clients import KvClients
-from control_plane.links import LinkPool
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.fleet.kv_clients import KvClients
+from control_plane.fleet.model_catalog import ModelCatalog
+from control_plane.fleet.readiness import Prober
+from control_plane.fleet.registration import ControlPlaneService
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.status import Fleet
+from control_plane.fleet.worker_links import LinkPool
 from control_plane.listening import allow_many_connections, listen
-from control_plane.prefixes import PrefixIndex
-from control_plane.public_prefixes import PublicPrefixes
-from control_plane.readiness import Prober
-from control_plane.registration import ControlPlaneService
-from control_plane.registry import WorkerRegistry
-from control_plane.router import Router
+from control_plane.routing.prefix_index import PrefixIndex
+from control_plane.routing.router import Router
 from control_plane.secrets import handle_key, load_secret
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
-from runtime import identity, place
-from runtime.log import get_logger
-from runtime.server import GrpcServer, is_loopback, split_address
+from control_plane.text.public_prefixes import PublicPrefixes
+from control_plane.text.text_service import TextService
 from tandem.v1 import control_plane_pb2_grpc
+from tandem_runtime import identity, paths
+from tandem_runtime.log import get_logger
+from tandem_runtime.server import GrpcServer, is_loopback, split_address
 
 log = get_logger(__name__)
 
@@ -50,7 +50,7 @@ class Gateway:
 
     def __init__(self, settings: ControlPlaneSettings) -> None:
         self._settings = settings
-        state_dir = Path(settings.state_dir) if settings.state_dir else place.state_dir()
+        state_dir = Path(settings.state_dir) if settings.state_dir else paths.state_dir()
         secret = load_secret(settings.secret, state_dir)
         self._incarnation = incarnation = identity.new_incarnation()
         self._handle_key = handle_key(secret)
@@ -189,7 +189,7 @@ class Gateway:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: runtime.lifecycle says when to drain."""
+    """uvicorn without signal handlers of its own: tandem_runtime.lifecycle says when to drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from control_plane.cache_policy import EVERYTHING, CachePolicy
-from engine.scheduling.sampling_params import SamplingParams
-from runtime.model_table import WireFormat
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.model_table import WireFormat
 
 FinishReason = Literal["stop", "length"]
 """Why the tokens end."""
@@ -134,7 +134,7 @@ class TokenDelta:
 class TokenStream(Protocol):
     """Tokens of all choices as they come. Ends after every choice has finished or was stopped.
 
-    Iterating raises a `runtime.errors.TandemError` if the request is refused or fails. `aclose()` cancels whatever
+    Iterating raises a TandemError if the request is refused or fails. `aclose()` cancels whatever
     still runs, returns once the cancels are on their way, and may be called at any time, more than once.
     """
 
@@ -164,7 +164,7 @@ class Dispatcher(Protocol):
         """Route and start a request.
 
         Returns once a worker has accepted it, so that refusals (unknown model, context, overload) still become an
-        HTTP status. Raises runtime.errors.TandemError.
+        HTTP status. Raises tandem_runtime.errors.TandemError.
         """
 
 

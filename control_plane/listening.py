@@ -9,9 +9,9 @@ from __future__ import annotations
 import resource
 import socket
 
-from runtime.errors import InvalidRequest
-from runtime.log import get_logger
-from runtime.server import is_loopback, split_address
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.log import get_logger
+from tandem_runtime.server import is_loopback, split_address
 
 log = get_logger(__name__)
 

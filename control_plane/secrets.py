@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 _NUM_BYTES = 32
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
 from control_plane.cache_policy import AccountPolicies
-from runtime.model_table import SHIPPED, ModelTable
-from runtime.settings import setting
+from tandem_runtime.model_table import SHIPPED, ModelTable
+from tandem_runtime.settings import setting
 
 
 @dataclass(frozen=True)

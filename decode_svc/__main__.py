@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from decode_svc.hand_over import DecodeHandOver
-from runtime.settings import load_settings
+from decode_svc.kv_consumer import DecodeHandOver
 from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
-from worker import process
-from worker.settings import WorkerSettings
+from tandem_runtime.settings import load_settings
+from tandem_worker import process
+from tandem_worker.settings import WorkerSettings
 
 
 class DecodeService(process.WorkerService, decode_pb2_grpc.DecodeServiceServicer):

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from engine import messages
-from runtime.errors import DeadlineExceeded, InternalError, KvCorrupt
-from runtime.kv.client import KvClient
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
-from worker.engine_link import EngineLink
-from worker.engine_regions import EngineRegions
-from worker.requests import ActiveRequest
+from tandem_engine import messages
+from tandem_runtime.errors import DeadlineExceeded, InternalError, KvCorrupt
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_worker.engine_link import EngineLink
+from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.requests import ActiveRequest
 
 
 class RegionReader:

@@ -7,8 +7,8 @@ import sys
 
 from kv_transfer_svc.process import KvProcess
 from kv_transfer_svc.settings import KvSettings
-from runtime import lifecycle, log, metrics, tracing
-from runtime.settings import load_settings
+from tandem_runtime import lifecycle, log, metrics, tracing
+from tandem_runtime.settings import load_settings
 
 
 def main() -> int:

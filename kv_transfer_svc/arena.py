@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.errors import Overloaded
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Overloaded
+from tandem_runtime.kv.shared_region import SharedRegion
 
 PAGE_BYTES = 4096
 _MAX_WAITING = 1024

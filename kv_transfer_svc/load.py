@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.prompt_cache import PromptCache
+from kv_transfer_svc.host_cache import PromptCache
 from kv_transfer_svc.store import HandleStore
 from tandem.v1 import types_pb2 as pb
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.region_table import RegionTable
-from runtime.errors import InvalidRequest, KvCorrupt
-from runtime.kv.checksum import block_checksum
-from runtime.kv.layout import check_memory_kind
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import InvalidRequest, KvCorrupt
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.layout import check_memory_kind
+from tandem_runtime.kv.shared_region import SharedRegion
 
 _MAX_BLOCKS_PER_CALL = 4096
 

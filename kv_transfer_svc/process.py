@@ -8,28 +8,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.accounts import Quotas
-from kv_transfer_svc.blocks.room import Room
+from kv_transfer_svc.blocks.allocator import Room
+from kv_transfer_svc.blocks.quotas import Quotas
 from kv_transfer_svc.disk import DiskTier
+from kv_transfer_svc.host_cache import PromptCache
 from kv_transfer_svc.load import load_report
-from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.settings import KvSettings
 from kv_transfer_svc.store import HandleStore
 from kv_transfer_svc.transport import gauges
 from kv_transfer_svc.transport.data_server import DataServer
 from kv_transfer_svc.transport.links import Links
-from runtime import place
-from runtime.identity import default_host_id, new_incarnation
-from runtime.kv.region_server import RegionServer
-from runtime.log import get_logger
-from runtime.memory import MemoryProbe
-from runtime.place import forget_dead_sockets, socket_path
-from runtime.registration import Registrar
-from runtime.server import GrpcServer, split_address
-from runtime.settings import describe
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime import paths
+from tandem_runtime.identity import default_host_id, new_incarnation
+from tandem_runtime.kv.region_server import RegionServer
+from tandem_runtime.log import get_logger
+from tandem_runtime.memory import MemoryProbe
+from tandem_runtime.paths import forget_dead_sockets, socket_path
+from tandem_runtime.registration import Registrar
+from tandem_runtime.server import GrpcServer, split_address
+from tandem_runtime.settings import describe
 
 log = get_logger(__name__)
 
@@ -176,7 +176,7 @@ def _prompt_cache(settings: KvSettings, store: HandleStore, incarnation: str) ->
         return None
     disk = None
     if settings.disk_bytes:
-        disk = DiskTier(Path(settings.disk_dir or place.state_dir() / "kv-disk"), settings.disk_bytes)
+        disk = DiskTier(Path(settings.disk_dir or paths.state_dir() / "kv-disk"), settings.disk_bytes)
     return PromptCache(
         Room(settings.store_bytes),
         disk,

@@ -15,13 +15,13 @@ from kv_transfer_svc.record import Record
 from kv_transfer_svc.slab_checks import block_part_bytes
 from kv_transfer_svc.store import HandleStore
 from kv_transfer_svc.transport.link import Link
-from runtime import tracing
-from runtime.errors import InternalError, InvalidRequest, TandemError
-from runtime.kv.layout import check_memory_kind
-from runtime.kv.slabs import first_handed_over
-from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime import tracing
+from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
+from tandem_runtime.kv.layout import check_memory_kind
+from tandem_runtime.kv.slabs import first_handed_over
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -11,12 +11,12 @@ from kv_transfer_svc.pull import Pull
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.store import HandleStore
 from kv_transfer_svc.transport.links import Links
-from runtime.errors import TandemError
-from runtime.kv.client import KvClient
-from runtime.kv_handle import HandleState
-from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import TandemError
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv_handle import HandleState
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,9 +7,9 @@ from functools import partial
 
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.transport.source import BlockSource, Source
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.shared_region import SharedRegion
 
 
 def slab_source(slab: kv.Slab, record: Record, memory_of: Callable[[str], SharedRegion]) -> BlockSource:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kv_transfer_svc.broadcast import Broadcast
-from runtime.kv.layout import check_layout
-from runtime.kv.slabs import trim_slab
-from runtime.kv_handle import HandleMachine
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.layout import check_layout
+from tandem_runtime.kv.slabs import trim_slab
+from tandem_runtime.kv_handle import HandleMachine
 
 
 @dataclass(eq=False)

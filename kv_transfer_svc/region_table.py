@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kv_transfer_svc.owner_log import OwnerLog
-from runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
-from runtime.kv.regions import RegionGrant, RegionOffer
-from runtime.kv.shared_region import SharedRegion
-from runtime.log import get_logger
+from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
+from tandem_runtime.kv.regions import RegionGrant, RegionOffer
+from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.prompt_cache import PromptCache
+from kv_transfer_svc.host_cache import PromptCache
 from kv_transfer_svc.puller import Puller
 from kv_transfer_svc.reading import slab_source, source_chunks
 from kv_transfer_svc.record import Record, handle_name
@@ -22,8 +22,12 @@ from kv_transfer_svc.tables import kv_tables
 from kv_transfer_svc.transport.links import Links
 from kv_transfer_svc.transport.offer import LinkOffer
 from kv_transfer_svc.transport.source import BlockSource, Source, Zeroes
-from runtime import errors
-from runtime.errors import (
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import tables_pb2 as tables
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime import errors
+from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
     InvalidRequest,
@@ -32,15 +36,11 @@ from runtime.errors import (
     Unavailable,
     Unsupported,
 )
-from runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
-from runtime.kv.layout import check_supported
-from runtime.kv.mac import verify_handle
-from runtime.kv.slabs import trim_slab
-from runtime.kv_handle import HandleState
-from tandem.v1 import kv_transfer_pb2 as kv
-from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
-from tandem.v1 import tables_pb2 as tables
-from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
+from tandem_runtime.kv.layout import check_supported
+from tandem_runtime.kv.mac import verify_handle
+from tandem_runtime.kv.slabs import trim_slab
+from tandem_runtime.kv_handle import HandleState
 
 SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer_svc.transport.links import TRANSPORTS
-from runtime.settings import setting
+from tandem_runtime.settings import setting
 
 _MIN_ARENA_BYTES = 1 << 20
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from runtime.errors import InvalidRequest, KvCorrupt
-from runtime.kv.checksum import block_checksum
-from runtime.kv.layout import check_memory_kind
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import InvalidRequest, KvCorrupt
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.layout import check_memory_kind
+from tandem_runtime.kv.shared_region import SharedRegion
 
 MAX_SLAB_BLOCKS = 4096
 """Their checksums travel in metadata, which gRPC bounds."""

@@ -13,7 +13,9 @@ from kv_transfer_svc.broadcast import Broadcast
 from kv_transfer_svc.record import Record, handle_name
 from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.slab_checks import check_slab
-from runtime.errors import (
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
     FingerprintMismatch,
@@ -23,13 +25,11 @@ from runtime.errors import (
     TandemError,
     Unavailable,
 )
-from runtime.kv.layout import check_supported, layout_digest
-from runtime.kv.regions import RegionOffer
-from runtime.kv.slabs import first_missing_block
-from runtime.kv_handle import HandleMachine, HandleState
-from runtime.log import get_logger
-from tandem.v1 import kv_transfer_pb2 as kv
-from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.layout import check_supported, layout_digest
+from tandem_runtime.kv.regions import RegionOffer
+from tandem_runtime.kv.slabs import first_missing_block
+from tandem_runtime.kv_handle import HandleMachine, HandleState
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

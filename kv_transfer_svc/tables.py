@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from kv_transfer_svc.blocks.block import Block
-from kv_transfer_svc.prompt_cache import PromptCache
+from kv_transfer_svc.host_cache import PromptCache
 from kv_transfer_svc.pull import Pull
 from kv_transfer_svc.puller import Puller
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.region_table import LentRegion
 from kv_transfer_svc.store import HandleStore
-from runtime.kv.tables import fill
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1.tables_pb2 import (
     ArenaRow,
@@ -21,6 +20,7 @@ from tandem.v1.tables_pb2 import (
     TablesReply,
     UntoldRow,
 )
+from tandem_runtime.kv.tables import fill
 
 
 def kv_tables(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from prefill_svc.hand_over import PrefillHandOver
-from runtime.settings import load_settings
+from prefill_svc.kv_producer import PrefillHandOver
 from tandem.v1 import prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
-from worker import process
-from worker.settings import WorkerSettings
+from tandem_runtime.settings import load_settings
+from tandem_worker import process
+from tandem_worker.settings import WorkerSettings
 
 
 class PrefillService(process.WorkerService, prefill_pb2_grpc.PrefillServiceServicer):

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from engine.demo import checkpoint_path
+from tandem_engine.demo import checkpoint_path
 
 VOCAB_SIZE = 320
 WINDOW = 16

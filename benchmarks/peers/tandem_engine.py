@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from benchmarks.peers.protocol import Load, serve
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore
+    from tandem_engine.core import EngineCore
 
 _MAX_NUM_BATCHED_TOKENS = 512
 
 
 class TandemEngine:
-    """An `EngineCore`, driven as `engine.process` drives it."""
+    """An `EngineCore`, driven as `tandem_engine.process` drives it."""
 
     def load(self, what: Load) -> None:
-        from engine.assembly import assemble
-        from engine.settings import EngineConfig
+        from tandem_engine.assembly import assemble
+        from tandem_engine.settings import EngineConfig
 
         block_size = 16
         settings = {
@@ -55,7 +55,7 @@ class TandemEngine:
         return [self._step() for _ in range(num_steps + 1)][1:]
 
     def release(self) -> None:
-        from engine.messages import AbortRequest
+        from tandem_engine.messages import AbortRequest
 
         for request_id in self._held:
             self._core.handle(AbortRequest(request_id))
@@ -70,8 +70,8 @@ class TandemEngine:
         return seconds
 
     def _add(self, prompt: Sequence[int], max_tokens: int) -> str:
-        from engine.messages import AddRequest, Refused
-        from engine.scheduling.sampling_params import SamplingParams
+        from tandem_engine.messages import AddRequest, Refused
+        from tandem_engine.scheduling.sampling_params import SamplingParams
 
         self._num_requests += 1
         request_id = f"request-{self._num_requests}"

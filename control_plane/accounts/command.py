@@ -14,9 +14,9 @@ from control_plane.accounts.tokens import SCOPES, Token, now_ms
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.migrate import migrate
-from runtime import place
-from runtime.errors import InvalidRequest, TandemError, Unavailable
-from runtime.settings import load_settings
+from tandem_runtime import paths
+from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
+from tandem_runtime.settings import load_settings
 
 _DAY_MS = 86_400_000
 
@@ -82,7 +82,7 @@ async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int
 def _state_dir(settings: ControlPlaneSettings) -> Path:
     """Return where the gateway keeps its database; made if this comes before the gateway's first start."""
     if not settings.state_dir:
-        return place.state_dir()
+        return paths.state_dir()
     state_dir = Path(settings.state_dir)
     if not settings.database_url:
         try:

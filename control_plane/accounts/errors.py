@@ -1,13 +1,13 @@
 """Which refusals concern the caller rather than the request?
 
-They are HTTP's alone: no worker sends them. control_plane.faces.errors has their statuses and codes.
+They are HTTP's alone: no worker sends them. control_plane.api.http.errors has their statuses and codes.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runtime.errors import InvalidRequest, Overloaded, Unauthenticated
+from tandem_runtime.errors import InvalidRequest, Overloaded, Unauthenticated
 
 if TYPE_CHECKING:
     from control_plane.accounts.window import Standing

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from control_plane.accounts.errors import NotAllowed
 from control_plane.accounts.store import NO_LIMITS, AccountStore, Holder, Limits
 from control_plane.accounts.tokens import Scope, Token, digest_of, now_ms
-from runtime.errors import Unauthenticated, Unavailable
-from runtime.log import get_logger
+from tandem_runtime.errors import Unauthenticated, Unavailable
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

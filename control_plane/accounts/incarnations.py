@@ -10,8 +10,8 @@ from control_plane.accounts.ledger import GATEWAY_LOST
 from control_plane.accounts.limiter import Limiter
 from control_plane.storage.database import Database
 from control_plane.storage.tables import gateways, ledger
-from runtime.errors import Unavailable
-from runtime.log import get_logger
+from tandem_runtime.errors import Unavailable
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

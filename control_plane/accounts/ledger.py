@@ -18,8 +18,8 @@ from sqlalchemy.exc import IntegrityError
 from control_plane.generation import PhaseWork, Usage
 from control_plane.storage.database import Database
 from control_plane.storage.tables import ledger
-from runtime.errors import InternalError, InvalidRequest, TandemError
-from runtime.log import get_logger
+from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -23,8 +23,8 @@ from control_plane.accounts.store import Limits
 from control_plane.accounts.window import Refusal, Standing, Window
 from control_plane.storage.database import Database
 from control_plane.storage.tables import windows
-from runtime.errors import InternalError, TandemError, Unavailable
-from runtime.log import get_logger
+from tandem_runtime.errors import InternalError, TandemError, Unavailable
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
-from runtime.errors import InternalError, TandemError
-from runtime.log import get_logger
+from tandem_runtime.errors import InternalError, TandemError
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

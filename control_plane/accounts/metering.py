@@ -14,7 +14,7 @@ from control_plane.accounts.store import NO_LIMITS, Limits
 from control_plane.accounts.window import Standing
 from control_plane.generation import TokenRequest, Usage
 from control_plane.text.request import Caller
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 _MAX_ESTIMATED_ANSWER_TOKENS = 4096
 """Many clients name no bound, and few answers fill a context: more is only counted once it was written."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from control_plane.generation import Usage
-from runtime.model_table import ModelTable
+from tandem_runtime.model_table import ModelTable
 
 DOLLARS_PER_NEURON = 0.000011
 DEFAULT_PRICES = ("*=0.1/0.02/0.3",)

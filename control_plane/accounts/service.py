@@ -18,9 +18,9 @@ from control_plane.accounts.store import AccountStore
 from control_plane.accounts.usage import UsageReport
 from control_plane.storage.database import Database
 from control_plane.storage.migrate import migrate
-from runtime import identity
-from runtime.errors import InvalidRequest, Unavailable
-from runtime.log import get_logger
+from tandem_runtime import identity
+from tandem_runtime.errors import InvalidRequest, Unavailable
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

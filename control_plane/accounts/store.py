@@ -16,7 +16,7 @@ from control_plane.accounts.lookup import Lookup
 from control_plane.accounts.tokens import SCOPES, Scope, Token, checked_scopes, digest_of, new_secret, now_ms
 from control_plane.storage.database import Database
 from control_plane.storage.tables import accounts, tokens
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_NAME_CHARACTERS = 128

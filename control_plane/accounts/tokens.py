@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 Scope = Literal["inference", "usage", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

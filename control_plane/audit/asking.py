@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import grpc
 
 from control_plane.audit.snapshot import Audited
-from control_plane.registry import Worker
-from runtime.channel import open_channel
-from runtime.errors import StaleIncarnation, TandemError
-from runtime.log import get_logger
+from control_plane.fleet.registry import Worker
 from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_runtime.channel import open_channel
+from tandem_runtime.errors import StaleIncarnation, TandemError
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

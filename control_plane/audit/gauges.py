@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from runtime import metrics
+from tandem_runtime import metrics
 
 if TYPE_CHECKING:
-    from control_plane.auditor import AuditReport
+    from control_plane.audit.auditor import AuditReport
 
 
 def export(report: Callable[[], AuditReport]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from control_plane.registry import Worker
+from control_plane.fleet.registry import Worker
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import HandleRow, TablesReply
 

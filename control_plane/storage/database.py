@@ -19,8 +19,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from runtime.errors import InvalidRequest, TandemError, Unavailable
-from runtime.log import get_logger
+from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -8,8 +8,8 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control_plane.storage.database import Database
-from runtime.errors import InvalidRequest
-from runtime.log import get_logger
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from control_plane.generation import ModelDescription
 from control_plane.text.request import ChatRequest, CompletionRequest, check_token_ids
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 
 async def prompt_ids(

@@ -15,9 +15,9 @@ from control_plane.accounts.gate import Identity
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
 from control_plane.text.tools.tool import ToolUse
-from engine.scheduling.grammar import Grammar
-from engine.scheduling.sampling_params import SamplingParams
-from runtime.errors import ContextTooLong, InvalidRequest
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.errors import ContextTooLong, InvalidRequest
 
 _SMALLEST_TOP_P = 1e-6
 

@@ -15,9 +15,9 @@ from functools import cache
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from engine.scheduling.grammar import Grammar
-from engine.scheduling.grammar_source import GrammarUnusable, limits, source
-from runtime.errors import InvalidRequest, Unsupported
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.scheduling.grammar_source import GrammarUnusable, limits, source
+from tandem_runtime.errors import InvalidRequest, Unsupported
 
 _MAX_KNOWN = 256
 _TRIED_BYTES = 8

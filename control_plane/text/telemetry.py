@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.request import ChatRequest, CompletionRequest
-from runtime import metrics
+from tandem_runtime import metrics
 
 
 class GenerationMeter:

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from runtime.errors import InternalError, InvalidRequest
+from tandem_runtime.errors import InternalError, InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from control_plane.text.detokenizer import ByteLevelDetokenizer, Detokenizer, NamingDetokenizer, WindowDetokenizer
 from control_plane.text.template import ChatTemplate, Messages
 from control_plane.text.token_bytes import TokenBytes
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 T = TypeVar("T")
 

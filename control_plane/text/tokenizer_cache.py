@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from control_plane.generation import ModelDescription
 from control_plane.text.tokenizer import TextTokenizer
-from runtime.errors import InternalError
+from tandem_runtime.errors import InternalError
 
 _MAX_TOKENIZERS = 16
 

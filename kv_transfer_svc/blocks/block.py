@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Final
 
+from kv_transfer_svc.blocks.allocator import Extent
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.room import Extent
 
 
 class BlockState(Enum):

@@ -24,16 +24,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kv_transfer_svc.blocks.accounts import NewPolicy, Quotas, VictimOrder
+from kv_transfer_svc.blocks.allocator import Extent, Room
 from kv_transfer_svc.blocks.block import KNOWN, Block, BlockState, Known, Leased, StoreFigures
-from kv_transfer_svc.blocks.eviction import Demote, RoomMaker
+from kv_transfer_svc.blocks.evictor import Demote, RoomMaker
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.leases import Leases
 from kv_transfer_svc.blocks.policies import DEFAULT_POLICY
-from kv_transfer_svc.blocks.room import Extent, Room
+from kv_transfer_svc.blocks.quotas import NewPolicy, Quotas, VictimOrder
 from kv_transfer_svc.blocks.table import BlockTable
-from runtime.errors import InvalidRequest, KvCorrupt, KvNotFound
-from runtime.kv.known_blocks import BlockCounters
+from tandem_runtime.errors import InvalidRequest, KvCorrupt, KvNotFound
+from tandem_runtime.kv.known_blocks import BlockCounters
 
 _LATE_COPY_SECONDS = 60.0
 """A block that is filled or demoted for longer counts as orphaned."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.leaves import Chains, LeafQueue
+from kv_transfer_svc.blocks.leaf_heap import Chains, LeafQueue
 from kv_transfer_svc.blocks.policy import IsBusy
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.errors import InvalidRequest
-from runtime.kv.layout import DIGEST_BYTES
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.kv.layout import DIGEST_BYTES
 
 HASH_BYTES = 16
 

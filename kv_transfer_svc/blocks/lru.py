@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.leaves import Chains, LeafQueue
+from kv_transfer_svc.blocks.leaf_heap import Chains, LeafQueue
 from kv_transfer_svc.blocks.policy import IsBusy
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from kv_transfer_svc.blocks.accounts import NewPolicy
 from kv_transfer_svc.blocks.cost_aware import CostAwarePolicy
 from kv_transfer_svc.blocks.lru import LruPolicy
+from kv_transfer_svc.blocks.quotas import NewPolicy
 from kv_transfer_svc.blocks.s3_fifo import S3FifoPolicy
 
 POLICIES: Final[Mapping[str, NewPolicy]] = {"lru": LruPolicy, "s3_fifo": S3FifoPolicy, "cost_aware": CostAwarePolicy}

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.leaves import Chains, LeafQueue
+from kv_transfer_svc.blocks.leaf_heap import Chains, LeafQueue
 from kv_transfer_svc.blocks.policy import IsBusy
 
 _SMALL_SHARE = 0.1

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kv_transfer_svc.blocks.allocator import Extent, Room
 from kv_transfer_svc.blocks.block import Block, BlockState
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.room import Extent, Room
-from runtime.kv.known_blocks import BlockCounters
+from tandem_runtime.kv.known_blocks import BlockCounters
 
 
 class BlockTable:

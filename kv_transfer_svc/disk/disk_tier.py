@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.disk.figures import DiskCounters, DiskFigures
 from kv_transfer_svc.disk.jobs import JobQueue, ReadJob, WriteJob
 from kv_transfer_svc.disk.record import record_bytes
 from kv_transfer_svc.disk.segment_log import SegmentLog
-from runtime.kv.checksum import block_checksum
-from runtime.kv.known_blocks import BlockCounters
-from runtime.log import get_logger
+from kv_transfer_svc.disk.stats import DiskCounters, DiskFigures
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.known_blocks import BlockCounters
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from runtime.errors import InvalidRequest, Unavailable
+from tandem_runtime.errors import InvalidRequest, Unavailable
 
 
 class OwnedFolder:

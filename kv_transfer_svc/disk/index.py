@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from runtime.kv.known_blocks import BlockCounters
+from tandem_runtime.kv.known_blocks import BlockCounters
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import struct
 from dataclasses import dataclass
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.checksum import block_checksum
 
 HEADER_BYTES = 128
 ALIGNMENT_BYTES = 512

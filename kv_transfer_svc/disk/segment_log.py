@@ -22,14 +22,14 @@ from collections import deque
 from pathlib import Path
 
 from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.disk.figures import DiskCounters
 from kv_transfer_svc.disk.folder import OwnedFolder
 from kv_transfer_svc.disk.index import Index, Place
 from kv_transfer_svc.disk.record import RecordHeader, record_bytes
 from kv_transfer_svc.disk.segment import Segment
-from runtime.errors import InvalidRequest
-from runtime.kv.checksum import block_checksum
-from runtime.log import get_logger
+from kv_transfer_svc.disk.stats import DiskCounters
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

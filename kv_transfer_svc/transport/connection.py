@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError, Message
 from kv_transfer_svc.transport import frames
 from kv_transfer_svc.transport.interface import LinkBroken
 from kv_transfer_svc.transport.pieces import RunningChecksums, groups, leading
-from runtime import errors
-from runtime.errors import InvalidRequest, KvCorrupt
-from runtime.server import split_address
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime import errors
+from tandem_runtime.errors import InvalidRequest, KvCorrupt
+from tandem_runtime.server import split_address
 
 CONNECT_SECONDS = 1.0
 STALL_SECONDS = 5.0

@@ -21,10 +21,10 @@ from kv_transfer_svc.transport import frames
 from kv_transfer_svc.transport.connection import rest_of, set_timeouts
 from kv_transfer_svc.transport.source import Source
 from kv_transfer_svc.transport.threads import finished
-from runtime.errors import InternalError, InvalidRequest, TandemError
-from runtime.log import get_logger
-from runtime.server import is_loopback, split_address
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
+from tandem_runtime.log import get_logger
+from tandem_runtime.server import is_loopback, split_address
 
 log = get_logger(__name__)
 

@@ -18,7 +18,7 @@ import struct
 
 from google.protobuf.message import Message
 
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20

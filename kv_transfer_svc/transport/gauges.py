@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from runtime import metrics
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime import metrics
 
 
 def export(links: Callable[[], Sequence[pb.KvLink]]) -> None:

@@ -14,17 +14,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kv_transfer_svc.transport.figures import LinkFigures
 from kv_transfer_svc.transport.grpc_transport import GrpcTransport
 from kv_transfer_svc.transport.interface import LinkBroken, Transport
 from kv_transfer_svc.transport.offer import link_request
 from kv_transfer_svc.transport.shm_transport import ShmTransport
+from kv_transfer_svc.transport.stats import LinkFigures
 from kv_transfer_svc.transport.tcp_transport import TcpTransport
-from runtime.errors import KvCorrupt, TandemError, Unsupported
-from runtime.kv.client import KvClient
-from runtime.log import get_logger
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import KvCorrupt, TandemError, Unsupported
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 

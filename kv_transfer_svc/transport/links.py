@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kv_transfer_svc.transport.link import Link, Reader
-from runtime.kv.client import LEASE_SECONDS, KvClient
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.client import LEASE_SECONDS, KvClient
 
 TRANSPORTS = ("shm", "tcp", "grpc")
 """All there are, best first."""

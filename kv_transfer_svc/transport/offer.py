@@ -7,9 +7,9 @@ import hmac
 from collections.abc import Callable
 
 from kv_transfer_svc.transport.tokens import TOKEN_SECONDS, Tokens
-from runtime.errors import Unauthenticated, Unavailable
-from runtime.kv.mac import MAC_BYTES
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import Unauthenticated, Unavailable
+from tandem_runtime.kv.mac import MAC_BYTES
 
 
 class LinkOffer:

@@ -9,12 +9,12 @@ from functools import partial
 from kv_transfer_svc.transport.interface import LinkBroken
 from kv_transfer_svc.transport.pieces import groups
 from kv_transfer_svc.transport.threads import finished
-from runtime.errors import KvCorrupt, KvNotFound, TandemError, Unsupported
-from runtime.kv.checksum import block_checksum
-from runtime.kv.regions import RegionClient
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import KvCorrupt, KvNotFound, TandemError, Unsupported
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv.shared_region import SharedRegion
 
 
 class ShmTransport:

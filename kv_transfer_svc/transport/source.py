@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kv_transfer_svc.transport.pieces import RunningChecksums, groups
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.shared_region import SharedRegion
 
 MAX_PROBE_BYTES = 16 << 20
 

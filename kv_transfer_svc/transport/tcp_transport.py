@@ -11,9 +11,9 @@ from functools import partial
 from kv_transfer_svc.transport.connection import DataConnection, NoReply
 from kv_transfer_svc.transport.interface import LinkBroken
 from kv_transfer_svc.transport.threads import finished
-from runtime.errors import StaleIncarnation, TandemError, Unauthenticated
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import StaleIncarnation, TandemError, Unauthenticated
 
 MAX_CONNECTIONS = 4
 

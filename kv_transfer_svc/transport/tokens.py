@@ -8,8 +8,8 @@ import secrets
 import struct
 from collections.abc import Callable
 
-from runtime.errors import StaleIncarnation, Unauthenticated
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import StaleIncarnation, Unauthenticated
 
 TOKEN_SECONDS = 60.0
 _MAC_BYTES = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.demo_model import markdown
 from benchmarks.examination import Examined, Question, questions, readme_questions, story_requests
 from benchmarks.marks import marks_of, missed_targets
-from engine.demo.corpus.held_out import GRADED_FAMILIES
-from engine.demo.corpus.sample import Message
+from demo_model.corpus.held_out import GRADED_FAMILIES
+from demo_model.corpus.sample import Message
 
 
 def _question(family: str, expected: str | None, topic: tuple[str, ...] = ()) -> Question:

@@ -11,7 +11,7 @@ from benchmarks import random_model
 from benchmarks.command import Outcome
 from benchmarks.engine_profile import Plan, Profile, add, measure_phases, plot
 from benchmarks.timed_ops import PARTS, Stopwatch
-from engine.ops.cpu import KernelsUnavailable
+from tandem_engine.ops.cpu import KernelsUnavailable
 
 
 def test_every_part_of_a_step_is_somebodys() -> None:

@@ -16,7 +16,7 @@ from benchmarks.prompts import prompts
 from benchmarks.random_model import words
 from benchmarks.report import markdown
 from benchmarks.traces import AGGREGATED_STEPS, traces_of
-from engine.demo import checkpoint_path
+from tandem_engine.demo import checkpoint_path
 from tests.otlp_sink import OtlpSink, ReceivedSpan
 
 _LATENCIES = ("ttft_ms", "itl_ms", "hand_over_gap_ms", "tpot_ms", "request_ms")

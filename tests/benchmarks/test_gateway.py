@@ -18,7 +18,7 @@ from benchmarks.gateway_figures import Flat, Paced, Rate, Results, Slow, Two, en
 from benchmarks.gateway_processes import Processes, native_request
 from benchmarks.sse_readers import Stream
 from benchmarks.stand_in_worker import Words
-from engine.demo import checkpoint_path
+from tandem_engine.demo import checkpoint_path
 
 _TINY = gateway._Size(
     num_rounds=1,

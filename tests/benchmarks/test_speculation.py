@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import speculation
 from benchmarks.speculation import Prompt, Task, main, measured
-from tests.engine.scheduling.test_drafted_steps import Script, seconds_of
-from tests.engine.scheduling.world import World
+from tests.tandem_engine.scheduling.harness import World
+from tests.tandem_engine.scheduling.test_drafted_steps import Script, seconds_of
 
 
 def world_of(speculation: str, wrong: bool = False) -> World:

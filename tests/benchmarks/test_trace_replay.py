@@ -18,8 +18,8 @@ from benchmarks.figures import Answer
 from benchmarks.mooncake import BLOCK_TOKENS, SCALE, TRACE_BLOCK_TOKENS, TraceRequest, read_requests
 from benchmarks.replaying import POOL_BLOCKS, Capacity, Played
 from benchmarks.trace_replay import add, main
-from engine.scheduling.block_hash import hash_blocks, hash_root
 from kv_transfer_svc.blocks.lru import LruPolicy
+from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 
 _VOCAB_SIZE = 2000
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.chaos.options import Options, short
-from tests.chaos.play import Run
+from tests.chaos.runner import Run
 
 
 def main() -> int:

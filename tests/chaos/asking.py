@@ -7,13 +7,13 @@ import random
 import time
 
 from control_plane.cache_policy import EVERYTHING, NOTHING
-from control_plane.dispatcher import Dispatcher
-from control_plane.flight import Flight
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.request_stream import Flight
 from control_plane.generation import TokenDelta, TokenRequest
-from runtime.errors import TandemError
+from tandem_runtime.errors import TandemError
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import MODEL_ID, Question
-from tests.chaos.told import STAGES, Stage, Told
+from tests.chaos.reported import STAGES, Stage, Told
 
 _PATIENCE_SECONDS = 90.0
 _IMPATIENT_SECONDS = (1.0, 4.0)

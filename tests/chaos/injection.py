@@ -1,6 +1,6 @@
 """What does the network do to a process's RPCs? Some come late, some unary ones come twice.
 
-The faults stand between runtime.channel and gRPC, where the code under test cannot see them:
+The faults stand between tandem_runtime.channel and gRPC, where the code under test cannot see them:
 
     delayed          the request leaves late; a stream opens late, and some of its messages come late
     doubled          the server gets a second copy at the same time; the first answer counts
@@ -22,9 +22,9 @@ from unittest.mock import patch
 
 import grpc
 
-import runtime.channel
-from runtime.calls import TracedChannel
-from runtime.errors import TandemError
+import tandem_runtime.channel
+from tandem_runtime.calls import TracedChannel
+from tandem_runtime.errors import TandemError
 
 _LONGEST_DELAY_SECONDS = 0.3
 _LONGEST_LATE_COPY_SECONDS = 3.0
@@ -45,7 +45,7 @@ class Injector:
 
     def installed(self) -> AbstractContextManager[Any]:
         """Make every channel that is opened from now on a faulty one."""
-        return patch.object(runtime.channel, "TracedChannel", self._channel)
+        return patch.object(tandem_runtime.channel, "TracedChannel", self._channel)
 
     def fault_of_a_call(self) -> str:
         return self._counted(self._chance.choices(list(_UNARY), list(_UNARY.values()))[0])

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from control_plane.dispatcher import Dispatcher
-from control_plane.flight import Choice, Flight
-from control_plane.leg import Leg
-from control_plane.plan import Plan
-from control_plane.registry import WorkerRegistry
-from runtime.errors import Draining, TandemError
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.request_state import Plan
+from control_plane.dispatch.request_stream import Choice, Flight
+from control_plane.dispatch.worker_call import Leg
+from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Draining, TandemError
 
 
 @dataclass(eq=False)

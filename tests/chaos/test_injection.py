@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import pytest
 
-from runtime.errors import Overloaded
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Overloaded
 from tests.chaos.injection import Injector, counted
-from tests.runtime.test_calls import Decode, decode_stub
 from tests.system.fleet import until
+from tests.tandem_runtime.test_calls import Decode, decode_stub
 
 
 class Calls:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from control_plane.auditor import AuditReport
+from control_plane.audit.auditor import AuditReport
+from tests.chaos.co_runners import MAX_CORES
 from tests.chaos.injection import counted
-from tests.chaos.neighbours import MAX_CORES
 from tests.chaos.pauses import Pause, quantiles
-from tests.chaos.told import STAGES, Told
+from tests.chaos.reported import STAGES, Told
 
 if TYPE_CHECKING:
-    from tests.chaos.play import Run
+    from tests.chaos.runner import Run
 
 _MAX_SHOWN = 5
 _MAX_LINES = 60

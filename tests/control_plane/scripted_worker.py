@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from control_plane.registry import WorkerRegistry
-from runtime.errors import KvNotFound, StaleIncarnation, TandemError
-from runtime.server import GrpcServer
+from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_runtime.errors import KvNotFound, StaleIncarnation, TandemError
+from tandem_runtime.server import GrpcServer
 
 MODEL = "tiny"
 FINGERPRINT = b"f" * 16

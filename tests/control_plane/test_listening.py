@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from control_plane.listening import listen
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 
 async def _listening(reuse_port: bool = False, address: str = "127.0.0.1:0") -> socket.socket:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.secrets import cache_salt, handle_key, load_secret
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 _LOAD = "import sys, pathlib; from control_plane.secrets import load_secret; sys.stdin.readline(); " + (
     "print(load_secret('', pathlib.Path(sys.argv[1])).hex())"

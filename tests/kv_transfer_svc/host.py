@@ -8,19 +8,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.room import Room
+from kv_transfer_svc.blocks.allocator import Room
 from kv_transfer_svc.disk import DiskTier
+from kv_transfer_svc.host_cache import PromptCache
 from kv_transfer_svc.load import load_report
-from kv_transfer_svc.prompt_cache import PromptCache
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.store import HandleStore, steady_unix_seconds
-from runtime.identity import new_incarnation
-from runtime.kv.client import KvClient
-from runtime.kv.region_server import RegionServer
-from runtime.server import GrpcServer
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.identity import new_incarnation
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.region_server import RegionServer
+from tandem_runtime.server import GrpcServer
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
 from tests.kv_transfer_svc.writer import Writer
 

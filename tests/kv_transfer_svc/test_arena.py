@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer_svc.arena import PAGE_BYTES, Arena, ExtentAllocator
-from runtime.errors import Overloaded
+from tandem_runtime.errors import Overloaded
 from tests.kv_transfer_svc.host import until
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import Aborted, TandemError
-from runtime.kv.client import KvClient
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Aborted, TandemError
+from tandem_runtime.kv.client import KvClient
 from tests.kv_transfer_svc.host import a_client, closed, nothing_is_left, running_host, running_writer, until
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 from tests.kv_transfer_svc.writer import Writer

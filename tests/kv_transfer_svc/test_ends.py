@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import (
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
     InvalidRequest,
     KvNotFound,
     Unavailable,
 )
-from runtime.kv.seal_line import seal_request
-from runtime.kv_handle import HandleState
-from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.kv.seal_stream import seal_request
+from tandem_runtime.kv_handle import HandleState
 from tests.kv_transfer_svc.host import (
     a_client,
     closed,

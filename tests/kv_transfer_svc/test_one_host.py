@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from runtime.errors import (
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import (
     Unavailable,
 )
-from runtime.kv.regions import RegionClient
-from runtime.kv.shared_region import SharedRegion
-from runtime.kv_handle import HandleState
-from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_runtime.kv_handle import HandleState
 from tests.kv_transfer_svc.host import (
     a_client,
     closed,

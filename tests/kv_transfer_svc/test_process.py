@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from runtime.kv.client import KvClient
-from runtime.kv.mac import sign_handle
-from runtime.kv_handle import HandleState
-from runtime.server import GrpcServer
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv_handle import HandleState
+from tandem_runtime.server import GrpcServer
 from tests.kv_transfer_svc.host import closed
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
 from tests.kv_transfer_svc.writer import Writer

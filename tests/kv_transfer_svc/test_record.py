@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from kv_transfer_svc.record import Record
-from runtime.kv_handle import HandleMachine
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv_handle import HandleMachine
 from tests.kv_transfer_svc.layout import a_layout
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import (
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import (
     FingerprintMismatch,
     InvalidRequest,
     KvCorrupt,
@@ -17,10 +18,9 @@ from runtime.errors import (
     Unavailable,
     Unsupported,
 )
-from runtime.kv.checksum import block_checksum
-from runtime.kv.regions import RegionClient
-from runtime.kv_handle import HandleState
-from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv_handle import HandleState
 from tests.kv_transfer_svc.host import (
     a_client,
     closed,

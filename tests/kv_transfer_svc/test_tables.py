@@ -12,7 +12,7 @@ from tandem.v1.tables_pb2 import (
 )
 from tests.kv_transfer_svc.host import a_client, closed, running_host, running_writer, until, watch_all
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
-from tests.kv_transfer_svc.test_prompt_cache import chain, published, wanted
+from tests.kv_transfer_svc.test_host_cache import chain, published, wanted
 
 
 async def test_a_kv_service_says_who_owns_and_who_reads_what(tmp_path: Path) -> None:

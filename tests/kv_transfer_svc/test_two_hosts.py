@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import FingerprintMismatch, KvCorrupt, Overloaded, Unavailable
-from runtime.kv.regions import RegionClient
-from runtime.kv.shared_region import SharedRegion
-from runtime.kv_handle import HandleState
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import FingerprintMismatch, KvCorrupt, Overloaded, Unavailable
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_runtime.kv_handle import HandleState
 from tests.kv_transfer_svc.host import (
     Host,
     a_client,

@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.identity import new_incarnation
-from runtime.kv.client import KvClient
-from runtime.kv.layout import layout_digest
-from runtime.kv.mac import sign_handle
-from runtime.kv.regions import RegionClient
-from runtime.kv.shared_region import SharedRegion
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.identity import new_incarnation
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv.shared_region import SharedRegion
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, KEY, a_layout
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from control_plane.cache_policy import NOTHING
-from control_plane.dispatcher import Dispatcher
-from control_plane.estimates import Ask
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.fleet.registry import WorkerRegistry
 from control_plane.gateway import Gateway
 from control_plane.generation import TokenRequest
-from control_plane.registry import WorkerRegistry
-from control_plane.router import Route, Router
+from control_plane.routing.estimates import Ask
+from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings
-from engine.scheduling.sampling_params import SamplingParams
-from runtime.channel import open_channel
 from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.channel import open_channel
 
 START_SECONDS = 90.0
 _STUBS: dict[str, Any] = {

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from runtime.kv.mac import sign_handle
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.status import fleet_view
+from tandem_runtime.kv.mac import sign_handle
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 from tests.kv_transfer_svc.writer import Writer
 from tests.system.conftest import SMALL

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.options import short
-from tests.chaos.play import Run
+from tests.chaos.runner import Run
 
 
 @pytest.mark.timeout(300)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.settings import EngineConfig
+from tandem_engine.settings import EngineConfig
 from tests.system.bit_flips import engine_pid
 from tests.system.fleet import Fleet, until
 from tests.system.streams import MODEL, client

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.control_plane.faces.generated_requests import send_all
+from tests.control_plane.api.generated_requests import send_all
 from tests.system.fleet import Fleet
 from tests.system.streams import MODEL
 

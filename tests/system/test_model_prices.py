@@ -10,7 +10,7 @@ import pytest
 from cloudflare import AsyncCloudflare
 
 from control_plane.settings import ControlPlaneSettings
-from runtime.settings import load_settings
+from tandem_runtime.settings import load_settings
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet
 from tests.system.streams import client

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from control_plane.flight import Flight
+from control_plane.dispatch.request_stream import Flight
 from tandem.v1 import types_pb2 as pb
 from tests.checkpoints import byte_level_tokenizer
 from tests.system.conftest import SMALL

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from control_plane.flight import Flight
+from control_plane.dispatch.request_stream import Flight
 from control_plane.generation import TokenRequest
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until

@@ -10,7 +10,7 @@ from tandem_client.cli.worker_source_map import SourceMap
 FOLDER = Path("/somewhere/worker")
 # Line 1 of the bundle: column 0 is 0:0 of a.ts, column 4 is 2:8 of b.ts. Line 3: column 2 is 18:7 of b.ts, one back.
 MAPPINGS = "AAAA,ICEQ;;EAgBD"
-MAP = json.dumps({"version": 3, "sources": ["../worker/src/a.ts", "/else/b.ts"], "mappings": MAPPINGS})
+MAP = json.dumps({"version": 3, "sources": ["../tandem_worker/src/a.ts", "/else/b.ts"], "mappings": MAPPINGS})
 
 
 def test_a_place_is_that_of_the_last_mapping_before_it() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control_plane.text.tools.forms import OFTEN_ABSENT, ToolForm
-from engine.scheduling.grammar import Grammar
-from engine.scheduling.grammar_source import nested_json
-from runtime.errors import InvalidRequest
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.scheduling.grammar_source import nested_json
+from tandem_runtime.errors import InvalidRequest
 
 ArgumentSchemas = Sequence[tuple[str, Mapping[str, Any]]]
 """Names of tools, and the schemas of their arguments."""

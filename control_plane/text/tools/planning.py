@@ -18,8 +18,8 @@ from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar
 from control_plane.text.tools.template_traits import TemplateTraits, traits_of
 from control_plane.text.tools.tool import Tool, ToolUse
 from control_plane.text.tools.tool_messages import messages_for, uses_tools
-from engine.scheduling.grammar import Grammar
-from runtime.errors import InvalidRequest, Unsupported
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_runtime.errors import InvalidRequest, Unsupported
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from control_plane.text.tools.tool import Tool
-from engine.scheduling.grammar import Grammar
-from runtime.errors import InvalidRequest, Unsupported
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_runtime.errors import InvalidRequest, Unsupported
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -14,7 +14,7 @@ from typing import Any
 
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tools.forms import GENERIC, ToolForm, form_written_in
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 _USER = {"role": "user", "content": "hello"}
 _TOOL = {

@@ -18,9 +18,9 @@ from pathlib import Path
 from control_plane.accounts.service import Accounts
 from control_plane.generation import TokenRequest
 from control_plane.storage.database import database_url
-from tests.control_plane.faces.gateway import serve
-from tests.control_plane.faces.model import ids_of
-from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.control_plane.api.gateway import serve
+from tests.control_plane.api.model import ids_of
+from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
 
 HELLO = [*ids_of("Hello world"), 1]
 WAIT = ids_of("wait")

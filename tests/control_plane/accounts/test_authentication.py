@@ -18,12 +18,12 @@ from control_plane.accounts.gate import STALE_SECONDS
 from control_plane.accounts.service import Accounts
 from control_plane.accounts.store import LAST_MS
 from control_plane.accounts.tokens import new_secret
-from control_plane.faces.authentication import needed_scope
-from control_plane.faces.services import HttpSettings
+from control_plane.api.http.authentication import needed_scope
+from control_plane.api.services import HttpSettings
 from control_plane.storage.tables import tokens
-from tests.control_plane.faces.gateway import Gateway, serve
-from tests.control_plane.faces.model import ids_of
-from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.control_plane.api.gateway import Gateway, serve
+from tests.control_plane.api.model import ids_of
+from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
 
 RUN = "/client/v4/accounts/{account}/ai/run/@tandem/demo"
 BINDING = {"cf-consn-model-id": "@tandem/demo"}

@@ -15,17 +15,17 @@ from typer.testing import CliRunner
 
 from control_plane.accounts.command import main
 from control_plane.accounts.service import Accounts
+from control_plane.api.services import HttpSettings
 from control_plane.app import create_app
-from control_plane.completion import TextService
-from control_plane.faces.services import HttpSettings
 from control_plane.gateway import Gateway
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import Database, database_url
-from runtime.errors import InvalidRequest
+from control_plane.text.text_service import TextService
 from tandem_client.cli.app import app as tandem
-from tests.control_plane.faces.gateway import Fleet, Ready
-from tests.control_plane.faces.model import OneModel, description
-from tests.control_plane.faces.scripted_dispatcher import ScriptedDispatcher
+from tandem_runtime.errors import InvalidRequest
+from tests.control_plane.api.gateway import Fleet, Ready
+from tests.control_plane.api.model import OneModel, description
+from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher
 from tests.tandem_client.serving import serve
 
 HERE = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from control_plane.accounts.gate import GRACE_SECONDS, STALE_SECONDS, Gate
 from control_plane.accounts.service import Accounts
 from control_plane.accounts.store import Account, AccountStore, Holder, Limits
 from control_plane.accounts.tokens import new_secret, now_ms
-from runtime.errors import Unauthenticated, Unavailable
+from tandem_runtime.errors import Unauthenticated, Unavailable
 
 
 class Clock:

@@ -22,7 +22,7 @@ from control_plane.accounts.window import Window
 from control_plane.generation import PhaseWork, Usage
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import gateways, ledger, windows
-from runtime.errors import InternalError, InvalidRequest, Unavailable
+from tandem_runtime.errors import InternalError, InvalidRequest, Unavailable
 from tests.control_plane.postgres import Postgres
 
 USED = Usage(100, 60, 40, 7, PhaseWork(8, 2, 0, 4096, 1500, 2500), 123_456)

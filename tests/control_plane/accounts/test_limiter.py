@@ -16,7 +16,7 @@ from control_plane.accounts.store import Limits
 from control_plane.accounts.window import Window
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.tables import windows
-from runtime.errors import Unavailable
+from tandem_runtime.errors import Unavailable
 from tests.control_plane.postgres import Postgres
 
 

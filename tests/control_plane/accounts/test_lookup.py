@@ -11,7 +11,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from control_plane.accounts.lookup import Lookup
 from control_plane.accounts.service import Accounts
 from control_plane.accounts.tokens import digest_of, new_secret
-from runtime.errors import Unavailable
+from tandem_runtime.errors import Unavailable
 
 
 class Rows:

@@ -21,10 +21,10 @@ from control_plane.accounts.store import Limits
 from control_plane.accounts.window import Window
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import ledger, windows
-from runtime.errors import Overloaded, Unavailable
-from tests.control_plane.faces.gateway import Gateway, serve
-from tests.control_plane.faces.model import byte_level_tokenizer, ids_of
-from tests.control_plane.faces.scripted_dispatcher import Script, ScriptedDispatcher
+from tandem_runtime.errors import Overloaded, Unavailable
+from tests.control_plane.api.gateway import Gateway, serve
+from tests.control_plane.api.model import byte_level_tokenizer, ids_of
+from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
 from tests.control_plane.postgres import Postgres
 
 HELLO = [*ids_of("Hello world"), 1]

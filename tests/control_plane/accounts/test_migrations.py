@@ -18,7 +18,7 @@ from control_plane.accounts.service import Accounts
 from control_plane.storage import migrate
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.tables import metadata
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 
 def scripts() -> ScriptDirectory:

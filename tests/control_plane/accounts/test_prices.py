@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from control_plane.accounts.prices import DEFAULT_PRICES, FREE, Price, PriceTable
-from control_plane.faces.answers import usage_json
+from control_plane.api.collected_choice import usage_json
 from control_plane.generation import PhaseWork, Usage
 from control_plane.settings import ControlPlaneSettings
-from runtime.model_table import ModelTable
+from tandem_runtime.model_table import ModelTable
 
 
 def test_neurons_are_dollars_by_cloudflares_unit() -> None:

@@ -11,9 +11,9 @@ import pytest
 from control_plane.accounts.service import Accounts
 from control_plane.accounts.store import Limits
 from control_plane.generation import TokenRequest
-from runtime.errors import Unavailable
+from tandem_runtime.errors import Unavailable
 from tests.control_plane.accounts.test_metering import HELLO, world
-from tests.control_plane.faces.scripted_dispatcher import Script
+from tests.control_plane.api.scripted_dispatcher import Script
 
 
 def scored(request: TokenRequest) -> Script:

@@ -13,7 +13,7 @@ from control_plane.accounts.service import Accounts
 from control_plane.accounts.store import Limits
 from control_plane.accounts.tokens import digest_of, now_ms
 from control_plane.storage.tables import tokens
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 
 async def test_an_account_is_made_once_and_listed(accounts: Accounts) -> None:

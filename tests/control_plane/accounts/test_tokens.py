@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from control_plane.accounts.tokens import Token, checked_scopes, digest_of, new_secret
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 
 def token(**fields: object) -> Token:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.tokenizer import TextTokenizer
-from tests.control_plane.faces.model import CORPUS, byte_level_tokenizer
+from tests.control_plane.api.model import CORPUS, byte_level_tokenizer
 
 
 @lru_cache(maxsize=1)

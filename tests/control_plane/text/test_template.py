@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from control_plane.text.template import ChatTemplate
-from runtime.errors import InternalError, InvalidRequest
-from tests.control_plane.faces.model import byte_level_tokenizer
+from tandem_runtime.errors import InternalError, InvalidRequest
+from tests.control_plane.api.model import byte_level_tokenizer
 
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
-from runtime.errors import InvalidRequest
-from tests.control_plane.faces.model import CHATML, byte_level_tokenizer
+from tandem_runtime.errors import InvalidRequest
+from tests.control_plane.api.model import CHATML, byte_level_tokenizer
 from tests.control_plane.text.test_detokenizer import metaspace
 
 BOS, EOS, START, END = 0, 1, 2, 3

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kv_transfer_svc.blocks.accounts import Quotas
+from kv_transfer_svc.blocks.allocator import PAGE_BYTES, Extent, Room
 from kv_transfer_svc.blocks.block import KNOWN, BlockState, Known
 from kv_transfer_svc.blocks.block_store import BlockStore
-from kv_transfer_svc.blocks.eviction import Demote
+from kv_transfer_svc.blocks.evictor import Demote
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.lru import LruPolicy
-from kv_transfer_svc.blocks.room import PAGE_BYTES, Extent, Room
-from runtime.errors import InvalidRequest, KvCorrupt, KvNotFound
+from kv_transfer_svc.blocks.quotas import Quotas
+from tandem_runtime.errors import InvalidRequest, KvCorrupt, KvNotFound
 from tests.kv_transfer_svc.blocks.chain import block, chain, name
 
 PAGE = PAGE_BYTES

@@ -13,13 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kv_transfer_svc.blocks.accounts import NewPolicy, Quotas
+from kv_transfer_svc.blocks.allocator import PAGE_BYTES, Extent, Room
 from kv_transfer_svc.blocks.block import KNOWN, BlockState, Leased
 from kv_transfer_svc.blocks.block_store import BlockStore
 from kv_transfer_svc.blocks.cost_aware import CostAwarePolicy
 from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.lru import LruPolicy
-from kv_transfer_svc.blocks.room import PAGE_BYTES, Extent, Room
+from kv_transfer_svc.blocks.quotas import NewPolicy, Quotas
 from kv_transfer_svc.blocks.s3_fifo import S3FifoPolicy
 from tests.kv_transfer_svc.blocks.chain import block, chain, name
 

@@ -13,8 +13,8 @@ import pytest
 
 from kv_transfer_svc.disk import DiskTier
 from kv_transfer_svc.disk.segment import Segment
-from runtime.errors import Unavailable
-from runtime.kv.checksum import block_checksum
+from tandem_runtime.errors import Unavailable
+from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload, put_all, served
 
 _BUDGET_BYTES = 4 << 20

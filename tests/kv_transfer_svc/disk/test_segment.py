@@ -11,7 +11,7 @@ from kv_transfer_svc.disk.record import (
     unpack_header,
 )
 from kv_transfer_svc.disk.segment import Segment
-from runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
 
 

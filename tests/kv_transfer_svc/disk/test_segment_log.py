@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer_svc.disk.figures import DiskCounters
 from kv_transfer_svc.disk.segment_log import SegmentLog
-from runtime.errors import InvalidRequest, Unavailable
-from runtime.kv.checksum import block_checksum
+from kv_transfer_svc.disk.stats import DiskCounters
+from tandem_runtime.errors import InvalidRequest, Unavailable
+from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
 
 _SEGMENT_BYTES = 8 * 512

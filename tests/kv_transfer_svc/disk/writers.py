@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from kv_transfer_svc.disk import DiskTier
-from runtime.log import configure
+from tandem_runtime.log import configure
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
 
 _MAX_IN_FLIGHT = 16

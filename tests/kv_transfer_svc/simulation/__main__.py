@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-from tests.kv_transfer_svc.simulation.play import Totals, play
+from tests.kv_transfer_svc.simulation.runner import Totals, play
 from tests.kv_transfer_svc.simulation.truth import Violation
 
 _STEPS_PER_WORLD = 1000

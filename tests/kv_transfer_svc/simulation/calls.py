@@ -1,6 +1,6 @@
 """How does a gRPC call look to the real client and the real servicer, over the simulated network?
 
-`open_channel` stands in for the one of runtime.channel; what its calls raise are TandemErrors, as there.
+`open_channel` stands in for the one of tandem_runtime.channel; what its calls raise are TandemErrors, as there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is an engine whose model is a hash? The real core and scheduler over real shared memory, on virtual time.
 
 An import is copied in two halves with time between them, as a memcpy of another process's memory may be overtaken by
-its owner; the generations are compared after the second half, by the code of engine.execution.regions.
+its owner; the generations are compared after the second half, by the code of tandem_engine.execution.regions.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
 
-from engine import messages
-from engine.channel import Received
-from engine.core import EngineCore, RegionError
-from engine.execution.regions import MappedRegions, OwnedRegion
-from engine.messages import ExtentRef, ImportSlab, MapRegion
-from engine.scheduling.request import Request, Sampled
-from engine.scheduling.scheduler import SchedulerOutput
-from engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine import messages
+from tandem_engine.channel import Received
+from tandem_engine.core import EngineCore, RegionError
+from tandem_engine.execution.regions import MappedRegions, OwnedRegion
+from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion
+from tandem_engine.scheduling.request import Request, Sampled
+from tandem_engine.scheduling.scheduler import SchedulerOutput
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_worker.engine_link import EngineLink
 from tests.kv_transfer_svc.simulation.tokens import (
     BLOCK_BYTES,
     KV_BYTES,
@@ -30,7 +31,6 @@ from tests.kv_transfer_svc.simulation.tokens import (
 )
 from tests.kv_transfer_svc.simulation.truth import Truth
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
-from worker.engine_link import EngineLink
 
 NUM_BLOCKS = 36
 CONTEXT_LENGTH = 96
@@ -56,7 +56,7 @@ MODEL = messages.ModelInfo(
 
 
 class HashRunner:
-    """Implements engine.core.Runner."""
+    """Implements tandem_engine.core.Runner."""
 
     def __init__(self, region_id: str, truth: Truth) -> None:
         self.region_id = region_id

@@ -1,6 +1,6 @@
 """Who mints the handles, and goes on with a request whose worker was lost?
 
-The rules of control_plane.dispatcher and .migration, restated over the real links and KV clients: both halves are
+The rules of control_plane.dispatch, restated over the real links and KV clients: both halves are
 submitted together; a prefill that fails has its handle aborted, so that decode computes the prompt itself; a decode
 that fails has its reader released and the request goes on elsewhere, with the tokens so far and then without a handle;
 what is over with something of it still open has its handle released. It never gives up before the deadline.
@@ -13,21 +13,21 @@ import random
 from collections.abc import Coroutine
 from typing import Any
 
-from control_plane.kv_clients import KvClients
-from control_plane.links import WorkerLink
-from control_plane.registry import Worker
-from engine.scheduling.block_hash import hash_blocks, hash_root
-from runtime.errors import InvalidRequest, Overloaded, TandemError, Unavailable
-from runtime.kv.layout import layout_digest
-from runtime.kv.mac import sign_handle
+from control_plane.fleet.kv_clients import KvClients
+from control_plane.fleet.registry import Worker
+from control_plane.fleet.worker_links import WorkerLink
 from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
+from tandem_runtime.errors import InvalidRequest, Overloaded, TandemError, Unavailable
+from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.mac import sign_handle
+from tandem_worker.card import fingerprint, kv_layout
 from tests.kv_transfer_svc.simulation.engine import LAYOUT, MODEL
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, Fleet
 from tests.kv_transfer_svc.simulation.legs import Asked, Choice, Leg
 from tests.kv_transfer_svc.simulation.lives import KEY, KvLife, Life, Surroundings, WorkerLife
 from tests.kv_transfer_svc.simulation.tokens import TOKENS_PER_BLOCK, answer_to
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
-from worker.card import fingerprint, kv_layout
 
 _PAUSE_SECONDS = 0.3
 _BEAT_SECONDS = 1.0  # all of virtual time
@@ -77,7 +77,7 @@ class Gateway:
     # --------------------------------------------------------------------------------------- what workers say
 
     def take(self, asked: Asked, output: pb.TokenOutput) -> None:
-        """Merge by position, as control_plane.flight does; every token must be that of an undisturbed run."""
+        """Merge by position, as `request_stream` does; every token must be that of an undisturbed run."""
         choice = asked.choices[output.choice_index]
         first = output.position - len(asked.prompt)
         given = list(output.token_ids)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.scheduling.request import RequestState
 from kv_transfer_svc.arena import PAGE_BYTES
 from kv_transfer_svc.record import Record
+from tandem_engine.scheduling.request import RequestState
 from tests.kv_transfer_svc.simulation.fleet import Fleet
 from tests.kv_transfer_svc.simulation.gateway import DEADLINE_SLACK_SECONDS, Gateway
 from tests.kv_transfer_svc.simulation.lives import SWEEP_SECONDS, KvLife, Surroundings, WorkerLife

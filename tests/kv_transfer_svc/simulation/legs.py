@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from control_plane.links import WorkerLink
-from runtime.errors import Cancelled, TandemError, Unavailable
+from control_plane.fleet.worker_links import WorkerLink
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Cancelled, TandemError, Unavailable
 
 _ACCEPT_SECONDS = 5.0
 
@@ -45,7 +45,7 @@ Take = Callable[[Asked, pb.TokenOutput], None]
 
 
 class Leg:
-    """One Submit at one worker; implements control_plane.links.Sink."""
+    """One Submit at one worker; implements control_plane.fleet.worker_links.Sink."""
 
     def __init__(self, take: Take, asked: Asked, link: WorkerLink, submit: pb.Submit) -> None:
         self._take = take

@@ -14,21 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from decode_svc.hand_over import DecodeHandOver
-from engine import messages
+from decode_svc.kv_consumer import DecodeHandOver
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.room import Room
-from kv_transfer_svc.prompt_cache import PromptCache as StoreFront
+from kv_transfer_svc.blocks.allocator import Room
+from kv_transfer_svc.host_cache import PromptCache as StoreFront
 from kv_transfer_svc.record import Record
 from kv_transfer_svc.service import KvTransferService
 from kv_transfer_svc.store import HandleStore
-from prefill_svc.hand_over import PrefillHandOver
-from runtime.kv.packets import PacketSocket
-from runtime.kv.region_server import RegionServer
+from prefill_svc.kv_producer import PrefillHandOver
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import decode_pb2, prefill_pb2
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_engine import messages
+from tandem_runtime.kv.packets import PacketSocket
+from tandem_runtime.kv.region_server import RegionServer
+from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.front import WorkerFront
+from tandem_worker.kv_link import KvLink
+from tandem_worker.kv_offload import PromptCache
+from tandem_worker.settings import WorkerSettings
+from tandem_worker.streams import serve_attach
 from tests.kv_transfer_svc.simulation.engine import SimulatedEngine
 from tests.kv_transfer_svc.simulation.network import Network, Server
 from tests.kv_transfer_svc.simulation.packets import SocketFolder
@@ -36,12 +42,6 @@ from tests.kv_transfer_svc.simulation.servers import methods_of
 from tests.kv_transfer_svc.simulation.truth import Truth
 from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
 from tests.kv_transfer_svc.simulation.virtual_time import VirtualTime
-from worker.engine_regions import EngineRegions
-from worker.front import WorkerFront
-from worker.kv_link import KvLink
-from worker.prompt_cache import PromptCache
-from worker.settings import WorkerSettings
-from worker.streams import serve_attach
 
 KEY = b"a key that gateway and KV services share"
 LEASE_SECONDS = 10.0

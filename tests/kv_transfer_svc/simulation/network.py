@@ -17,7 +17,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from runtime.errors import TandemError, Unavailable
+from tandem_runtime.errors import TandemError, Unavailable
 from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
 
 KEEPALIVE_SECONDS = 15.0

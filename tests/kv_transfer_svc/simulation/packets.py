@@ -1,7 +1,7 @@
 """How does a Unix socket look to the real region client and server, without one?
 
-Stands in for runtime.kv.packets.PacketSocket. The kernel closes the ends of a killed process; a stopped one just does
-not answer.
+Stands in for tandem_runtime.kv.packets.PacketSocket. The kernel closes the ends of a killed process;
+a stopped one does not answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from runtime.errors import Unavailable
+from tandem_runtime.errors import Unavailable
 from tests.kv_transfer_svc.simulation.network import Network
 from tests.kv_transfer_svc.simulation.virtual_loop import Process, current_process
 

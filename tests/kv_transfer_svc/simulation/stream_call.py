@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from runtime.errors import Cancelled, DeadlineExceeded, InternalError, TandemError, from_proto
+from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError, TandemError, from_proto
 from tests.kv_transfer_svc.simulation.network import Network, Pipe, unreachable
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
 

@@ -8,10 +8,10 @@ from collections import Counter
 from functools import partial
 from unittest.mock import patch
 
-import runtime.kv.client
-from runtime.errors import Unavailable
-from runtime.kv.client import KvClient
+import tandem_runtime.kv.client
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Unavailable
+from tandem_runtime.kv.client import KvClient
 from tests.kv_transfer_svc.simulation import virtual_time
 from tests.kv_transfer_svc.simulation.calls import Channel
 from tests.kv_transfer_svc.simulation.network import Network
@@ -30,7 +30,10 @@ def test_a_call_that_is_to_be_repeated_on_a_closed_client_ends_as_unavailable() 
         loop.call_later(0.03, lambda: loop.create_task(client.close()))
         ends.append((await asyncio.gather(client.release_all(pb.KvHandle()), return_exceptions=True))[0])
 
-    with virtual_time.installed(loop.time), patch.object(runtime.kv.client, "open_channel", partial(Channel, network)):
+    with (
+        virtual_time.installed(loop.time),
+        patch.object(tandem_runtime.kv.client, "open_channel", partial(Channel, network)),
+    ):
         process.call(lambda: loop.create_task(release()))
         loop.run_until(20.0, lambda: None)
         loop.end()

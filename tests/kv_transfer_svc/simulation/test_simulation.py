@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.kv_transfer_svc.simulation.play import Totals, play
-from tests.kv_transfer_svc.simulation.world import ACTIONS, World, new_world
+from tests.kv_transfer_svc.simulation.harness import ACTIONS, World, new_world
+from tests.kv_transfer_svc.simulation.runner import Totals, play
 
 _SECONDS = st.sampled_from([0.0, 0.002, 0.02, 0.1, 1.0])
 

@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from engine.messages import ExtentRef
-from runtime.kv_handle import HandleState
+from tandem_engine.messages import ExtentRef
+from tandem_runtime.kv_handle import HandleState
 
 Extents = dict[tuple[str, int, int, int], tuple[int, bytes]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import ContextVar
 
-from runtime.errors import DeadlineExceeded, InternalError, TandemError, from_proto
+from tandem_runtime.errors import DeadlineExceeded, InternalError, TandemError, from_proto
 from tests.kv_transfer_svc.simulation.network import Network, Server, unreachable
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import structlog
 
-_PACKAGES = ("runtime", "worker", "prefill_svc", "decode_svc", "kv_transfer_svc", "control_plane", "engine")
+_PACKAGES = (
+    "tandem_runtime",
+    "tandem_worker",
+    "prefill_svc",
+    "decode_svc",
+    "kv_transfer_svc",
+    "control_plane",
+    "tandem_engine",
+)
 _START = 1_700_000_000.0
 
 

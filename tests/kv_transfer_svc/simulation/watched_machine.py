@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from runtime.errors import TandemError
-from runtime.kv_handle import HandleMachine, HandleState
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import TandemError
+from tandem_runtime.kv_handle import HandleMachine, HandleState
 from tests.kv_transfer_svc.simulation.truth import Truth
 from tests.kv_transfer_svc.simulation.unary_call import IS_REPEATED
 
@@ -31,7 +31,7 @@ LEGAL: dict[str, set[tuple[HandleState, HandleState]]] = {
     "abort": {(state, _ABORTED) for state in _LIVE},
     "expire": {(state, state) for state in _LIVE} | {(_L, _S)} | {(state, _EXPIRED) for state in _LIVE},
 }
-"""Every change of state that the docstring of runtime.kv_handle allows; what changes nothing is always allowed."""
+"""Every change of state that tandem_runtime.kv_handle allows; what changes nothing is always allowed."""
 
 WANTED = [
     *[("reserve", change) for change in LEGAL["reserve"]],

@@ -13,10 +13,10 @@ from kv_transfer_svc.transport import frames
 from kv_transfer_svc.transport.connection import DataConnection
 from kv_transfer_svc.transport.data_server import DataServer
 from kv_transfer_svc.transport.interface import LinkBroken
-from runtime.errors import InvalidRequest, StaleIncarnation, Unauthenticated, Unsupported
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import InvalidRequest, StaleIncarnation, Unauthenticated, Unsupported
 from tests.kv_transfer_svc.host import until
-from tests.kv_transfer_svc.transport.world import a_grant, linked_host
+from tests.kv_transfer_svc.transport.harness import a_grant, linked_host
 
 
 async def test_only_tokens_of_this_life_are_let_in_and_refusals_leave_the_connection_usable(tmp_path: Path) -> None:

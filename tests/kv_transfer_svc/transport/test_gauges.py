@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from kv_transfer_svc.transport import gauges
-from runtime import metrics
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime import metrics
 from tests.otlp_sink import OtlpSink
 
 

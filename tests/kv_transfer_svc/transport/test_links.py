@@ -11,13 +11,13 @@ import pytest
 
 from kv_transfer_svc.transport.data_server import OpenSource
 from kv_transfer_svc.transport.source import Source
-from runtime.errors import KvCorrupt, Unauthenticated, Unavailable
-from runtime.kv.checksum import block_checksum
 from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import KvCorrupt, Unauthenticated, Unavailable
+from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.host import a_client, running_writer, until, watch_all
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
 from tests.kv_transfer_svc.test_two_hosts import bytes_at
-from tests.kv_transfer_svc.transport.world import Harm, everything_is_back, link_of, linked_host, proxied, sealed
+from tests.kv_transfer_svc.transport.harness import Harm, everything_is_back, link_of, linked_host, proxied, sealed
 from tests.kv_transfer_svc.writer import Writer
 
 SLOTS = [5, 3, 8, 1]

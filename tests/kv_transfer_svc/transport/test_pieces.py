@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from kv_transfer_svc.transport.connection import rest_of
-from kv_transfer_svc.transport.figures import LinkFigures
 from kv_transfer_svc.transport.pieces import GROUP_BYTES, RunningChecksums, groups, leading
-from runtime.kv.checksum import block_checksum
+from kv_transfer_svc.transport.stats import LinkFigures
+from tandem_runtime.kv.checksum import block_checksum
 
 SIZES = some.lists(some.one_of(some.integers(1, 9000), some.integers(1, 3 << 20)), min_size=1, max_size=80)
 

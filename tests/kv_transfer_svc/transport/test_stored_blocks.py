@@ -8,8 +8,8 @@ import pytest
 
 from tests.kv_transfer_svc.host import a_client, running_writer
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
-from tests.kv_transfer_svc.test_prompt_cache import chain, content, published, wanted
-from tests.kv_transfer_svc.transport.world import Harm, link_of, linked_host, proxied
+from tests.kv_transfer_svc.test_host_cache import chain, content, published, wanted
+from tests.kv_transfer_svc.transport.harness import Harm, link_of, linked_host, proxied
 
 
 async def test_they_come_over_tcp_and_nothing_stays_lent(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from control_plane.text.tools.call_grammar import call_grammar
 from control_plane.text.tools.forms import LLAMA3, MISTRAL, ToolForm
-from engine.execution.grammar.guided import Guide
-from engine.execution.grammar.matcher import GrammarFailed
-from engine.ops.cpu import KernelsUnavailable, load_cpu_ops
-from tests.control_plane.faces.model import byte_level_tokenizer
+from tandem_engine.execution.grammar.guided import Guide
+from tandem_engine.execution.grammar.matcher import GrammarFailed
+from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
+from tests.control_plane.api.model import byte_level_tokenizer
 from tests.control_plane.text.tools.test_call_grammar import TOOLS
 from tests.control_plane.text.tools.test_parser import written
 

@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.text.tools.schema import argument_schema
 from control_plane.text.tools.tool import Tool
-from runtime.errors import InvalidRequest
+from tandem_runtime.errors import InvalidRequest
 
 TEXT = {"type": "string"}
 

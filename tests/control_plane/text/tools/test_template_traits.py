@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import engine.demo
+import tandem_engine.demo
 from control_plane.text.tools.forms import GENERIC, HERMES, LLAMA3, MISTRAL, ToolForm
 from control_plane.text.tools.template_traits import traits_of
 from tests.control_plane.text.tools import templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-DEMO = (Path(engine.demo.__file__).parent / "chat_template.jinja").read_text()
+DEMO = (Path(tandem_engine.demo.__file__).parent / "chat_template.jinja").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""How clients reach Tandem: OpenAI, Workers AI REST, the binding of workerd, and the administration."""

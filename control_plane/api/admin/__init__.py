@@ -1,0 +1,1 @@
+"""Endpoints for operators: accounts, usage, health and the fleet."""

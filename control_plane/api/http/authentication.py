@@ -1,0 +1,117 @@
+"""Does a request bring a token that is good for what it asks?
+
+Without any account everything but the administration is open, as on a developer's machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from control_plane.accounts import tokens
+from control_plane.accounts.errors import NotAllowed
+from control_plane.accounts.gate import Gate, Identity
+from control_plane.api.http.errors import NoSuchRoute, on_tandem_error
+from tandem_runtime.errors import TandemError, Unauthenticated
+
+_OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
+_FLEET = "/v1/workers"
+_ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
+_ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
+_NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
+"""No token for inference is good for what is not an account's models, routes to come included."""
+_ANY_TOKEN = re.compile(r"/client/v4/user/tokens/verify|/client/v4/accounts/[^/]+/tokens/verify")
+_OWN = re.compile(r"/client/v4/accounts(/[^/]+)?")
+_USAGE = re.compile(r"/client/v4/accounts/[^/]+/ai/usage")
+
+
+def needed_scope(method: str, path: str) -> tokens.Scope | None:
+    """Return which scope a token needs here; None: any valid one will do."""
+    if _ANY_TOKEN.fullmatch(path) and method in ("GET", "HEAD"):
+        return None
+    if _OWN.fullmatch(path):
+        return None if method in ("GET", "HEAD") else "admin"
+    if _ADMIN.fullmatch(path) or _NOT_MODELS.fullmatch(path):
+        return "admin"
+    return "usage" if _USAGE.fullmatch(path) else "inference"
+
+
+def _check_characters(path: str) -> None:
+    """Raise NoSuchRoute for what routes may read otherwise than we: their `$` also matches before a last newline."""
+    if any(character < " " or character == "\x7f" for character in path):
+        raise NoSuchRoute("the path has a control character in it, and no endpoint's has", field="path")
+
+
+def is_administration(path: str) -> bool:
+    """Whether this is about accounts and tokens themselves: even without any account it is not for everybody."""
+    is_about_them = _OWN.fullmatch(path) or _ADMIN.fullmatch(path) or _ANY_TOKEN.fullmatch(path)
+    return bool(is_about_them) and path != _FLEET
+
+
+class Authentication:
+    """Puts `identity` and `answer_headers` into the request's state, or answers 401, 403 or 503 itself.
+
+    A plain ASGI middleware inside RequestContext; what endpoints put into `answer_headers` before they answer goes out
+    with the answer.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, operator_token: str = "") -> None:
+        self._app = app
+        self._gate = gate
+        self._operator_token = operator_token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[str, str] = {}
+        state = scope.setdefault("state", {})
+        state["answer_headers"] = headers
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start" and headers:
+                MutableHeaders(scope=message).update(headers)
+            await send(message)
+
+        try:
+            _check_characters(scope["path"])
+            if scope["path"] not in _OPEN:
+                state["identity"] = await self._identify(scope)
+        except TandemError as error:
+            if isinstance(error, Unauthenticated) and not isinstance(error, NotAllowed):
+                headers["www-authenticate"] = "Bearer"
+            response = await on_tandem_error(Request(scope, receive), error)
+            await response(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+    async def _identify(self, scope: Scope) -> Identity:
+        path = scope["path"]
+        named = _ACCOUNT.match(path)
+        account = named.group(1) if named else None
+        secret = bearer(Headers(scope=scope))
+        if path == _FLEET and self._is_operator(secret):
+            return Identity("")
+        if await self._gate.is_open():
+            if is_administration(path):
+                raise NotAllowed(
+                    "no account has been made yet; make the first with `python -m control_plane account create NAME`, "
+                    "which prints its token"
+                )
+            return Identity(account or "default")
+        if not secret:
+            raise Unauthenticated("an API token is needed; send it as Authorization: Bearer tdm_...")
+        return await self._gate.enter(secret, needed_scope(scope["method"], path), account)
+
+    def _is_operator(self, secret: str) -> bool:
+        return bool(self._operator_token) and hmac.compare_digest(secret.encode(), self._operator_token.encode())
+
+
+def bearer(headers: Headers) -> str:
+    """Return the token that a request brings: as a bearer, else as Cloudflare's older X-Auth-Key; "" for none."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else headers.get("x-auth-key", "").strip()

@@ -1,0 +1,160 @@
+"""How does an HTTP body become a checked value, and how is the caller told what is wrong with it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from control_plane.api.http.errors import BodyMissing, BodyTooLarge
+from control_plane.api.services import services_of
+from tandem_runtime.errors import InvalidRequest, Unsupported
+
+_MAX_SHOWN_CHARACTERS = 60
+
+
+def _describe_extras(schema: dict[str, Any], model: type[Any]) -> None:
+    """Tell in a JSON Schema which fields are taken without effect, and that no others are taken."""
+    harmless = {name: {"description": "Taken, and changes nothing."} for name in sorted(model.harmless)}
+    schema["properties"] = {**schema.get("properties", {}), **harmless}
+    schema["additionalProperties"] = False
+    schema.update(model.json_schema_rules)
+
+
+class Body(BaseModel):
+    """A JSON object at the edge: no silent conversions; fields it does not know are kept for `refuse_extras`."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        json_schema_extra=_describe_extras,
+        use_attribute_docstrings=True,
+    )
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change nothing about the answer."""
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are known elsewhere and would change the answer."""
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of sending these of the unsupported ones."""
+    json_schema_rules: ClassVar[dict[str, Any]] = {}
+    """What a JSON Schema of it says besides its fields."""
+
+
+def _object_or_text(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict | str):
+        raise ValueError("must be an object, as it is or as text")
+    return value
+
+
+ObjectOrText = Annotated[
+    dict[str, Any] | str, BeforeValidator(_object_or_text, json_schema_input_type=dict[str, Any] | str)
+]
+
+Checked = TypeVar("Checked", bound=Body)
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """Return the body as a JSON object, whatever its Content-Type says; raises InvalidRequest or BodyTooLarge."""
+    raw = await _read(request, services_of(request).settings.max_body_bytes)
+    if not raw.strip():
+        raise BodyMissing("the request has no body; send a JSON object")
+    try:
+        value = _JSON.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is JSON, but {_show(value)} is no object; send {{...}}")
+    return value
+
+
+def check(model: type[Checked], value: Mapping[str, Any], *, at: str = "") -> Checked:
+    """Build `model` from JSON values; raises InvalidRequest naming the field, its value and what it must be.
+
+    `at` is where in the request the value stands ("options.").
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        message = "; ".join(_explain(problem, at) for problem in problems[:3])
+        raise InvalidRequest(message, field=_path(problems[0]["loc"], at)) from error
+
+
+def refuse_extras(body: Body, at: str = "") -> None:
+    """Raise for fields that `body`, or an object in it, does not know, unless they are null or harmless.
+
+    A field that is ignored in silence changes the answer behind the caller's back.
+    """
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in body.harmless:
+            continue
+        if name in body.unsupported:
+            if value in (False, [], {}, ""):  # it says "without"
+                continue
+            remedy = body.remedies.get(name, "leave it out")
+            raise Unsupported(f"{at}{name} is not supported here; {remedy}", field=f"{at}{name}")
+        near = get_close_matches(name, list(type(body).model_fields), n=1)
+        remedy = f"did you mean {near[0]}?" if near else "leave it out"
+        raise InvalidRequest(f"{at}{name} is not a field of this request; {remedy}", field=f"{at}{name}")
+    for place, inner in _inner_bodies(body, at):
+        refuse_extras(inner, f"{place}.")
+
+
+def _inner_bodies(body: Body, at: str) -> Iterator[tuple[str, Body]]:
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            yield f"{at}{name}", value
+        elif isinstance(value, list):
+            yield from ((f"{at}{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Body))
+
+
+async def _read(request: Request, limit_bytes: int) -> bytes:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send less")
+    return bytes(raw)
+
+
+def _number(literal: str) -> float:
+    """Return 3.0 as 3: in JSON there is one kind of number, and JSON Schema calls both whole."""
+    number = float(literal)
+    return int(number) if abs(number) < _MAX_EXACT and number.is_integer() else number
+
+
+_MAX_EXACT = 2**53
+_JSON = msgspec.json.Decoder(float_hook=_number)
+
+
+_WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be a list"}
+"""For pydantic's, which speak of Python."""
+
+
+def _explain(problem: Any, at: str) -> str:
+    message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    path = _path(problem["loc"], at)
+    if problem["type"] == "missing":
+        return f"{path} is missing; send it"
+    return f"{path} {message}, got {_show(problem['input'])}" if path else message
+
+
+def _path(location: tuple[int | str, ...], at: str = "") -> str:
+    """Write ("messages", 0, "content") as messages[0].content."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return at + "".join(parts).lstrip(".")
+
+
+def _show(value: Any) -> str:
+    try:
+        text = msgspec.json.encode(value).decode()
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."

@@ -1,0 +1,240 @@
+"""How do answers look to OpenAI's clients, whole and in chunks?"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+from control_plane.api.collected_choice import WholeChoice, usage_json
+from control_plane.api.http.frames import TextFrames, frame
+from control_plane.api.openai.objects import CompletionLogprobs
+from control_plane.generation import ModelDescription, Usage
+from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
+from control_plane.text.tools.tool import CallDelta
+
+_SMALLEST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI says this instead."""
+
+
+class OpenAIShape(Protocol):
+    """Chat and plain completions differ in nothing but this."""
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]: ...
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
+
+    def frames(self, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta as events of a stream."""
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
+
+
+class _Shape(ABC):
+    """What the objects of one answer have in common."""
+
+    def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
+        self._base = {
+            "id": f"{self.id_prefix}-{request_id.replace('-', '')}",
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": system_fingerprint(model),
+        }
+        self._chunk_base = {**self._base, "object": self.chunk_object}
+        if with_usage_chunk:
+            self._chunk_base["usage"] = None
+        self._begun: set[int] = set()
+        """Choices of which something was told."""
+        self._text_frames: dict[int, TextFrames] = {}
+
+    id_prefix = ""
+    chunk_object = ""
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
+
+    @abstractmethod
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield the objects that tell of a delta."""
+
+    def frames(self, delta: TextDelta) -> bytes:
+        """Return the chunks of a delta as events of a stream."""
+        index = delta.choice_index
+        is_text = delta.text and not (delta.calls or delta.logprobs or delta.finish_reason is not None)
+        if not is_text or index not in self._begun:
+            return b"".join([frame(chunk) for chunk in self.chunks(delta)])
+        if index not in self._text_frames:
+            self._text_frames[index] = TextFrames(lambda text: next(self.chunks(TextDelta(index, text))))
+        return self._text_frames[index].frame(delta.text)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_base, "choices": [choice]}
+
+
+class ChatShape(_Shape):
+    """`chat.completion` objects."""
+
+    id_prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        rendered = [
+            {
+                "index": index,
+                "message": _message(choice),
+                "logprobs": _chat_logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._base, "object": "chat.completion", "choices": rendered, "usage": usage_json(usage)}
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield a chunk that introduces the choice, then its text, its calls and its finish reason, as they apply."""
+        index, logprobs = delta.choice_index, _chat_logprobs(delta.logprobs)
+        if index not in self._begun:
+            self._begun.add(index)
+            said = None if delta.calls and not delta.text else ""
+            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": said}))
+        if delta.text or (logprobs and not delta.calls):
+            text = {"content": delta.text} if delta.text else {}
+            yield self._chunk(_chat_choice(index, text, logprobs=logprobs))
+            logprobs = None
+        for call in delta.calls:
+            yield self._chunk(_chat_choice(index, {"tool_calls": [_call_delta(call)]}, logprobs=logprobs))
+            logprobs = None
+        if delta.finish_reason is not None:
+            yield self._chunk(_chat_choice(index, {}, finish_reason=delta.finish_reason))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What a choice's text begins with: its prompt, and the log probabilities of the prompt's tokens if asked for."""
+
+    text: str = ""
+    first_token: str = ""
+    logprobs: tuple[TextLogprobs, ...] | None = None
+    """Of every token but the first, which follows nothing."""
+
+
+class CompletionShape(_Shape):
+    """`text_completion` objects; with `echoes`, each choice's text begins with its prompt."""
+
+    id_prefix = "cmpl"
+    chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        request_id: str,
+        model_name: str,
+        model: ModelDescription,
+        *,
+        with_usage_chunk: bool,
+        echoes: Sequence[Echo] = (),
+    ) -> None:
+        super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
+        self._echoes = dict(enumerate(echoes))
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+        rendered = [
+            self._choice(index, choice.text, choice.logprobs, choice.finish_reason)
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._base, "object": "text_completion", "choices": rendered, "usage": usage_json(usage)}
+
+    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        yield self._chunk(self._choice(delta.choice_index, delta.text, delta.logprobs, delta.finish_reason))
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TextLogprobs], finish_reason: str | None
+    ) -> dict[str, Any]:
+        """Return a choice, or a part of it; the first part begins with the echo."""
+        echo = self._echoes.get(index, Echo())
+        logprobs = _completion_logprobs(entries, len(echo.text))
+        if index not in self._begun:
+            self._begun.add(index)
+            text = echo.text + text
+            logprobs = _echoed(echo, logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _message(choice: WholeChoice) -> dict[str, Any]:
+    """Return the message of a choice; the text of one that only calls is null."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+def system_fingerprint(model: ModelDescription) -> str:
+    """Return what changes when the same request may give other tokens: weights or numerics class."""
+    digest = blake2b(f"{model.fingerprint} {model.numerics_class}".encode(), digest_size=6)
+    return f"fp_{digest.hexdigest()}"
+
+
+def _chat_choice(
+    index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _chat_logprobs(entries: Sequence[TextLogprobs]) -> dict[str, Any] | None:
+    if not entries:
+        return None
+    content = [
+        {**_chat_token(entry.chosen), "top_logprobs": [_chat_token(token) for token in entry.top]} for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: TokenText) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
+
+
+def _completion_logprobs(entries: Sequence[TextLogprobs], num_before: int) -> CompletionLogprobs | None:
+    """Return OpenAI's older shape: four lists side by side; so many characters stand before the entries' text."""
+    if not entries:
+        return None
+    return {
+        "tokens": [entry.chosen.text for entry in entries],
+        "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
+        "top_logprobs": [{token.text: _finite(token.logprob) for token in entry.top} or None for entry in entries],
+        "text_offset": [num_before + entry.text_offset for entry in entries],
+    }
+
+
+def _echoed(echo: Echo, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """Return the lists of the prompt's tokens with those of the answer behind them."""
+    if echo.logprobs is None:
+        return answer
+    first: CompletionLogprobs = {
+        "tokens": [echo.first_token],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    parts = [part for part in (first, _completion_logprobs(echo.logprobs, 0), answer) if part is not None]
+    return {
+        "tokens": [each for part in parts for each in part["tokens"]],
+        "token_logprobs": [each for part in parts for each in part["token_logprobs"]],
+        "top_logprobs": [each for part in parts for each in part["top_logprobs"]],
+        "text_offset": [each for part in parts for each in part["text_offset"]],
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _SMALLEST_LOGPROB)

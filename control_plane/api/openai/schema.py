@@ -1,0 +1,128 @@
+"""Which bodies do OpenAI's clients send?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from control_plane.api.chat_messages import Message
+from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
+from control_plane.api.tools import Choice, Tools, tool_use
+from control_plane.text.request import GenerationOptions
+from control_plane.text.tools.tool import ToolUse
+from tandem_engine.scheduling.sampling_params import MAX_LOGPROBS
+from tandem_runtime.errors import Unsupported
+
+Prompt = str | tuple[int, ...]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _logit_bias(value: Any) -> Any:
+    """OpenAI's keys are token ids written as text."""
+    if not isinstance(value, dict):
+        return value
+    if not all(isinstance(key, str) and key.isdecimal() for key in value):
+        raise ValueError("must have token ids as keys")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """Accept text, token ids, or a list of either: OpenAI's four shapes."""
+    prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
+        raise ValueError("must be a string, a list of token ids, or a non-empty list of strings or lists of token ids")
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Prompts = Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+
+
+class OpenAIBody(TextBody):
+    model: str
+    """Its name or alias."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """1 if neither the request nor the model says; 0: always the likeliest token."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Of the answer; what the context leaves if absent."""
+    seed: int | None = None
+    """The same request with the same seed has the same answer."""
+    logit_bias: Annotated[
+        dict[TokenId, Bias] | None, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, Bias] | None)
+    ] = None
+    """What is added to the logits of these token ids."""
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Draw from so many of the likeliest tokens; 0 or -1: from all."""
+
+    def generation_options(self) -> GenerationOptions:
+        return replace(
+            self.shared_options(),
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            logit_bias=self.logit_bias or {},
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+        )
+
+
+class ChatBody(OpenAIBody):
+    messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """max_tokens by its newer name; goes before it."""
+    logprobs: bool | None = None
+    """The log probability of every token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """And of as many alternatives; needs logprobs."""
+    tools: Tools = None
+    """What the answer may call."""
+    tool_choice: Choice = None
+    """auto: as the model likes; none: no calls, and nobody tells it of the tools; required: calls; or one by name."""
+    parallel_tool_calls: bool | None = None
+    """false: one call at the most."""
+
+    @model_validator(mode="after")
+    def _logprobs_are_asked_for(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; send logprobs: true with it")
+        return self
+
+    def tool_use(self) -> ToolUse | None:
+        """Return the tools that the answer may call; raises InvalidRequest."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def generation_options(self) -> GenerationOptions:
+        return replace(
+            super().generation_options(),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionBody(OpenAIBody):
+    harmless: ClassVar[frozenset[str]] = HARMLESS | {"parallel_tool_calls", "tool_choice"}
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
+    """Texts, lists of token ids, or one of either."""
+    echo: bool | None = None
+    """The answer begins with the prompt; with logprobs, so do they (up to 2,048 prompt tokens in a request)."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """The log probability of every token, and of as many alternatives."""
+    best_of: int | None = None
+    """Supported where it equals n."""
+    raw: bool | None = None
+    """Names of control tokens in the prompt are control tokens. Ours."""
+
+    def check_extras(self) -> None:
+        super().check_extras()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise Unsupported("best_of is only supported when it equals n; leave it out", field="best_of")
+
+    def generation_options(self) -> GenerationOptions:
+        return replace(super().generation_options(), num_logprobs=self.logprobs)

@@ -1,0 +1,119 @@
+"""How do Cloudflare's clients find the models that are served, their tasks and their authors?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from uuid import NAMESPACE_URL, uuid5
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from control_plane.accounts.prices import Price
+from control_plane.api.http.paging import number
+from control_plane.api.services import services_of
+from control_plane.api.workers_ai.objects import FoundModel, ModelProperty, Task, UnitPrice
+from control_plane.generation import ModelDescription
+from tandem_runtime.errors import InvalidRequest, Unsupported
+
+TEXT_GENERATION: Task = {
+    "id": "c329a1f9-323d-4e91-b2aa-582dd4188d34",
+    "name": "Text Generation",
+    "description": "Family of generative text models, such as large language models (LLM), that can be adapted for a "
+    "variety of natural language tasks.",
+}
+MAX_PER_PAGE = 1000
+MAX_PAGE = 10**9
+_SOURCE = 1
+_PAGING = {"page", "per_page"}
+_FLAGS = {"hide_experimental", "include_deprecated"}
+"""No model here is either."""
+_FILTERS = {"search", "author", "task", "source", "format"}
+
+
+async def search(request: Request) -> Response:
+    """Answer a page of the models that fit; pages past the end are empty, which is what ends a client's paging."""
+    _check_names(request, _PAGING | _FLAGS | _FILTERS)
+    for name in _FLAGS:
+        if request.query_params.get(name, "").lower() not in ("", "true", "false"):
+            raise InvalidRequest(f"{name} is {request.query_params[name]!r}, must be true or false", field=name)
+    if request.query_params.get("format"):
+        raise Unsupported(
+            "format is not supported here: models come in Cloudflare's form; leave it out", field="format"
+        )
+    if request.query_params.get("source"):
+        number(request, "source", default=_SOURCE, highest=MAX_PAGE)
+    services = services_of(request)
+    found = [model for model in services.catalog.list() if _fits(model, request)]
+    return _page(request, [_model_json(model, services.price_of) for model in found])
+
+
+async def tasks(request: Request) -> Response:
+    _check_names(request, _PAGING)
+    return _page(request, [TEXT_GENERATION])
+
+
+async def authors(request: Request) -> Response:
+    """Answer who made the models, as far as their names say."""
+    _check_names(request, _PAGING)
+    found = sorted({author_of(model.model_id) for model in services_of(request).catalog.list()} - {""})
+    return _page(request, [{"name": author} for author in found])
+
+
+def author_of(model_id: str) -> str:
+    """Return "meta" of "@cf/meta/llama-3.1-8b-instruct", "tandem" of "@tandem/demo", "" of a name without an author."""
+    before, slash, _ = model_id.removeprefix("@cf/").rpartition("/")
+    return before.split("/")[0].removeprefix("@") if slash else ""
+
+
+def _page(request: Request, found: Sequence[Any]) -> Response:
+    page = number(request, "page", default=1, highest=MAX_PAGE)
+    per_page = number(request, "per_page", default=50, highest=MAX_PER_PAGE)
+    shown = list(found[(page - 1) * per_page : page * per_page])
+    paging = {"page": page, "per_page": per_page, "count": len(shown), "total_count": len(found)}
+    return JSONResponse({"result": shown, "success": True, "errors": [], "messages": [], "result_info": paging})
+
+
+def _check_names(request: Request, known: set[str]) -> None:
+    for name in request.query_params:
+        if name not in known:
+            raise InvalidRequest(f"{name} is no parameter here; there are {', '.join(sorted(known))}", field=name)
+
+
+def _fits(model: ModelDescription, request: Request) -> bool:
+    query = {name: text.lower() for name, text in request.query_params.items()}
+    names = (model.model_id, *model.aliases)
+    return (
+        any(query.get("search", "") in name.lower() for name in names)
+        and query.get("author", "") in ("", author_of(model.model_id).lower())
+        and query.get("task", "") in ("", TEXT_GENERATION["name"].lower(), TEXT_GENERATION["id"])
+        and query.get("source", "") in ("", str(_SOURCE))
+    )
+
+
+def _model_json(model: ModelDescription, price_of: Callable[[str], Price] | None) -> FoundModel:
+    created = datetime.fromtimestamp(model.created_unix_seconds, UTC)
+    properties: list[ModelProperty] = [
+        {"property_id": "context_window", "value": str(model.context_length)},
+        {"property_id": "architecture", "value": model.architecture},
+    ]
+    if model.chat_template:
+        properties.append({"property_id": "function_calling", "value": "true"})
+    if price_of is not None:
+        properties.append({"property_id": "price", "value": _price_json(price_of(model.model_id))})
+    return {
+        "id": str(uuid5(NAMESPACE_URL, model.model_id)),
+        "source": _SOURCE,
+        "name": model.model_id,
+        "description": f"{model.architecture} with {model.num_parameters:,} parameters",
+        "task": TEXT_GENERATION,
+        "tags": [],
+        "properties": properties,
+        "created_at": created.strftime("%Y-%m-%d %H:%M:%S.000"),
+    }
+
+
+def _price_json(price: Price) -> list[UnitPrice]:
+    units = {"input": price.input, "output": price.output, "cached input": price.cached_input}
+    return [{"unit": f"per M {unit} tokens", "price": each, "currency": "USD"} for unit, each in units.items()]

@@ -1,0 +1,88 @@
+"""Which hashes do the blocks of a prompt have, and which of them may be found or left in caches?
+
+    tokens   | public text, whole blocks | the account's own ...                      | a tail: no hash
+    hashes     p0  p1  ...                 ak  ak+1  ...
+
+The chain a0 a1 ... is rooted in the account's salt and runs over all blocks; of those that lie within a text marked
+public the hash is taken from a chain p0 p1 ... without an account instead. An ak depends on the account all the same,
+and workers go on with the chain from the last hash: so that one is never public.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from control_plane.cache_policy import AccountPolicies
+from control_plane.generation import TokenRequest
+from control_plane.secrets import account_tag, cache_salt
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
+
+_PUBLIC_SALT = b"public"
+"""Shorter than any account's salt, so it is none."""
+
+
+@dataclass(frozen=True)
+class Hashes:
+    """The chain of block hashes of a prompt, made once here, used everywhere below."""
+
+    root: bytes
+    blocks: tuple[bytes, ...]
+    account_tag: bytes = b""
+    num_public_blocks: int = 0
+    """So many leading blocks are every account's."""
+    max_found_blocks: int | None = None
+    """Only so many leading blocks may come from caches; None: all."""
+    max_left_blocks: int | None = None
+    """Only so many leading blocks may be found by others; None: all, and those of the answer."""
+
+    def __post_init__(self) -> None:
+        is_private_at_its_end = self.num_public_blocks < max(1, len(self.blocks))
+        assert is_private_at_its_end, "an answer's blocks would be every account's: the chain goes on from the last"
+
+    def with_answer(self, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
+        """Return the hashes of all full blocks of `token_ids`, the prompt and what follows it."""
+        parent = self.blocks[-1] if self.blocks else self.root
+        rest = token_ids[len(self.blocks) * block_size :]
+        return (*self.blocks, *hash_blocks(BlockHash(parent), rest, block_size))
+
+
+def hash_prompt(
+    card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"", num_public_tokens: int = 0
+) -> Hashes:
+    """Hash a prompt of which the first `num_public_tokens` are a text that is marked public."""
+    size = card.block_size
+    root = hash_root(card.fingerprint.digest, size, "", salt)
+    blocks = hash_blocks(root, token_ids, size)
+    num_public = max(0, min(num_public_tokens // size, len(blocks) - 1))
+    public_root = hash_root(card.fingerprint.digest, size, "", _PUBLIC_SALT)
+    blocks[:num_public] = hash_blocks(public_root, token_ids[: num_public * size], size)
+    return Hashes(root, tuple(blocks), account_tag, num_public)
+
+
+class PromptHasher:
+    """Hashes prompts so that no two accounts share what is not public, and as far as request and account allow."""
+
+    def __init__(self, secret: bytes, accounts: AccountPolicies) -> None:
+        self._secret = secret
+        self._accounts = accounts
+
+    async def hashes(self, request: TokenRequest, card: pb.ModelCard) -> Hashes | None:
+        """Return a prompt's hashes; None if no cache may have anything to do with it."""
+        policy = self._accounts.of(request.account).within(request.cache)
+        num_tokens = len(request.token_ids)
+        max_found = policy.max_found_blocks(num_tokens, card.block_size)
+        max_left = policy.max_left_blocks(num_tokens, card.block_size)
+        if max_found == max_left == 0:
+            return None
+        hashes = await asyncio.to_thread(self._hash, request, card)
+        return replace(hashes, max_found_blocks=max_found, max_left_blocks=max_left)
+
+    def _hash(self, request: TokenRequest, card: pb.ModelCard) -> Hashes:
+        """Hash a prompt; whoever sends a salt of their own wants to share with nobody else, the public included."""
+        salt = cache_salt(self._secret, request.account) + request.salt
+        num_public_tokens = 0 if request.salt else request.num_public_tokens
+        tag = account_tag(self._secret, request.account)
+        return hash_prompt(card, request.token_ids, salt, tag, num_public_tokens)

@@ -1,0 +1,1 @@
+"""Tracks the workers, the models they serve and the streams to them."""

@@ -1,0 +1,157 @@
+"""Can a request really go the whole way here, and when was that last proven?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from control_plane.cache_policy import NOTHING
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.fleet.model_catalog import ModelCatalog
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.generation import TokenRequest
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.errors import TandemError
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+_PROBE_PROMPT_TOKENS = 20
+_PROBE_ANSWER_TOKENS = 2
+_PROBE_SECONDS = 20.0
+_RETRY_SECONDS = 0.5
+
+
+class Prober:
+    """Sends a small request through every phase when no user's request has proven the way lately.
+
+    Implements what /readyz asks. The dispatcher says what has gone the whole way, probes among it. Probes neither use
+    nor leave cached blocks.
+    """
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        catalog: ModelCatalog,
+        dispatcher: Dispatcher,
+        interval_seconds: float,
+        valid_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._catalog = catalog
+        self._dispatcher = dispatcher
+        self._interval_seconds = interval_seconds
+        self._valid_seconds = valid_seconds
+        self._clock = clock
+        self._proofs: dict[tuple[str, bool], float] = {}
+        self._last_error = "no request has gone the whole way yet"
+        registry.listen(lambda worker, is_here: self._forget_unserved())
+
+    def proven(self, model_id: str, handed_over: bool) -> None:
+        """A request has gone the whole way; `handed_over` if its cache moved from prefill to decode."""
+        self._proofs[model_id, handed_over] = self._clock()
+
+    async def check(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether every served model was proven lately, and the ages of the proofs in seconds.
+
+        Where there is a prefill worker, only a request that was handed over proves the way; one that is still loading
+        is waited for if it is the only one.
+        """
+        served = self._served()
+        ages = {model_id: age for model_id in served if (age := self._age(model_id)) is not None}
+        details: dict[str, Any] = {
+            "models": served,
+            "proven_seconds_ago": {name: round(ages[name], 1) for name in ages},
+        }
+        is_proven = bool(served) and all(ages.get(name, self._valid_seconds) < self._valid_seconds for name in served)
+        loading = self._loading_prefill()
+        if is_proven and loading is None:
+            return True, {"ready": True, **details}
+        reason = loading or (self._last_error if served else self._nobody())
+        return False, {"ready": False, **details, "reason": reason}
+
+    async def run(self) -> None:
+        """Probe for as long as the process lives."""
+        while True:
+            await self._catalog.prefetch()
+            for model_id in self._served():
+                if self._is_due(model_id):
+                    await self._probe(model_id)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _forget_unserved(self) -> None:
+        """A model whose decode workers are all gone has to be proven anew when one is back."""
+        served = set(self._served())
+        self._proofs = {way: proven_at for way, proven_at in self._proofs.items() if way[0] in served}
+
+    def _nobody(self) -> str:
+        names = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
+        return f"no decode worker is ready for {', '.join(names)}" if names else "no worker has loaded a model yet"
+
+    def _is_due(self, model_id: str) -> bool:
+        age = self._age(model_id)
+        return age is None or age > self._interval_seconds
+
+    def _age(self, model_id: str) -> float | None:
+        """Return how long ago the way as it is now was proven; None: never."""
+        ways = (True,) if self._has_prefill(model_id) else (True, False)
+        proven_at = [self._proofs[model_id, way] for way in ways if (model_id, way) in self._proofs]
+        return self._clock() - max(proven_at) if proven_at else None
+
+    def _has_prefill(self, model_id: str) -> bool:
+        addresses = {service.address for service in self._registry.kv_services()}
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
+
+    def _loading_prefill(self) -> str | None:
+        """Say which prefill worker is still loading, if none can be used yet."""
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        if any(worker.is_usable for worker in prefills):
+            return None
+        loading = [worker for worker in prefills if worker.load.state == pb.WORKER_STATE_LOADING]
+        return f"{loading[0].worker_id} is loading: {loading[0].load.load_stage}" if loading else None
+
+    def _served(self) -> list[str]:
+        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
+        return sorted(
+            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
+        )
+
+    async def _probe(self, model_id: str) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await self._generate(model_id)
+        except TandemError as error:
+            self._failed(model_id, error.message)
+        except TimeoutError:
+            self._failed(model_id, f"a probe of {model_id} did not come back within {_PROBE_SECONDS:g} s")
+        except Exception as error:  # a bug in one probe must not end all that follow
+            log.exception("probe_broke", model=model_id)
+            self._failed(model_id, repr(error))
+
+    def _failed(self, model_id: str, reason: str) -> None:
+        self._last_error = reason
+        log.warning("probe_failed", model=model_id, error=reason)
+
+    async def _generate(self, model_id: str) -> None:
+        card = self._catalog.card(model_id)
+        num_tokens = min(_PROBE_PROMPT_TOKENS, card.context_length - _PROBE_ANSWER_TOKENS)
+        request = TokenRequest(
+            request_id=f"probe-{uuid.uuid4().hex[:12]}",
+            account="",
+            model_id=model_id,
+            token_ids=tuple(token_id % card.vocab_size for token_id in range(num_tokens)),
+            sampling=SamplingParams(max_tokens=_PROBE_ANSWER_TOKENS, temperature=0.0),
+            choice_seeds=(0,),
+            deadline=time.time() + _PROBE_SECONDS,
+            cache=NOTHING,
+            is_probe=True,
+        )
+        stream = await self._dispatcher.submit(request)
+        async for _ in stream:
+            pass

@@ -1,0 +1,96 @@
+"""What does GET /v1/workers show of the fleet?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from tandem.v1 import types_pb2 as pb
+
+_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode", pb.WORKER_ROLE_KV: "kv"}
+
+
+class Fleet:
+    """Implements the FleetView of the HTTP faces."""
+
+    def __init__(
+        self, registry: WorkerRegistry, orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: []
+    ) -> None:
+        self._registry = registry
+        self._orphans_of = orphans_of
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return every registered worker as plain values, in a stable order."""
+        now = time.monotonic()
+        rows = [
+            {**_worker(worker, now), "orphans": self._orphans_of(worker.incarnation)}
+            for worker in self._registry.workers()
+        ]
+        return sorted(rows, key=lambda row: (row["role"], row["id"]))
+
+
+def _worker(worker: Worker, now: float) -> dict[str, Any]:
+    info, load = worker.info, worker.load
+    return {
+        "id": info.worker_id,
+        "role": _ROLES.get(info.role, "unknown"),
+        "state": pb.WorkerState.Name(load.state).removeprefix("WORKER_STATE_").lower(),
+        "suspected": worker.is_suspected,
+        "address": info.address,
+        "host_id": info.host_id,
+        "incarnation": info.incarnation,
+        "model": info.card.model_id or None,
+        "version": info.version,
+        "heartbeat_age_seconds": round(now - worker.last_heartbeat, 2),
+        "load": {
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting,
+            "num_tokens_in_flight": load.num_tokens_in_flight,
+            "load_stage": load.load_stage,
+            "load_progress": round(load.load_progress, 3),
+            "error": load.error,
+            "counters": dict(load.counters),
+        },
+        "kv": _kv_pool(load.kv) if load.HasField("kv") else None,
+        "kv_service": _kv_service(load.kv_service) if load.HasField("kv_service") else None,
+        "memory": _memory(load.memory),
+    }
+
+
+def _kv_pool(pool: pb.KvPool) -> dict[str, int]:
+    return {
+        "total_blocks": pool.num_total_blocks,
+        "free_blocks": pool.num_free_blocks,
+        "cached_blocks": pool.num_cached_blocks,
+        "used_blocks": pool.num_used_blocks,
+        "held_blocks": pool.num_held_blocks,
+        "tokens_per_block": pool.tokens_per_block,
+        "bytes_per_block": pool.bytes_per_block,
+    }
+
+
+def _kv_service(load: pb.KvServiceLoad) -> dict[str, Any]:
+    shown = _fields(load)
+    shown["links"] = [_fields(link) for link in load.links]
+    shown["store"] = _fields(load.store) if load.HasField("store") else None
+    return shown
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _memory(memory: pb.MemoryReport) -> dict[str, Any]:
+    return {
+        "source": memory.source,
+        "host": _fields(memory.host),
+        "devices": [_device(device) for device in memory.devices],
+    }
+
+
+def _device(device: pb.Device) -> dict[str, Any]:
+    return {**_fields(device), "throttle_reasons": list(device.throttle_reasons)}

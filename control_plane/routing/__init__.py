@@ -1,0 +1,1 @@
+"""Picks the prefill and the decode worker of a request."""

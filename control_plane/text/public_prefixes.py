@@ -1,0 +1,98 @@
+"""Which texts may every account find in the prompt caches, because the operator marked them public?
+
+They are the *.txt files of a folder: system prompts, mostly. What counts is the beginning of a prompt's token ids, so
+each text is made into token ids as it would begin a chat (up to where two users' messages differ), and a prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from control_plane.generation import ModelDescription
+from control_plane.text.template import ChatTemplate
+from control_plane.text.tokenizer import TextTokenizer
+from tandem_runtime.errors import InvalidRequest, TandemError
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+TokenIds = tuple[int, ...]
+
+_VALID_SECONDS = 3600.0
+"""There are templates that write today's date."""
+_MAX_MODELS = 16
+
+
+class PublicPrefixes:
+    """Public texts, and their token ids for each model that was asked."""
+
+    def __init__(self, texts: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        """`texts` by name, for messages to the operator."""
+        self._texts = texts
+        self._clock = clock
+        self._made: dict[tuple[str, str], tuple[float, list[TokenIds]]] = {}
+
+    @classmethod
+    def read(cls, folder: Path | None) -> PublicPrefixes:
+        """Read a folder's texts; raises InvalidRequest if it, or one of them, cannot be read."""
+        if folder is None:
+            return cls({})
+        if not folder.is_dir():
+            raise InvalidRequest(f"--public-prefixes {folder} is no folder; make it, with one .txt file for each text")
+        texts = {path.name: _read(path) for path in sorted(folder.glob("*.txt"))}
+        log.info("public_prefixes", folder=str(folder), names=list(texts))
+        return cls({name: text for name, text in texts.items() if text})
+
+    async def num_tokens(self, model: ModelDescription, tokenizer: TextTokenizer, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens of a prompt are the beginning of a public text."""
+        if not self._texts:
+            return 0
+        prefixes = await self._prefixes(model, tokenizer)
+        return max((_num_common(prefix, token_ids) for prefix in prefixes), default=0)
+
+    async def _prefixes(self, model: ModelDescription, tokenizer: TextTokenizer) -> list[TokenIds]:
+        key, now = (model.fingerprint, model.chat_template), self._clock()
+        made_at, prefixes = self._made.get(key, (0.0, None))
+        if prefixes is None or now - made_at > _VALID_SECONDS:
+            prefixes = [ids for name in self._texts for ids in await self._make(name, model, tokenizer)]
+            self._made.pop(key, None)
+            self._made[key] = now, prefixes
+            while len(self._made) > _MAX_MODELS:
+                del self._made[next(iter(self._made))]
+        return prefixes
+
+    async def _make(self, name: str, model: ModelDescription, tokenizer: TextTokenizer) -> list[TokenIds]:
+        """Return a text's token ids at the beginning of a chat, of a prompt, and of one in the model's own format."""
+        text = self._texts[name]
+        made = [tuple(await tokenizer.prompt_ids(text, control_tokens=is_raw)) for is_raw in (False, True)]
+        if model.chat_template:
+            try:
+                made.append(await _chat_ids(text, model.chat_template, tokenizer))
+            except TandemError as error:
+                log.warning("public_prefix_without_chat", name=name, model=model.model_id, error=error.message)
+        return list(dict.fromkeys(made))
+
+
+async def _chat_ids(text: str, chat_template: str, tokenizer: TextTokenizer) -> TokenIds:
+    """Return what any chat with this system message begins with, wherever the template puts that."""
+    template = ChatTemplate(chat_template, tokenizer.special_tokens)
+    chats = [
+        await tokenizer.chat_ids(template, [{"role": "system", "content": text}, {"role": "user", "content": said}])
+        for said in ("0", "x")
+    ]
+    return tuple(chats[0][: _num_common(*chats)])
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _read(path: Path) -> str:
+    """Return a file's text without the line end that editors put behind it."""
+    try:
+        return path.read_text(encoding="utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the public prefix {path} cannot be read: {error}; make it a text in UTF-8") from error

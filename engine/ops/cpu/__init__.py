@@ -1,6 +1,0 @@
-"""The op layer on CPUs: C++ kernels, compiled on the machine they run on."""
-
-from engine.ops.cpu.compile import KernelsUnavailable
-from engine.ops.cpu.ops import CpuOps, load_cpu_ops
-
-__all__ = ["CpuOps", "KernelsUnavailable", "load_cpu_ops"]

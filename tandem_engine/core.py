@@ -1,0 +1,219 @@
+"""What is one step of the engine, and how does it answer commands between steps?
+
+No torch here: what computes is behind `Runner`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from tandem_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    BlocksSealed,
+    Command,
+    EngineEvent,
+    ExtentRef,
+    ImportSlab,
+    MapRegion,
+    OfferPrefix,
+    Recompute,
+    ReleaseHeld,
+    RequestFailed,
+    SealedBlocks,
+    SlabImported,
+    StartDecode,
+    StepDone,
+    UnmapRegion,
+)
+from tandem_engine.scheduling.hand_over import ImportRefused
+from tandem_engine.scheduling.request import Request, Sampled
+from tandem_engine.scheduling.scheduler import Scheduler, SchedulerOutput
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+
+class RegionError(ValueError):
+    """A region is not mapped, or a slot was handed out again while it was read."""
+
+
+class CorruptBlock(RegionError):
+    """The bytes that were read are not those that were written."""
+
+
+class RequestsFailed(Exception):
+    """A step broke because of these requests; the others have lost nothing and run again in the next one."""
+
+    def __init__(self, request_ids: Collection[str], message: str, *, is_callers_fault: bool = False) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+        self.message = message
+        self.is_callers_fault = is_callers_fault
+
+
+class Runner(Protocol):
+    """Owns the model and the KV tensors; reads requests and never writes them."""
+
+    @property
+    def generations(self) -> MutableSequence[int]:
+        """One per slot, written by the block pool; shared memory where other processes read the pool."""
+        ...
+
+    def prepare(self, request: Request) -> bool:
+        """Begin whatever the request's first token needs besides its prompt; return whether all of it is there."""
+        ...
+
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> Mapping[str, Sequence[Sampled]]:
+        """Compute all runs; return, by request id, one token per choice seed for each run that samples.
+
+        Of a run with drafts: those that equal the token drawn at their place, up to the first that does not, and the
+        token drawn there.
+        Calls `kv_written` at most once, as soon as readers of the pool may have the keys and values of all runs.
+        Raises RequestsFailed if only some requests are to blame; anything else ends the engine.
+        """
+        ...
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
+        ...
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Return what readers may compare these complete blocks with; nothing if this engine makes no checksums."""
+        ...
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        """Map a region read-only; the caller closes `fd`."""
+        ...
+
+    def unmap_region(self, region_id: str) -> None: ...
+
+
+class EngineCore:
+    """Scheduler and runner together. One thread: `handle` any number of commands, then `step` while `has_work`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        clock: Callable[[], int] = time.time_ns,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(config, runner.generations, clock, self._load, timer, runner.prepare)
+        self._failures: list[RequestFailed] = []
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything before the next command."""
+        return self.scheduler.has_work
+
+    def step(self, emit: Callable[[EngineEvent], None] | None = None) -> StepDone:
+        """Run one step; `take_failures` has the requests that broke in it.
+
+        `emit` is called within it with what others need not wait for the step's end to hear.
+        """
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        sampled = self._execute(output, emit)
+        outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
+        filled, admitted = self.scheduler.prefixes.take()
+        preempted = self.scheduler.prefixes.take_preempted()
+        sealed = self._with_checksums(sealed)
+        filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
+        self.scheduler.count("step_seconds", time.perf_counter() - started)
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted, preempted)
+
+    def take_failures(self) -> list[RequestFailed]:
+        """Return, once, the requests that broke since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def handle(self, command: Command, fd: int | None = None) -> list[EngineEvent]:
+        """Carry out a command between two steps and return what it answers at once; `fd` comes with MapRegion."""
+        match command:
+            case AddRequest():
+                return [self.scheduler.add(command)]
+            case ImportSlab():
+                return [self._import_slab(command)]
+            case StartDecode(request_id, token_ids):
+                self.scheduler.start_decode(request_id, token_ids)
+            case Recompute(request_id):
+                self.scheduler.recompute(request_id)
+            case OfferPrefix(request_id, prefix):
+                return [] if self.scheduler.offer_prefix(request_id, prefix) else [self._stats_only()]
+            case AbortRequest(request_id):
+                self.scheduler.abort(request_id)
+                return [self._stats_only()]
+            case ReleaseHeld(request_id):
+                self.scheduler.release_held(request_id)
+                return [self._stats_only()]
+            case MapRegion():
+                assert fd is not None, "a region's descriptor comes with MapRegion"
+                self._map_region(command, fd)
+            case UnmapRegion(region_id):
+                self.runner.unmap_region(region_id)
+        return []  # Shutdown among them: that one is for the process around us
+
+    def _execute(
+        self, output: SchedulerOutput, emit: Callable[[EngineEvent], None] | None
+    ) -> Mapping[str, Sequence[Sampled]] | None:
+        """Return what was sampled, or None if nothing of the step counts because some requests broke it."""
+
+        def kv_written() -> None:
+            if emit is not None and (sealed := self.scheduler.seal_written(output)):
+                emit(BlocksSealed(self._with_checksums(sealed)))
+
+        try:
+            return self.runner.execute(output, kv_written) if output.runs else {}
+        except RequestsFailed as error:
+            guilty = {run.request.request_id for run in output.runs}.intersection(error.request_ids)
+            if not guilty:  # the same step would run, and fail, for ever
+                raise
+            for request_id in sorted(guilty):
+                self.scheduler.abort(request_id)
+                self._failures.append(RequestFailed(request_id, error.message, error.is_callers_fault))
+            return None
+
+    def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:
+        return [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
+
+    def _map_region(self, command: MapRegion, fd: int) -> None:
+        """Map a region; one that cannot be mapped fails the imports that need it, and nothing else."""
+        try:
+            self.runner.map_region(command, fd)
+        except (RegionError, OSError) as error:
+            log.warning("region %s cannot be mapped: %s", command.region_id, error)
+
+    def _load(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy blocks of a prompt that another process keeps; 0 if any of them is gone."""
+        try:
+            self.runner.import_blocks(blocks, extents)
+        except CorruptBlock as error:
+            log.error("a cached prefix is corrupt: %s", error)
+            self.scheduler.count("blocks_corrupt")
+            return 0
+        except RegionError as error:
+            log.info("a cached prefix is gone: %s", error)
+            return 0
+        return len(blocks)
+
+    def _import_slab(self, command: ImportSlab) -> SlabImported:
+        try:
+            blocks, extents = self.scheduler.import_targets(command)
+            num_bytes = self.runner.import_blocks(blocks, extents)
+        except (ImportRefused, RegionError) as error:
+            if isinstance(error, CorruptBlock):
+                log.error("a slab is corrupt: %s", error)
+                self.scheduler.count("blocks_corrupt")
+            return SlabImported(command.request_id, command.slab_index, 0, str(error))
+        self.scheduler.mark_imported(command, len(blocks), num_bytes)
+        return SlabImported(command.request_id, command.slab_index, num_bytes)
+
+    def _stats_only(self) -> StepDone:
+        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats(), *self.scheduler.prefixes.take())

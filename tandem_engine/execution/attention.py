@@ -1,0 +1,140 @@
+"""How does a transformers model attend to a paged KV cache?
+
+`paged_attention` is registered with transformers' AttentionInterface. The model gets an `AttentionStep` as a keyword
+of its forward, which hands it down to every layer. No mask function is registered under our name: transformers then
+builds no mask (`masking_utils._preprocess_mask_arguments`), and causality and windows are the op layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from tandem_engine.ops.base import KVPool, Rotary, Step
+
+ATTENTION_NAME = "tandem_paged"
+STEP_KEYWORD = "tandem_step"
+
+
+class UnsupportedAttention(ValueError):
+    """A layer asks for a kind of attention that is not built."""
+
+
+class AttentionOps(Protocol):
+    """What attention takes of `tandem_engine.ops.base.Ops`."""
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None: ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor: ...
+
+
+class Asked(NamedTuple):
+    """What a layer asks of attention besides its tensors; the same in every step."""
+
+    layer: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Turned(NamedTuple):
+    """A step whose tokens' positions are their rows in `rotary`'s tables."""
+
+    step: Step
+    rotary: Rotary
+
+
+@dataclass
+class AttentionStep:
+    """What the layers need to know of one step; made for it and thrown away."""
+
+    ops: AttentionOps
+    pool: KVPool
+    step: Step
+    when_written: Callable[[int], None] = lambda layer: None
+    """Called when a layer's keys and values of all runs are in their blocks."""
+    asked: list[Asked] = field(default_factory=list)
+    """Of each call, in order."""
+    turned: Callable[[Step, torch.Tensor, torch.Tensor], Turned | None] = lambda step, cos, sin: None
+    """By the embeddings [1, num_tokens, rotary_dim] that the model computed; None: they are not by halves."""
+    sample_rows: torch.Tensor | None = None
+    """[num_sampled], int64: of no others are the logits wanted. None: of all."""
+    are_layers_done: bool = False
+    """Whether the first one has computed what all of them would."""
+
+
+def register() -> None:
+    """Make the attention known to transformers; may be called again."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the step's keys and values, then attend; the signature is transformers'.
+
+    `query` is [1, num_heads, num_tokens, head_dim], `key` and `value` have num_kv_heads; the result is
+    [1, num_tokens, num_heads, head_dim]. Raises UnsupportedAttention.
+    """
+    step = kwargs.get(STEP_KEYWORD)
+    _refuse_what_is_not_built(module, step, attention_mask, kwargs)
+    assert isinstance(step, AttentionStep), "refused above"
+    layer: Any = module.layer_idx
+    _, num_heads, num_tokens, head_dim = query.shape
+    scale = head_dim**-0.5 if scaling is None else scaling
+    step.asked.append(Asked(layer, scale, sliding_window, softcap))
+    of_group, index = step.pool.place(step.step, layer)
+    step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), of_group, step.pool, index)
+    step.when_written(layer)
+    attended = step.ops.paged_attention(
+        query[0].transpose(0, 1).reshape(num_tokens, -1).float(),
+        num_heads,
+        of_group,
+        step.pool,
+        index,
+        scale=scale,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return attended.to(query.dtype).view(1, num_tokens, num_heads, head_dim), None
+
+
+def _refuse_what_is_not_built(
+    module: torch.nn.Module, step: object, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> None:
+    name = type(module).__name__
+    if not isinstance(step, AttentionStep):
+        raise UnsupportedAttention(f"{name} does not pass keywords of forward on to its attention")
+    if kwargs.get("s_aux") is not None:
+        raise UnsupportedAttention(f"{name} has attention sinks (s_aux), which are not built")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedAttention(f"{name} adds a position bias to its scores, which is not built")
+    if attention_mask is not None:
+        raise UnsupportedAttention(f"{name} brings a mask of its own, which is not built")
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedAttention(f"{name} attends to later tokens too, which no KV cache allows")

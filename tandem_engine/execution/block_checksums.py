@@ -1,0 +1,56 @@
+"""Are the bytes of a block those that were computed, wherever they have been since?
+
+A block's checksum is made once, when the block is complete, and goes with it: to the worker that takes it over, to the
+store, to disk and to other hosts. Whoever copies the block compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from tandem_engine.core import CorruptBlock
+from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.thread_pool import share
+from tandem_engine.messages import ExtentRef
+
+
+class BlockChecksums:
+    """xxh3-64 of the blocks of one pool."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self._made: dict[int, tuple[int, int]] = {}  # block -> the generation it was made for, checksum
+
+    def of(self, blocks: Sequence[int]) -> list[int]:
+        """Return checksums of complete blocks, as their bytes were when first asked for."""
+        generations = [self._cache.generations[block] for block in blocks]
+        new = [
+            (block, generation)
+            for block, generation in zip(blocks, generations, strict=True)
+            if self._made.get(block, (None, 0))[0] != generation
+        ]
+        for (block, generation), checksum in zip(new, self._compute([block for block, _ in new]), strict=True):
+            self._made[block] = generation, checksum
+        return [self._made[block][1] for block in blocks]
+
+    def verify(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
+        """Raise CorruptBlock if a block that was just copied is not what its extent says; those without say nothing."""
+        told = [(block, extent) for block, extent in zip(blocks, extents, strict=True) if extent.checksum]
+        for (_, extent), checksum in zip(told, self._compute([block for block, _ in told]), strict=True):
+            if extent.checksum != checksum:
+                raise CorruptBlock(
+                    f"slot {extent.slot} of region {extent.region_id} does not match its checksum: its bytes have "
+                    "changed since they were written; compute it again"
+                )
+
+    def _compute(self, blocks: Sequence[int]) -> list[int]:
+        checksums = [0] * len(blocks)
+
+        def compute(start: int, end: int) -> None:
+            for index in range(start, end):
+                checksums[index] = xxhash.xxh3_64_intdigest(self._cache.bytes_of(blocks[index]).data)
+
+        share(compute, len(blocks), self._cache.geometry.bytes_per_block)
+        return checksums

@@ -1,0 +1,185 @@
+"""What would a smaller model say next?
+
+Its keys and values lie in a cache of its own, in blocks of the same ids as the target's: so its block table is the
+request's (that of group 0, where there are several), and whoever shares a block shares it here, too.
+
+    held         the leading tokens whose keys and values are there, and behind them those of its last proposals, which
+                 count as far as they came true
+    filled       per block the generation under which all of it was computed here: what a request finds in the prefix
+                 cache is of use only if that is the block's generation still
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.model import Model
+from tandem_engine.ops.base import Ops, Run
+from tandem_engine.scheduling.request import Request
+from tandem_engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS
+
+
+@dataclass
+class _Held:
+    """What is here of one request."""
+
+    table: list[int]
+    """The request's own list: when its blocks are taken it is given another one."""
+    num_tokens: int
+    proposed: list[int] = field(default_factory=list)
+    """Tokens behind these that were computed as guesses."""
+
+
+class _Stretch(NamedTuple):
+    """Tokens of one request in one forward pass."""
+
+    first_position: int
+    token_ids: Sequence[int]
+    blocks: np.ndarray[tuple[int], np.dtype[np.int64]]
+    samples: bool
+
+
+class DraftRunner:
+    """The `DraftModel` over a model and its cache; `generations` are the target's pool's."""
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        cache: PagedKVCache,
+        generations: MutableSequence[int],
+        context_length: int,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._cache = cache
+        self._generations = generations
+        self._context_length = context_length
+        self._block_size = cache.geometry.block_size
+        self._held: dict[Request, _Held] = {}
+        self._filled = [0] * cache.num_blocks  # generations begin with 1
+
+    def num_missing(self, request: Request) -> int | None:
+        """Return how many tokens are to be computed before the first proposal, which is one at least.
+
+        None beyond the model's context, and where blocks of its table were given back behind a window.
+        """
+        is_dropped = request.num_dropped_blocks > 0 and not request.window_tables
+        if request.num_tokens > self._context_length or is_dropped:
+            return None
+        held = self._held.get(request)
+        if held is None or held.table is not request.block_table:
+            held = self._held[request] = _Held(request.block_table, self._num_found_tokens(request))
+        self._confirm(request, held)
+        return request.num_tokens - held.num_tokens
+
+    @torch.inference_mode()
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """Return up to so many of its likeliest tokens for each request; see `DraftModel`."""
+        tables = {request: self._blocks(request, number) for request, number in wanted.items()}
+        drafts = self._catch_up(wanted, tables)
+        going = [request for request in drafts if self._goes_on(request, drafts, wanted)]
+        while going:
+            stretches = [
+                _Stretch(request.num_tokens + len(drafts[request]) - 1, drafts[request][-1:], tables[request], True)
+                for request in going
+            ]
+            for request, token_id in zip(going, self._forward(stretches), strict=True):
+                self._held[request].proposed.append(drafts[request][-1])
+                drafts[request].append(token_id)
+            going = [request for request in going if self._goes_on(request, drafts, wanted)]
+        return drafts
+
+    def forget(self, request: Request) -> None:
+        """The request is over; its full blocks are of use to whoever finds them."""
+        self._held.pop(request, None)
+
+    def _catch_up(
+        self, wanted: Mapping[Request, int], tables: Mapping[Request, np.ndarray[tuple[int], np.dtype[np.int64]]]
+    ) -> dict[Request, list[int]]:
+        """Compute known tokens, who lacks least first, and return the first proposal of those that lack none now."""
+        missing = {request: number for request in wanted if (number := self.num_missing(request)) is not None}
+        num_left = MAX_CATCH_UP_TOKENS
+        stretches: list[_Stretch] = []
+        ready = []
+        for request in sorted(missing, key=missing.__getitem__):
+            num_tokens = min(missing[request], num_left)
+            if not num_tokens:
+                break
+            num_left -= num_tokens
+            first = self._held[request].num_tokens
+            is_ready = num_tokens == missing[request]
+            token_ids = request.token_ids[first : first + num_tokens]
+            stretches.append(_Stretch(first, token_ids, tables[request], is_ready))
+            self._fill(request, self._held[request], first + num_tokens)
+            if is_ready:
+                ready.append(request)
+        if not stretches:
+            return {}
+        return {request: [each] for request, each in zip(ready, self._forward(stretches), strict=True)}
+
+    def _goes_on(
+        self, request: Request, drafts: Mapping[Request, Sequence[int]], wanted: Mapping[Request, int]
+    ) -> bool:
+        """Whether there is a next round for a request: nothing follows a stop token."""
+        tokens = drafts[request]
+        is_within = request.num_tokens + len(tokens) <= self._context_length
+        return len(tokens) < wanted[request] and is_within and tokens[-1] not in request.sampling.stop_token_ids
+
+    def _forward(self, stretches: Sequence[_Stretch]) -> list[int]:
+        """Compute tokens into their slots, and return which is likeliest behind each stretch that samples."""
+        size, device = self._block_size, self._cache.device
+        token_ids: list[int] = []
+        positions, slots, runs, sample_rows = [], [], [], []
+        for stretch in stretches:
+            end = stretch.first_position + len(stretch.token_ids)
+            of_stretch = np.arange(stretch.first_position, end)
+            blocks = torch.from_numpy(stretch.blocks[: -(-end // size)]).to(device)
+            runs.append(Run(len(token_ids), stretch.first_position, len(stretch.token_ids), blocks))
+            positions.append(of_stretch)
+            slots.append(stretch.blocks[of_stretch // size] * size + of_stretch % size)
+            token_ids += stretch.token_ids
+            if stretch.samples:
+                sample_rows.append(len(token_ids) - 1)
+        step = self._ops.step(
+            torch.from_numpy(np.concatenate(positions)).to(device),
+            torch.from_numpy(np.concatenate(slots)).to(device),
+            runs,
+        )
+        rows = torch.tensor(sample_rows, dtype=torch.int64, device=device)
+        logits = self._model.forward(torch.tensor(token_ids, device=device), step, self._cache.pool, rows)
+        likeliest: list[int] = logits.argmax(dim=-1).tolist() if sample_rows else []
+        return likeliest
+
+    def _blocks(self, request: Request, num_wanted: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        num_blocks = -(-(request.num_tokens + num_wanted) // self._block_size)
+        return np.array(request.block_table[:num_blocks], np.int64)
+
+    def _num_found_tokens(self, request: Request) -> int:
+        """Count the tokens in leading full blocks that were filled here, one at least left to compute."""
+        full = request.block_table[: (request.num_tokens - 1) // self._block_size]
+        missing = (i for i, block in enumerate(full) if self._filled[block] != self._generations[block])
+        return next(missing, len(full)) * self._block_size
+
+    def _confirm(self, request: Request, held: _Held) -> None:
+        """Take in which of the last proposals came true."""
+        token_ids = request.token_ids[held.num_tokens : request.num_tokens - 1]
+        num_right = 0
+        for proposed, token_id in zip(held.proposed, token_ids, strict=False):
+            if proposed != token_id:
+                break
+            num_right += 1
+        held.proposed = []
+        self._fill(request, held, held.num_tokens + num_right)
+
+    def _fill(self, request: Request, held: _Held, end: int) -> None:
+        """Note that the keys and values of the tokens before `end` are here, or will be with the next forward."""
+        for block in request.block_table[held.num_tokens // self._block_size : end // self._block_size]:
+            self._filled[block] = self._generations[block]
+        held.num_tokens = end

@@ -1,0 +1,151 @@
+"""Where do the keys and values of computed tokens lie?
+
+The pool is block-major: one block, all layers of its group, is one run of bytes, so that moving a block is one copy.
+What lies where in a block is the op layer's business (`tandem_engine.ops.base`), and its name part of the layout.
+
+    pool    [num_blocks, layers_per_block, 2 (keys, values), num_kv_heads * block_size * head_dim]
+    region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
+
+On a CPU the region is the pool. On CUDA the pool is the device's and the region a copy of it that `stage` keeps up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem_engine.execution.kv_groups import LayerGroup
+from tandem_engine.execution.regions import OwnedRegion
+from tandem_engine.execution.thread_pool import share
+from tandem_engine.layout import GroupInfo, LayoutInfo
+from tandem_engine.ops.base import KVPool
+
+_PAGE_BYTES = 4096
+_GENERATION_BYTES = 8
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """What one block holds."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    order: str = "layer,(key:head,dim,token|value:head,token,dim)"
+    """`Ops.kv_order` of the op layer that writes it."""
+    groups: tuple[LayerGroup, ...] = ()
+    """Layers that share a block table; none: all of them do."""
+
+    @property
+    def num_groups(self) -> int:
+        return max(1, len(self.groups))
+
+    @property
+    def layers_per_block(self) -> int:
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """See `KVPool.places`."""
+        of_layer = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(of_layer[layer] for layer in sorted(of_layer))
+
+    @property
+    def bytes_per_block(self) -> int:
+        numbers = (self.layers_per_block, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return math.prod(numbers) * self.dtype.itemsize
+
+    def layout(self) -> LayoutInfo:
+        """Return the geometry as it is told to other processes."""
+        return LayoutInfo(
+            num_layers=self.num_layers,
+            tokens_per_block=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            k_head_size=self.head_dim,
+            v_head_size=self.head_dim,
+            dtype=dtype_name(self.dtype),
+            order=self.order,
+            bytes_per_block=self.bytes_per_block,
+            groups=[GroupInfo(list(group.layers), group.window) for group in self.groups],
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+class PagedKVCache:
+    """The one owner of KV tensors in an engine process.
+
+    With `staging` (what a device other than the CPU needs) the pool is a tensor of its own and readers see copies.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, num_blocks: int, device: torch.device, *, staging: bool | None = None
+    ) -> None:
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        pool_bytes = num_blocks * geometry.bytes_per_block
+        self.generations_offset = -(-pool_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.region = OwnedRegion(self.generations_offset + num_blocks * _GENERATION_BYTES)
+        self.generations: MutableSequence[int] = self.region.uint64_table(self.generations_offset, num_blocks)
+        shared = torch.from_numpy(self.region.bytes_at(0, pool_bytes)).view(num_blocks, geometry.bytes_per_block)
+        is_staged = device.type != "cpu" if staging is None else staging
+        self._staged = shared if is_staged else None
+        self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
+        self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
+        rows = self._rows.view(-1).view(geometry.dtype).view(num_blocks, -1)
+        self.pool = KVPool(
+            rows,
+            geometry.layers_per_block,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            geometry.block_size,
+            geometry.places,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
+
+    def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Overwrite whole blocks, `first` and those behind it, with as many bytes; `content` may be read-only."""
+        size = self.geometry.bytes_per_block
+        num_blocks = len(content) // size
+        rows = self._rows[first : first + num_blocks].view(-1)
+        if self.device.type == "cpu":
+            here = rows.numpy()
+            share(
+                lambda start, end: np.copyto(here[start * size : end * size], content[start * size : end * size]),
+                num_blocks,
+                size,
+            )
+        else:
+            rows.copy_(torch.from_numpy(content.copy()))
+
+    def bytes_of(self, block: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return a block's bytes: on a CPU those of the pool itself, else a copy."""
+        content: np.ndarray[tuple[int], np.dtype[np.uint8]]
+        content = self._rows[block].cpu().numpy() if self._bytes is None else self._bytes[block]
+        return content
+
+    def read_block(self, block: int) -> bytes:
+        """Return a block's bytes as they are now."""
+        return self.bytes_of(block).tobytes()
+
+    def stage(self, blocks: Sequence[int]) -> None:
+        """Make these blocks' content visible to readers of the region; returns when it is."""
+        if self._staged is not None:
+            for block in blocks:
+                self._staged[block].copy_(self._rows[block])

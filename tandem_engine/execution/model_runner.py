@@ -1,0 +1,146 @@
+"""How does one step of the scheduler become tokens?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tandem_engine.core import RegionError
+from tandem_engine.execution.grammar.compiled import no_guide
+from tandem_engine.execution.grammar.masks import GrammarMasks
+from tandem_engine.execution.input_batch import build_input_batch
+from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.model import Model
+from tandem_engine.execution.regions import MappedRegions
+from tandem_engine.execution.sampler import Draw, sample
+from tandem_engine.messages import ExtentRef, MapRegion
+from tandem_engine.ops.base import Ops
+from tandem_engine.ops.sampling import Words
+from tandem_engine.scheduling.batch import ScheduledRun, SchedulerOutput
+from tandem_engine.scheduling.request import Request, Sampled
+
+if TYPE_CHECKING:
+    from tandem_engine.execution.block_checksums import BlockChecksums
+
+
+class ModelRunner:
+    """The `tandem_engine.core.Runner` over a model and a paged KV cache; reads requests, writes none."""
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        cache: PagedKVCache,
+        checksums: BlockChecksums | None = None,
+        masks: GrammarMasks | None = None,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._cache = cache
+        self._checksums = checksums
+        self._masks = masks or GrammarMasks(no_guide)
+        self._regions = MappedRegions()
+        self.generations = cache.generations
+
+    def prepare(self, request: Request) -> bool:
+        """Begin to compile a request's grammar, if it has one, and return whether nothing waits for that."""
+        return self._masks.prepare(request)
+
+    @torch.inference_mode()
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> dict[str, list[Sampled]]:
+        """Compute all runs, leave their KV in their blocks, and draw the tokens that follow.
+
+        The KV of drafts that were wrong lies behind the tokens that count, where the next step writes.
+        """
+
+        def when_written() -> None:
+            self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
+            kv_written()
+
+        self._masks.begin(output.runs)
+        batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
+        logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
+        masks = self._masks.take()  # a device that runs on its own computes meanwhile
+        drawn = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
+        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
+        return drawn
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
+        bytes_per_block = self._cache.geometry.bytes_per_block
+        for extent in extents:
+            if extent.num_bytes != bytes_per_block:
+                raise RegionError(
+                    f"slot {extent.slot} of region {extent.region_id} has {extent.num_bytes} bytes, "
+                    f"a block here {bytes_per_block}; both workers must serve the same layout"
+                )
+        for _, of_region in groupby(zip(blocks, extents, strict=True), key=lambda pair: pair[1].region_id):
+            targets, sources = zip(*of_region, strict=True)
+            for first, run in _runs(targets, sources):
+                self._cache.write_blocks(first, self._regions.read(run))
+        self._regions.check_generations(extents)
+        if self._checksums is not None:
+            self._checksums.verify(blocks, extents)
+        self._cache.stage(blocks)
+        return len(extents) * bytes_per_block
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Return the checksums of complete blocks, if this engine makes any."""
+        return self._checksums.of(blocks) if self._checksums is not None else []
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""
+        self._regions.map(command, fd)
+
+    def unmap_region(self, region_id: str) -> None:
+        self._regions.unmap(region_id)
+
+    @property
+    def _block_size(self) -> int:
+        return self._cache.geometry.block_size
+
+
+def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple[int, ExtentRef]]:
+    """Yield copies that make up all of them: blocks side by side here and there are one, which is twice as fast."""
+    offsets = np.array([extent.offset for extent in extents])
+    is_beside = (np.diff(offsets) == extents[0].num_bytes) & (np.diff(blocks) == 1)
+    starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
+    for start, end in pairwise(starts):
+        yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
+
+
+def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words]]) -> Draw:
+    request = run.request
+    return Draw(
+        request.request_id,
+        request.sampling,
+        request.choice_seeds,
+        request.token_ids,
+        request.num_prompt_tokens,
+        run.draft_tokens,
+        masks.get(request.request_id, ()),
+    )
+
+
+def _accepted_blocks(run: ScheduledRun, drawn: Mapping[str, Sequence[Sampled]], block_size: int) -> Iterator[int]:
+    """Yield the blocks that drafts which were right completed."""
+    if not run.draft_tokens:
+        return
+    num_accepted = len(drawn[run.request.request_id]) - 1
+    for table in run.request.tables:
+        yield from table[run.end // block_size : (run.end + num_accepted) // block_size]
+
+
+def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
+    """Yield blocks that this run's known tokens completed, and a prefill's partly filled tail with its last token."""
+    is_over = run.samples and run.request.mode == "prefill"
+    last = -(-run.end // block_size) if is_over else run.end // block_size
+    for table in run.request.tables:
+        yield from table[run.first_position // block_size : last]

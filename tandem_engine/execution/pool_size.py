@@ -1,0 +1,91 @@
+"""How many KV blocks does the pool get?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tandem_engine.execution.kv_cache import KVGeometry
+from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.settings import EngineConfig
+
+_CPU_MOST_BYTES = 2 << 30
+_CPU_SHARE = 0.2
+_CUDA_SHARE = 0.9
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def choose_num_blocks(
+    config: EngineConfig,
+    geometry: KVGeometry,
+    context_length: int,
+    device: torch.device,
+    mapped_bytes: int = 0,
+    draft_bytes_per_block: int = 0,
+) -> int:
+    """Return the pool's size: as told in blocks, in bytes, or by the memory that is free once the weights are loaded.
+
+    A block is of one group of layers; told in blocks, there are as many for each. Not told, it never exceeds what a
+    full batch of longest requests could use. `mapped_bytes` of weights lie in mapped files: the system calls their
+    memory free. A draft model's blocks, of the same ids, are of the same memory. Raises ModelUnusable if no block fits.
+    """
+    bytes_per_block = geometry.bytes_per_block + draft_bytes_per_block
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks * geometry.num_groups
+    if config.kv_memory_bytes is not None:
+        return _fitting(config.kv_memory_bytes, bytes_per_block)
+    most_useful = config.max_num_seqs * -(-context_length // geometry.block_size) * geometry.num_groups
+    limit_bytes = config.kv_memory_limit_bytes
+    free_bytes = _free_for_kv(device, mapped_bytes)
+    return min(most_useful, _fitting(min(free_bytes, limit_bytes or free_bytes), bytes_per_block))
+
+
+def _fitting(num_bytes: int, bytes_per_block: int) -> int:
+    num_blocks = num_bytes // bytes_per_block
+    if num_blocks < 1:
+        raise ModelUnusable(
+            f"{num_bytes:,} bytes for KV do not hold one block of {bytes_per_block:,}; "
+            "give more with --kv-memory-bytes, or serve a smaller model"
+        )
+    return num_blocks
+
+
+def _free_for_kv(device: torch.device, mapped_bytes: int) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_CUDA_SHARE * free)
+    return min(_CPU_MOST_BYTES, int(_CPU_SHARE * max(0, free_host_bytes() - mapped_bytes)))
+
+
+def free_host_bytes() -> int:
+    """Return what this process may still take: the machine's available memory, or its cgroups' rest if that is less."""
+    return max(0, min([_available_bytes(), *_cgroup_rests()]))
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no line MemAvailable; give --kv-memory-bytes")
+
+
+def _cgroup_rests() -> list[int]:
+    """Return limit - use, cached files not counted as use, of each cgroup (v2) that we are in and that has a limit."""
+    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
+    group = _CGROUP / own.lstrip("/")
+    folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(_CGROUP)]
+    return [rest for folder in folders if (rest := _rest(folder)) is not None]
+
+
+def _rest(folder: Path) -> int | None:
+    limit = folder / "memory.max"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return None
+    cached = sum(
+        int(line.split()[1])
+        for line in (folder / "memory.stat").read_text().splitlines()
+        if line.startswith("inactive_file ")
+    )
+    return int(limit.read_text()) - int((folder / "memory.current").read_text()) + cached

@@ -1,0 +1,119 @@
+"""Does a loaded transformers model really use our attention, and what does one block of its KV hold?
+
+Asked by running it: a forward over a few tokens, with ops that remember shapes instead of a pool.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tandem_engine.execution.attention import STEP_KEYWORD, Asked, AttentionStep, UnsupportedAttention
+from tandem_engine.execution.kv_cache import KVGeometry
+from tandem_engine.ops.base import KVPool, Step
+
+_NUM_TOKENS = 4
+
+
+@torch.inference_mode()
+def probe_geometry(
+    model: Any, num_layers: int, block_size: int, device: torch.device
+) -> tuple[KVGeometry, list[Asked]]:
+    """Return what a block holds, and what each layer asks of attention.
+
+    The model is on `device`, which its weights need not say. Raises UnsupportedAttention unless every layer attends
+    through us exactly once.
+    """
+    ops = _ProbeOps()
+    step = _run(model, ops, _NUM_TOKENS, device)
+    layers = [asked.layer for asked in step.asked]
+    if layers != list(range(num_layers)):
+        raise UnsupportedAttention(
+            f"{type(model).__name__} attended through Tandem in layers {layers}, "
+            f"where each of {num_layers} should once; its layers are not all plain attention"
+        )
+    _check_windows(model, step)
+    shapes = {(*key.shape[1:], value.shape[-1]) for key, value in ops.written.values()}
+    if len(shapes) > 1:
+        raise UnsupportedAttention(f"{type(model).__name__} has layers whose KV differ in shape: {sorted(shapes)}")
+    ((num_kv_heads, head_dim, value_dim),) = shapes
+    if head_dim != value_dim:
+        raise UnsupportedAttention(
+            f"{type(model).__name__} has keys of {head_dim} and values of {value_dim} numbers per head; "
+            "only equal sizes are built"
+        )
+    geometry = KVGeometry(num_layers, num_kv_heads, head_dim, block_size, ops.written[0][0].dtype)
+    return geometry, step.asked
+
+
+@torch.inference_mode()
+def run_largest_step(model: Any, num_tokens: int, device: torch.device) -> None:
+    """Run a forward as large as a step can be, so that the device's high-water mark of memory is known."""
+    _run(model, _ProbeOps(), num_tokens, device)
+
+
+def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> AttentionStep:
+    token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    no_pool = KVPool(torch.empty(0, 0), 0, 0, 0, 1)
+    step = AttentionStep(ops, no_pool, Step(positions, positions, []))
+    model(
+        input_ids=token_ids,
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=positions[-1:],
+        **{STEP_KEYWORD: step},
+    )
+    return step
+
+
+def _check_windows(model: Any, step: AttentionStep) -> None:
+    layer_types = getattr(model.config, "layer_types", None) or []
+    if not layer_types and (window := _window_in_masks(model)) and any(asked.window != window for asked in step.asked):
+        raise UnsupportedAttention(
+            f"{type(model).__name__} tells masks, but not attention, of its window of {window} tokens"
+        )
+    for asked, kind in zip(step.asked, layer_types, strict=False):
+        if (kind == "sliding_attention") != (asked.window is not None):
+            raise UnsupportedAttention(
+                f"{type(model).__name__} calls layer {asked.layer} {kind}, but attends with a window of {asked.window}"
+            )
+
+
+def _window_in_masks(model: Any) -> int | None:
+    """Return the window of a model that makes masks with windows, if it is shorter than its context."""
+    window: int | None = getattr(model.config, "sliding_window", None)
+    has_masks = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
+    return window if window and has_masks and window < model.config.max_position_embeddings else None
+
+
+class _ProbeOps:
+    """Keeps the last keys and values of each layer, and attends to them: one run from its first token on."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
+        self.written[layer] = (key, value)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        key, value = (each.transpose(0, 1).unsqueeze(0) for each in self.written[layer])
+        if key.shape[-1] != value.shape[-1]:
+            return query  # refused once the shapes are compared
+        heads = query.to(key.dtype).view(len(query), num_heads, -1).transpose(0, 1).unsqueeze(0)
+        attended = functional.scaled_dot_product_attention(heads, key, value, is_causal=True, enable_gqa=True)
+        return attended[0].transpose(0, 1).flatten(1)

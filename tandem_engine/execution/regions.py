@@ -1,0 +1,127 @@
+"""How is a pool's memory shared between processes, and read without trusting its owner to wait?
+
+An owner's region is a memfd, pre-faulted and sealed against resizing, on huge pages where they can be had. A reader
+maps it read-only, copies, and then compares each slot's generation with the one it was told: a slot that was handed out
+again in between is noticed.
+
+Maps are never closed: tensors and arrays made from one keep it alive, and it goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import MutableSequence, Sequence
+from typing import cast
+
+import numpy as np
+
+from tandem_engine.core import RegionError
+from tandem_engine.execution.huge_pages import map_read_only, map_shared
+from tandem_engine.messages import ExtentRef, MapRegion
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class OwnedRegion:
+    """Shared memory of `num_bytes` that only this process writes, zero at first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self._map = map_shared(self.fd, num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def __del__(self) -> None:
+        if hasattr(self, "_map"):
+            os.close(self.fd)
+
+    def bytes_at(self, offset: int, num_bytes: int) -> Bytes:
+        """Return a writable view."""
+        return np.frombuffer(self._map, np.uint8, num_bytes, offset)
+
+    def uint64_table(self, offset: int, length: int) -> MutableSequence[int]:
+        """Return `length` integers at `offset`, writable; items are plain ints, as messages want them."""
+        return cast(MutableSequence[int], np.frombuffer(self._map, np.uint64, length, offset).data)
+
+
+class MappedRegions:
+    """Other processes' regions by their id."""
+
+    def __init__(self) -> None:
+        self._regions: dict[str, _MappedRegion] = {}
+
+    def map(self, command: MapRegion, fd: int) -> None:
+        """Map a region, in place of one with the same id; raises RegionError if `fd` is not what the command says."""
+        self._regions[command.region_id] = _MappedRegion(command, fd)
+
+    def unmap(self, region_id: str) -> None:
+        """Forget a region; unknown ids are ignored."""
+        self._regions.pop(region_id, None)
+
+    def read(self, extent: ExtentRef) -> Bytes:
+        """Return the extent's bytes, read-only, as they are now; raises RegionError."""
+        return self._region(extent).read(extent)
+
+    def check_generations(self, extents: Sequence[ExtentRef]) -> None:
+        """Raise RegionError if any slot was handed out again since its extent was described."""
+        for region_id in {extent.region_id for extent in extents}:
+            described = [extent for extent in extents if extent.region_id == region_id]
+            now = self._region(described[0]).generations([extent.slot for extent in described])
+            for index in np.flatnonzero(now != np.array([extent.generation for extent in described], np.uint64))[:1]:
+                extent = described[index]
+                raise RegionError(
+                    f"slot {extent.slot} of region {region_id} is of generation {now[index]} now, "
+                    f"{extent.generation} was meant: its lease ran out while it was read; compute it again"
+                )
+
+    def _region(self, extent: ExtentRef) -> _MappedRegion:
+        if (region := self._regions.get(extent.region_id)) is None:
+            raise RegionError(f"region {extent.region_id} is not mapped here; send MapRegion first")
+        return region
+
+
+class _MappedRegion:
+    def __init__(self, command: MapRegion, fd: int) -> None:
+        _check_descriptor(command, fd)
+        content = map_read_only(fd, command.num_bytes)
+        self._command = command
+        self._bytes: Bytes = np.frombuffer(content, np.uint8)
+        self._generations = np.frombuffer(content, np.uint64, command.num_slots, command.generations_offset)
+
+    def read(self, extent: ExtentRef) -> Bytes:
+        end = extent.offset + extent.num_bytes
+        is_inside = 0 <= extent.offset <= end <= self._command.generations_offset
+        if not is_inside or not 0 <= extent.slot < self._command.num_slots:
+            raise RegionError(
+                f"slot {extent.slot}, bytes {extent.offset} to {end}, is outside region {extent.region_id} with "
+                f"{self._command.num_slots} slots in {self._command.generations_offset} bytes"
+            )
+        return self._bytes[extent.offset : end]
+
+    def generations(self, slots: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        if slots and not 0 <= min(slots) <= max(slots) < len(self._generations):
+            raise RegionError(
+                f"slots {min(slots)} to {max(slots)} are not all in region {self._command.region_id} with "
+                f"{len(self._generations)} slots"
+            )
+        return self._generations[slots]
+
+
+def _check_descriptor(command: MapRegion, fd: int) -> None:
+    size = os.fstat(fd).st_size
+    table_end = command.generations_offset + 8 * command.num_slots
+    if not 0 <= command.generations_offset <= table_end <= command.num_bytes <= size:
+        raise RegionError(
+            f"region {command.region_id} is {size} bytes long; {command.num_bytes} with a table of generations up to "
+            f"{table_end} do not fit"
+        )
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise RegionError(
+            f"region {command.region_id} is not sealed: its owner could cut it off under its readers; "
+            "add F_SEAL_SHRINK to the memfd"
+        )

@@ -1,0 +1,184 @@
+"""Which token comes next?
+
+A pure function of (logits, sampling parameters, tokens before, seed, position): no state, no neighbours. Penalties and
+bans, which depend on the tokens before, become changes of some logits here; all else is the op's, see
+tandem_engine/ops/sampling.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tandem_engine.core import RequestsFailed
+from tandem_engine.messages import Logprob, PositionLogprobs
+from tandem_engine.ops import plain_sampling
+from tandem_engine.ops.plain_sampling import gumbel_noise
+from tandem_engine.ops.sampling import Drawn, LogitChanges, SamplingRow, TokenLogprob, UnusableLogits, Words
+from tandem_engine.scheduling.request import Sampled
+from tandem_engine.scheduling.sampling_params import SamplingParams
+
+__all__ = ["Draw", "gumbel_noise", "sample"]
+
+SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]
+"""`Ops.sample` of some backend."""
+
+
+class Draw(NamedTuple):
+    """One request's next token: one per seed, all from the same logits. Or, with drafts, its next tokens."""
+
+    request_id: str
+    params: SamplingParams
+    seeds: Sequence[int]
+    token_ids: Sequence[int]
+    """Everything before; its length is the position of the token to be drawn."""
+    num_prompt_tokens: int
+    draft_tokens: Sequence[int] = ()
+    """Guesses of the next tokens, with one seed: so many more rows of logits, each behind one more of them."""
+    allowed: Sequence[Words] = ()
+    """What a grammar allows in each row; rows without are behind a draft that it does not. None at all: no grammar."""
+
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.draft_tokens)
+
+    def token_ids_behind(self, num_drafts: int) -> Sequence[int]:
+        """Return everything before the token behind so many drafts, which were right."""
+        return [*self.token_ids, *self.draft_tokens[:num_drafts]] if num_drafts else self.token_ids
+
+    def num_answer_tokens(self, num_drafts: int) -> int:
+        return len(self.token_ids) + num_drafts - self.num_prompt_tokens
+
+
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], sample_op: SampleOp = plain_sampling.sample
+) -> dict[str, list[Sampled]]:
+    """Draw tokens from `logits` [rows of all draws, vocab_size]; returns them by request id.
+
+    They are one per seed; or with drafts as many as were guessed right, and the one that follows them. So every token
+    is what it would be without drafts. Raises RequestsFailed naming requests whose logits are NaN or infinite, or leave
+    no token to draw.
+    """
+    if not draws:
+        return {}
+    rows = [_row(draw, index, logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
+    drawn, message = _drawn(logits.float(), rows, sample_op)
+    taken: dict[str, list[Sampled]] = {}
+    failed: list[str] = []
+    first = 0
+    for draw in draws:
+        sampled = _taken(draw, drawn[first : first + draw.num_rows])
+        if sampled is None:
+            failed.append(draw.request_id)
+        else:
+            taken[draw.request_id] = sampled
+        first += draw.num_rows
+    if failed:
+        raise RequestsFailed(failed, message)
+    return taken
+
+
+def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[Drawn | None], str]:
+    """Return what each row gives; None for those whose logits are of no use, with what is wrong with them."""
+    drawn: list[Drawn | None] = [None] * len(rows)
+    usable = list(range(len(rows)))
+    messages: list[str] = []
+    while usable:
+        try:
+            found = sample_op(logits[usable] if messages else logits, [rows[row] for row in usable])
+        except UnusableLogits as error:  # each time of fewer rows: those that are of no use for another reason
+            messages.append(error.message)
+            usable = [row for index, row in enumerate(usable) if index not in error.rows]
+        else:
+            for row, each in zip(usable, found, strict=True):
+                drawn[row] = each
+            break
+    return drawn, "; ".join(messages)
+
+
+def _taken(draw: Draw, drawn: Sequence[Drawn | None]) -> list[Sampled] | None:
+    """Return the tokens of a request's rows up to the first that was not guessed; None if one of them has none."""
+    sampled: list[Sampled] = []
+    for each, draft in zip(drawn, [*draw.draft_tokens, None], strict=True):
+        if each is None:
+            return None
+        sampled += _sampled(each)
+        if sampled[-1].token_id != draft:
+            break
+    return sampled
+
+
+def _row(draw: Draw, num_drafts: int, vocab_size: int) -> SamplingRow:
+    """Return how the token behind so many drafts is drawn."""
+    params = draw.params
+    return SamplingRow(
+        seeds=draw.seeds,
+        position=len(draw.token_ids) + num_drafts,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        changes=_changes(draw, num_drafts, vocab_size) if _changes_logits(draw, num_drafts) else None,
+        allowed=draw.allowed[num_drafts] if num_drafts < len(draw.allowed) else None,
+        num_top=params.num_logprobs,
+    )
+
+
+def _sampled(drawn: Drawn) -> list[Sampled]:
+    if not drawn.chosen:
+        return [Sampled(token_id) for token_id in drawn.token_ids]
+    top = [_logprob(entry) for entry in drawn.top]
+    return [Sampled(entry.token_id, PositionLogprobs(_logprob(entry), top)) for entry in drawn.chosen]
+
+
+def _logprob(entry: TokenLogprob) -> Logprob:
+    return Logprob(entry.token_id, entry.logprob, entry.rank)
+
+
+def _changes_logits(draw: Draw, num_drafts: int) -> bool:
+    params = draw.params
+    has_penalties = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    return bool(has_penalties or params.logit_bias or _bans_stop_tokens(draw, num_drafts))
+
+
+def _bans_stop_tokens(draw: Draw, num_drafts: int) -> bool:
+    """Whether the answer may not end yet; where its grammar lets it do nothing else, it may."""
+    if draw.num_answer_tokens(num_drafts) >= draw.params.min_tokens:
+        return False
+    if num_drafts >= len(draw.allowed):
+        return True
+    others = draw.allowed[num_drafts].astype(np.uint32)
+    for token_id in draw.params.stop_token_ids:
+        if token_id // 32 < len(others):
+            others[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return bool(others.any())
+
+
+def _changes(draw: Draw, num_drafts: int, vocab_size: int) -> LogitChanges:
+    params = draw.params
+    token_ids = draw.token_ids_behind(num_drafts)
+    seen = _ids(token_ids if params.repetition_penalty != 1.0 else (), vocab_size)
+    is_penalised = params.frequency_penalty or params.presence_penalty  # these count the answer's tokens
+    answer = np.array(token_ids[draw.num_prompt_tokens :] if is_penalised else (), np.int64)
+    counted = _ids(answer, vocab_size)
+    biased = _ids(tuple(params.logit_bias), vocab_size)
+    banned = _ids(params.stop_token_ids if _bans_stop_tokens(draw, num_drafts) else (), vocab_size)
+    changed = _ids(np.concatenate((seen, counted, biased, banned)), vocab_size)
+    bias, is_seen, minus = np.zeros(len(changed)), np.zeros(len(changed), np.bool_), np.zeros(len(changed))
+    bias[changed.searchsorted(biased)] = [params.logit_bias[token_id] for token_id in biased.tolist()]
+    is_seen[changed.searchsorted(seen)] = True
+    counts = np.bincount(answer)[counted]
+    minus[changed.searchsorted(counted)] = params.frequency_penalty * counts + params.presence_penalty
+    minus[changed.searchsorted(banned)] = np.inf
+    return LogitChanges(changed, bias, is_seen, minus, params.repetition_penalty)
+
+
+def _ids(token_ids: Any, vocab_size: int) -> Any:
+    """Return those of the vocabulary, int64, by rising id, each once."""
+    ids = np.asarray(token_ids, np.int64)
+    is_there = np.zeros(vocab_size, np.bool_)  # marks: a long context need not be sorted
+    is_there[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return np.flatnonzero(is_there)

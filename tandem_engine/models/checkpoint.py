@@ -1,0 +1,113 @@
+"""Where are the files of the model that was asked for?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+DEMO_MODEL = "@tandem/demo"
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+
+Progress = Callable[[str, float], None]
+"""Takes a sentence for people, and how far loading is, from 0 to 1."""
+
+
+class ModelUnusable(ValueError):
+    """This checkpoint cannot be served; the message says why, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with all that is needed, and the name to serve it under."""
+
+    model_id: str
+    folder: Path
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return weight_files(self.folder)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.weight_files)
+
+    @property
+    def assets(self) -> dict[str, str]:
+        """Name -> path of the files that a tokenizer is made of."""
+        names = ("tokenizer.json", "tokenizer_config.json")
+        return {name: str(self.folder / name) for name in names if (self.folder / name).exists()}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers reads: others may hold the same weights under other names (Mistral's do).
+
+    Raises ModelUnusable if their index is broken, or names files that are not here.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.exists():
+        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnusable(f"{index} is no index of weights ({error!r}); download the checkpoint anew") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelUnusable(f"{folder} lacks {len(missing)} files, {missing[0]} first; download the checkpoint anew")
+    return [folder / name for name in names]
+
+
+def find_checkpoint(model: str, served_model_name: str, report: Progress, revision: str = "") -> Checkpoint:
+    """Return the files of a folder, a Hub id (downloaded if need be) or "@tandem/demo"; raises ModelUnusable.
+
+    `revision` is a Hub id's branch, tag or commit; "" is its main branch, and all that a folder has.
+    """
+    folder, default_name = _locate(model, revision, report)
+    _check_files(folder)
+    return Checkpoint(served_model_name or default_name, folder)
+
+
+def _locate(model: str, revision: str, report: Progress) -> tuple[Path, str]:
+    if revision and (model == DEMO_MODEL or Path(model).expanduser().is_dir()):
+        raise ModelUnusable(f"{model} has no revisions, and {revision!r} was asked for; leave it out, or give a Hub id")
+    if model == DEMO_MODEL:
+        from tandem_engine.demo import checkpoint_path
+
+        return Path(checkpoint_path()), DEMO_MODEL
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve(), folder.resolve().name
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelUnusable(f"{model} is not a folder")
+    return _download(model, revision, report), model
+
+
+def _download(model: str, revision: str, report: Progress) -> Path:
+    """Fetch safetensors and JSON from the Hub, with its progress bars on stderr; HF_HUB_OFFLINE=1 is honoured."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    report(f"looking for {model} on the Hugging Face Hub", 0.0)
+    try:
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=list(_PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        where = f"{model} at {revision}" if revision else model
+        raise ModelUnusable(
+            f"{where} is neither a folder here nor a model that the Hugging Face Hub gave us "
+            f"({type(error).__name__}: {error}); check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ModelUnusable(f"{folder} has no config.json; it is not a transformers checkpoint")
+    if not list(folder.glob("*.safetensors")):
+        raise ModelUnusable(
+            f"{folder} has no safetensors files; pickled weights (.bin) can run code and are not loaded: convert them "
+            "with `model.save_pretrained(folder, safe_serialization=True)`"
+        )
+    if not (folder / "tokenizer.json").exists():
+        raise ModelUnusable(
+            f"{folder} has no tokenizer.json; make one with "
+            "`AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)`"
+        )

@@ -1,0 +1,102 @@
+"""What does a checkpoint hold, and how does a source's tensor come out of it with one copy in memory?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tandem_engine.models.checkpoint import ModelUnusable, weight_files
+from tandem_engine.models.lean.config import NotLean
+from tandem_engine.models.lean.sources import LinearSource, Plan, Source
+from tandem_engine.models.lean.tensor_file import BadTensorFile, TensorFile, TensorPlace
+
+_NEVER_READ = ("rotary_emb.inv_freq", "lm_head.weight")
+"""Ends of names that a plan may leave out: computed anew; tied to the embeddings."""
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors files, one file or many; raises ModelUnusable with the remedy."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, TensorFile] = {}
+        for path in weight_files(folder):
+            file = self._open(path)
+            self._files |= dict.fromkeys(file.places, file)
+
+    def check(self, plan: Plan) -> None:
+        """Raise ModelUnusable if the plan needs what is not here, NotLean if here is what it does not know or mix."""
+        needed = {name for source in plan.values() for name in _tensors(source)}
+        if missing := sorted(needed - self._files.keys()):
+            raise ModelUnusable(
+                f"{self._folder} lacks {len(missing)} weights, {missing[0]} first; download the checkpoint anew, or "
+                "save it again with `model.save_pretrained(folder)`"
+            )
+        unknown = [name for name in sorted(self._files.keys() - needed) if not name.endswith(_NEVER_READ)]
+        if unknown:
+            raise NotLean(
+                f"{self._folder} has {len(unknown)} weights that the decoder does not know, {unknown[0]} first"
+            )
+        for source in plan.values():
+            if isinstance(source, LinearSource):
+                self._check_dtypes(source.weights)
+                self._check_dtypes(source.biases)
+
+    def linear(self, source: LinearSource, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the fused matrix, as `stack` does, and the fused bias, float32."""
+        matrix = self.stack(source.weights, dtype)
+        bias = self.stack(source.biases, torch.float32) if source.biases else None
+        if bias is not None and bias.shape != matrix.shape[:1]:
+            raise ModelUnusable(
+                f"{self._folder}: {', '.join(source.biases)} have {len(bias)} numbers for {len(matrix)} outputs; "
+                "download the checkpoint anew"
+            )
+        return matrix, bias
+
+    def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> torch.Tensor:
+        """Return tensors one above the other in fresh memory; `dtype` None: as stored, but float16 as float32."""
+        places = [self._files[name].places[name] for name in names]
+        if len({place.shape[1:] for place in places}) > 1:
+            raise ModelUnusable(
+                f"{self._folder} stores {', '.join(names)} in different widths ({places}); download the checkpoint anew"
+            )
+        try:
+            stacked = self._read(names, places)
+        except BadTensorFile as error:
+            raise _unusable(self._folder, error) from error
+        if dtype is None:
+            dtype = torch.float32 if stacked.dtype == torch.float16 else stacked.dtype
+        return stacked.to(dtype)
+
+    def _check_dtypes(self, names: Sequence[str]) -> None:
+        dtypes = {self._files[name].places[name].dtype_name for name in names}
+        if len(dtypes) > 1:
+            raise NotLean(
+                f"{self._folder} stores {', '.join(names)}, which the decoder fuses, in different dtypes "
+                f"({', '.join(sorted(dtypes))})"
+            )
+
+    def _read(self, names: Sequence[str], places: Sequence[TensorPlace]) -> torch.Tensor:
+        counts = [place.shape[0] for place in places]
+        stacked = torch.empty(sum(counts), *places[0].shape[1:], dtype=places[0].dtype)
+        for name, part in zip(names, torch.split(stacked, counts), strict=True):
+            self._files[name].read_into(name, part)
+        return stacked
+
+    def _open(self, path: Path) -> TensorFile:
+        try:
+            return TensorFile(path)
+        except BadTensorFile as error:
+            raise _unusable(self._folder, error) from error
+
+
+def _tensors(source: Source) -> tuple[str, ...]:
+    if isinstance(source, LinearSource):
+        return (*source.weights, *source.biases)
+    return (source.name,)
+
+
+def _unusable(folder: Path, error: BadTensorFile) -> ModelUnusable:
+    return ModelUnusable(f"{folder} cannot be read: {error}; download the checkpoint anew")

@@ -1,0 +1,161 @@
+"""How does a checkpoint become a decoder that is ready to run?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.models.lean.checkpoint_reader import CheckpointReader
+from tandem_engine.models.lean.config import DecoderConfig
+from tandem_engine.models.lean.decoder import Decoder
+from tandem_engine.models.lean.family import Family
+from tandem_engine.models.lean.rotary import rotary_tables
+from tandem_engine.models.lean.sources import LinearSource, NormSource, Plan
+from tandem_engine.models.lean.weights import ROTARY_PREFIX, LeanWeights
+from tandem_engine.models.packed_weights import PackedKey, PackedWeightsCache
+from tandem_engine.ops.base import Ops, Weight
+from tandem_engine.settings import DtypeChoice
+
+_PACKED_FOLDER = "packed"
+
+
+@dataclass(frozen=True)
+class LeanRequest:
+    """What to load, and how."""
+
+    folder: Path
+    config: Any
+    """The transformers configuration."""
+    family: Family
+    num_positions: int
+    """Longest context in tokens, as `support.context_length` allows."""
+    dtype: DtypeChoice = "auto"
+    """Of the weights in memory. auto: the checkpoint's, float16 as float32."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    state_dir: Path | None = None
+    """Where packed weights are kept for all workers of the host; None: in this process alone."""
+    weights_digest: str = ""
+    """Of the checkpoint's files; needed where there is a state directory."""
+
+
+def load_decoder(request: LeanRequest, ops: Ops, say: Callable[[str], None]) -> Decoder:
+    """Return the decoder; `say` takes a sentence for people. Raises ModelUnusable, and NotLean for variants unknown."""
+    config = request.family.decoder(request.config)
+    plan = request.family.plan(request.config)
+    weights = _weights(request, plan, ops, say)
+    _check_sizes(config, weights, request.folder)
+    return Decoder(config, weights, weights.rotary, ops)
+
+
+def _weights(request: LeanRequest, plan: Plan, ops: Ops, say: Callable[[str], None]) -> LeanWeights:
+    dtype = _stored_dtype(request)
+    reader = CheckpointReader(request.folder)
+    reader.check(plan)
+
+    def entries() -> Iterator[tuple[str, Weight | torch.Tensor]]:
+        yield from _rotary_entries(request)
+        yield from _packed_entries(plan, reader, dtype, request.device, ops)
+
+    if request.state_dir is None:
+        say("weights are in this process's own memory: without a state directory, workers cannot share them")
+        return _collect(entries())
+    if request.device.type != "cpu":
+        return _collect(entries())
+    assert request.weights_digest, "the packed file would be found under any checkpoint's name"
+    names = [f"{name}={source}" for name, source in plan.items()]
+    tables = f"rotary tables of torch {torch.__version__}, transformers {transformers.__version__}"
+    names.append(f"{tables}: {request.num_positions} positions")
+    key = PackedKey(request.weights_digest, ops.name, request.dtype, tuple(names))
+    try:
+        return PackedWeightsCache(request.state_dir / _PACKED_FOLDER).get(key, ops, entries)
+    except OSError as error:
+        say(f"weights are in this process's own memory: the packed file cannot be kept ({error})")
+        return _collect(entries())
+
+
+def _stored_dtype(request: LeanRequest) -> torch.dtype | None:
+    """Return the dtype that weights are stored in, None for the checkpoint's."""
+    if request.dtype == "float16":
+        raise ModelUnusable(
+            f"--dtype float16, but weights of {request.config.model_type} are kept in float32 or bfloat16; take auto"
+        )
+    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[request.dtype]
+
+
+def _rotary_entries(request: LeanRequest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the rotary tables. In the file, only the pages of positions that occur take memory, and they are shared."""
+    for kind, rotary in rotary_tables(request.config, request.num_positions, request.device).items():
+        yield f"{ROTARY_PREFIX}{kind}.cos", rotary.cos
+        yield f"{ROTARY_PREFIX}{kind}.sin", rotary.sin
+
+
+def _packed_entries(
+    plan: Plan, reader: CheckpointReader, dtype: torch.dtype | None, device: torch.device, ops: Ops
+) -> Iterator[tuple[str, Weight | torch.Tensor]]:
+    """Yield each weight, packed; no more than one is in memory unless the consumer keeps it."""
+    for name, source in plan.items():
+        if isinstance(source, LinearSource):
+            matrix, bias = reader.linear(source, dtype)
+            yield name, ops.pack(matrix.to(device), None if bias is None else bias.to(device))
+        elif isinstance(source, NormSource):
+            yield name, (reader.stack([source.name], torch.float32) + source.offset).to(device)
+        else:
+            yield name, reader.stack([source.name], dtype).to(device)
+
+
+def _collect(entries: Iterator[tuple[str, Weight | torch.Tensor]]) -> LeanWeights:
+    weights = LeanWeights()
+    for name, entry in entries:
+        if isinstance(entry, torch.Tensor):
+            weights.tensors[name] = entry
+        else:
+            weights.linears[name] = entry
+    return weights
+
+
+def _check_sizes(config: DecoderConfig, weights: LeanWeights, folder: Path) -> None:
+    """Raise ModelUnusable unless the weights are of the configuration's sizes: kernels do not look."""
+    for name, weight in weights.linears.items():
+        expected = _expected_size(config, weights, name)
+        if (weight.in_features, weight.out_features) != expected:
+            raise ModelUnusable(
+                f"{folder}: {name} takes {weight.in_features} features and gives {weight.out_features}, where "
+                f"config.json means {expected[0]} and {expected[1]}; config.json and weights are of different models"
+            )
+    for name, tensor in weights.tensors.items():
+        if name.startswith(ROTARY_PREFIX):
+            continue
+        shape = {
+            "embeddings": (config.vocab_size, config.hidden_size),
+            "query_norm": (config.head_dim,),
+            "key_norm": (config.head_dim,),
+        }.get(name.rpartition(".")[2], (config.hidden_size,))
+        if tuple(tensor.shape) != shape:
+            raise ModelUnusable(
+                f"{folder}: {name} is of shape {tuple(tensor.shape)}, where config.json means {shape}; "
+                "config.json and weights are of different models"
+            )
+
+
+def _expected_size(config: DecoderConfig, weights: LeanWeights, name: str) -> tuple[int, int]:
+    """Return in and out features; an MLP's inner size is what `down` takes."""
+    prefix, _, kind = name.rpartition(".")
+    heads, hidden = config.num_heads * config.head_dim, config.hidden_size
+    if kind == "qkv":
+        return hidden, heads + 2 * config.num_kv_heads * config.head_dim
+    if kind == "output":
+        return heads, hidden
+    if kind == "gate_up":
+        return hidden, 2 * weights.linears[f"{prefix}.down"].in_features
+    if kind == "down":
+        return weights.linears[name].in_features, hidden
+    if kind == "router":
+        experts = config.layers[int(prefix.split(".")[1])].experts
+        return hidden, experts.num_experts if experts else 0
+    return hidden, config.vocab_size

@@ -1,0 +1,189 @@
+"""How does a checkpoint become a model that is ready to run?
+
+By one of two routes: the lean one, our own code for the families that most people serve, or transformers' code with our
+attention and our linear layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem_engine.execution.kv_cache import KVGeometry
+from tandem_engine.execution.kv_groups import choose_groups
+from tandem_engine.execution.model import Model
+from tandem_engine.messages import ModelInfo
+from tandem_engine.models.card import Numerics, describe, weights_digest
+from tandem_engine.models.checkpoint import Checkpoint, ModelUnusable, Progress, find_checkpoint
+from tandem_engine.models.digest import DigestCache
+from tandem_engine.models.lean.config import DecoderConfig, NotLean
+from tandem_engine.models.lean.family import Family
+from tandem_engine.models.lean.load import LeanRequest, load_decoder
+from tandem_engine.models.placement import choose_device, choose_dtype, choose_route, numerics_class
+from tandem_engine.models.support import check_config, context_length, draft_context_length
+from tandem_engine.ops.base import Ops
+from tandem_engine.ops.choice import choose_ops
+from tandem_engine.ops.cpu import KernelsUnavailable
+from tandem_engine.settings import EngineConfig
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    model: Model
+    ops: Ops
+    info: ModelInfo
+    geometry: KVGeometry
+    device: torch.device
+    mapped_bytes: int = 0
+    """Of weights in files that are mapped."""
+    window: int | None = None
+    """Positions that any token of any layer sees; None: some layer sees all."""
+    is_rowwise: bool = True
+    """A row's bits depend on that row alone, all of the model's code considered."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model on its way; `length` is the longest context in tokens."""
+
+    config: EngineConfig
+    checkpoint: Checkpoint
+    model_config: Any
+    length: int
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    digests: DigestCache
+    report: Progress
+
+
+@dataclass(frozen=True)
+class _Built:
+    model: Model
+    architecture: str
+    route: str
+    geometry: KVGeometry
+    windows: Sequence[int | None]
+    """Of each layer."""
+    is_rowwise: bool
+
+
+def load_model(config: EngineConfig, report: Progress, target: LoadedModel | None = None) -> LoadedModel:
+    """Find, check, load and try out the model; raises ModelUnusable, saying what to do instead.
+
+    With `target` it is to guess for that one: it shares its op layer, takes no longer context, and has one group.
+    """
+    checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
+    model_config = _read_config(checkpoint)
+    check_config(model_config)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, model_config, device)
+    family = choose_route(config.route, model_config, device, dtype)
+    job = _Job(
+        config=config,
+        checkpoint=checkpoint,
+        model_config=model_config,
+        length=_length(config, model_config, target),
+        device=device,
+        dtype=dtype,
+        ops=_ops(config, device, dtype, report) if target is None else target.ops,
+        digests=DigestCache(Path(config.state_dir).expanduser() if config.state_dir else None),
+        report=report,
+    )
+    report("computing the weights' digest", 0.1)
+    weights_digest(checkpoint, job.digests)
+    report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.2)
+    built = _build(job, family)
+    numerics = Numerics(
+        numerics_class(job.ops, built.route, device, dtype, model_config.model_type), built.architecture, dtype, device
+    )
+    info = describe(checkpoint, model_config, job.length, numerics, job.digests)
+    longest_context = getattr(model_config, "max_position_embeddings", None)
+    groups = choose_groups(built.windows, longest_context) if target is None else ()
+    geometry = replace(built.geometry, order=job.ops.kv_order, groups=groups)
+    mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
+    window = _widest(built.windows)
+    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_rowwise)
+
+
+def _length(config: EngineConfig, model_config: Any, target: LoadedModel | None) -> int:
+    if target is None:
+        return context_length(model_config, config.max_model_len)
+    return draft_context_length(model_config, target.info.context_length)
+
+
+def _widest(windows: Sequence[int | None]) -> int | None:
+    limits = [window for window in windows if window is not None]
+    return max(limits) if len(limits) == len(windows) else None
+
+
+def _ops(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Progress) -> Ops:
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    try:
+        return choose_ops(config.kernels, device, dtype, num_threads, lambda what: report(what, 0.05))
+    except KernelsUnavailable as error:
+        raise ModelUnusable(f"{error}; or take --kernels auto") from error
+
+
+def _build(job: _Job, family: Family | None) -> _Built:
+    if family is not None:
+        try:
+            return _build_lean(job, family)
+        except NotLean as error:
+            if job.config.route == "lean":
+                raise ModelUnusable(f"{error}; take --route auto") from error
+            job.report(f"by way of transformers, which is slower: {error}", 0.2)
+    return _build_compatible(job)
+
+
+def _build_lean(job: _Job, family: Family) -> _Built:
+    request = LeanRequest(
+        folder=job.checkpoint.folder,
+        config=job.model_config,
+        family=family,
+        num_positions=job.length,
+        dtype=job.config.dtype,
+        device=job.device,
+        state_dir=Path(job.config.state_dir).expanduser() if job.config.state_dir else None,
+        weights_digest=weights_digest(job.checkpoint, job.digests),
+    )
+    decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
+    geometry = _geometry(decoder.config, job.config.block_size)
+    windows = [layer.window for layer in decoder.config.layers]
+    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, job.ops.is_rowwise)
+
+
+def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
+    return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32)
+
+
+def _build_compatible(job: _Job) -> _Built:
+    from tandem_engine.models.compatible import load_compatible  # transformers' models, which lean ones do without
+
+    built = load_compatible(job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report)
+    route = f"transformers-{transformers.__version__}{built.composition}"
+    return _Built(built.model, built.architecture, route, built.geometry, built.windows, built.is_rowwise)
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelUnusable(
+            f"transformers {transformers.__version__} cannot read {checkpoint.folder / 'config.json'}: {error}; "
+            "code that comes with a checkpoint is never run"
+        ) from error
+
+
+def _architecture(model_config: Any) -> str:
+    """Return the name of transformers' class, which need not be imported for that."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]
+    return name if isinstance(name, str) else name[0]

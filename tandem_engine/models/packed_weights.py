@@ -1,0 +1,155 @@
+"""Where do a model's packed weights lie, so that all workers of a host hold them once?
+
+In one file per checkpoint, backend and packing below the state directory. The first worker writes it, under a lock and
+under another name until it is whole; all map it. A file that is not whole is never opened under its own name, and one
+that is damaged later is written anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem_engine.models.lean.tensor_file import ALIGNMENT, TensorFile, TensorFileWriter
+from tandem_engine.models.lean.weights import LeanWeights
+from tandem_engine.ops.base import Ops, Weight
+
+_FORMAT = 1
+"""Of what is in the file beside tensors; a change makes every worker write anew."""
+_HEADER_BYTES_PER_NAME = 1024
+_LOCK_SECONDS = 900.0
+"""How long another worker may take to write, before this one keeps weights of its own."""
+_POLL_SECONDS = 0.1
+_KEPT_SECONDS = 30 * 24 * 3600.0
+"""Since a file was last opened, if nobody maps it: every change of model, backend or kernels leaves one behind."""
+
+Entries = Callable[[], Iterator[tuple[str, Weight | torch.Tensor]]]
+"""Yields each weight once, by our names; a consumer holds one at a time."""
+
+
+@dataclass(frozen=True)
+class PackedKey:
+    """All that the bytes of packed weights depend on."""
+
+    weights_digest: str
+    ops_name: str
+    dtype: str
+    """What was asked for: "auto" keeps the checkpoint's."""
+    names: tuple[str, ...]
+    """Our names, and what each is made of."""
+
+    @property
+    def digest(self) -> str:
+        """Return 32 hex digits."""
+        parts = [_FORMAT, self.weights_digest, self.ops_name, self.dtype, *self.names]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+class PackedWeightsCache:
+    """Packed weights below `folder`, which is made on the first write."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, key: PackedKey, ops: Ops, entries: Entries) -> LeanWeights:
+        """Return the weights on memory shared with other processes, written first if they are not there.
+
+        Raises OSError where the folder cannot be written, the disk is full or another worker writes for too long;
+        and whatever `entries` raises.
+        """
+        path = self._folder / f"{key.digest}.safetensors"
+        found = _open(path, key, ops)
+        if found is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(path.with_suffix(".lock")):
+                found = _open(path, key, ops)
+                if found is None:
+                    _write(path, key, entries())
+                    found = _open(path, key, ops)
+        if found is None:
+            raise OSError(f"{path} was written and cannot be read; look at the disk")
+        return found
+
+
+def _open(path: Path, key: PackedKey, ops: Ops) -> LeanWeights | None:
+    """Return the weights of a file that is whole and of this key, else None."""
+    try:
+        file = TensorFile(path)
+        weights = _weights_in(file, ops) if file.metadata["key"] == key.digest else None
+    except (FileNotFoundError, BlockingIOError, KeyError, ValueError):  # a BadTensorFile is a ValueError
+        return None
+    with suppress(OSError):  # of somebody else's file: then its owner forgets it by his own use
+        os.utime(path)
+    return weights
+
+
+def _weights_in(file: TensorFile, ops: Ops) -> LeanWeights:
+    weights = LeanWeights()
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in file.map().items():
+        owner, _, part = name.partition("/")
+        if part:
+            parts.setdefault(owner, {})[part] = tensor
+        else:
+            weights.tensors[owner] = tensor
+    for name, (in_features, out_features) in json.loads(file.metadata["sizes"]).items():
+        weights.linears[name] = ops.packed(in_features, out_features, parts[name])
+    return weights
+
+
+def _write(path: Path, key: PackedKey, entries: Iterator[tuple[str, Weight | torch.Tensor]]) -> None:
+    """Write all weights under another name, one in memory at a time, then give the file its name."""
+    _tidy(path)
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    header_bytes = -(-_HEADER_BYTES_PER_NAME * (8 + len(key.names)) // ALIGNMENT) * ALIGNMENT
+    writer = TensorFileWriter(unfinished, header_bytes)
+    try:
+        sizes: dict[str, tuple[int, int]] = {}
+        for name, entry in entries:
+            if isinstance(entry, torch.Tensor):
+                writer.add(name, entry)
+                continue
+            sizes[name] = (entry.in_features, entry.out_features)
+            for part, tensor in entry.tensors.items():
+                writer.add(f"{name}/{part}", tensor)
+        writer.finish({"key": key.digest, "sizes": json.dumps(sizes), "ops": key.ops_name})
+        unfinished.replace(path)
+    finally:
+        writer.close()
+        unfinished.unlink(missing_ok=True)
+
+
+def _tidy(path: Path) -> None:
+    """Remove what a worker left unfinished when it died (whoever writes has the lock), and files long unused."""
+    for left_behind in path.parent.glob(f"{path.stem}.*.unfinished"):
+        left_behind.unlink(missing_ok=True)
+    for other in path.parent.glob("*.safetensors"):
+        with suppress(BlockingIOError, FileNotFoundError), other.open("rb") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _KEPT_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who maps it has a shared lock
+                other.unlink()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system gives it back if this process dies. Raises TimeoutError, an OSError."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    with path.open("ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another worker has held {path} for {_LOCK_SECONDS:.0f} s") from error
+                time.sleep(_POLL_SECONDS)
+        yield

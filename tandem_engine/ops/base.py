@@ -1,0 +1,269 @@
+"""What must a backend compute, for any model to run on it?
+
+Every op is row-wise: a row of its result depends on that row of its input alone, added up in an order that neither the
+number of rows nor the number of threads changes (law 3). Tokens of all runs of a step lie one after the other in one
+flat dimension, prefill chunks and decodes alike.
+
+    x           [num_tokens, features], float32; its rows may lie apart (stride(0)), a row's numbers do not
+    KV block    of each layer: keys [num_kv_heads, head_dim, block_size],
+                then values [num_kv_heads, block_size, head_dim]
+
+Keys lie transposed inside their block so that one vector holds one dimension of 16 tokens' keys (measured: half the
+time of token-major keys on a CPU). A backend may lay blocks out otherwise: it names its order, and workers whose orders
+differ do not exchange blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from tandem_engine.ops.sampling import Drawn, SamplingRow
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens [start, start + num_tokens) of one request, at `row` and after in the step's token dimension."""
+
+    row: int
+    start: int
+    num_tokens: int
+    blocks: torch.Tensor
+    """[num_blocks], int64: the request's block table up to its last token here."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where the tokens of one step belong; made by `Ops.step` for that step alone."""
+
+    positions: torch.Tensor
+    """[num_tokens], int64."""
+    slots: torch.Tensor
+    """[num_tokens], int64: block * block_size + place in the block."""
+    runs: Sequence[Run]
+    groups: Sequence[Step] = field(default=(), kw_only=True)
+    """The same tokens in the blocks of each group of layers (`KVPool.places`); empty: one group has all layers."""
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """The KV blocks of all layers."""
+
+    rows: torch.Tensor
+    """[num_blocks, elements_per_block], of the pool's dtype."""
+    num_layers: int
+    """That one block has room for."""
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    places: Sequence[tuple[int, int]] = ()
+    """Of each of the model's layers, its group and which one it is in a block of that group; empty: it is as it is."""
+
+    def place(self, step: Step, layer: int) -> tuple[Step, int]:
+        """Return the step and the index that ops are to be given for one of the model's layers."""
+        if not self.places:
+            return step, layer
+        group, index = self.places[layer]
+        return step.groups[group], index
+
+    @property
+    def elements_per_layer(self) -> int:
+        """Of one block: its keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim * self.block_size
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Tables of cosines and sines, [num_positions, rotary_dim / 2], float32, any attention factor multiplied in.
+
+    Dimension i < rotary_dim / 2 turns together with i + rotary_dim / 2 ("rotate half", as Hugging Face checkpoints
+    lie); those from rotary_dim on stay as they are.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norms of each query's and each key's head before they turn (Qwen3, Gemma 3)."""
+
+    query: torch.Tensor
+    """[head_dim], float32, any 1 + weight already added; so is `key`."""
+    key: torch.Tensor
+    eps: float
+
+
+class Weight(Protocol):
+    """A linear layer's weights as a backend wants them; `tensors` is what a cache file keeps of them."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer is made of, in the order in which its ops run."""
+
+    input_norm: torch.Tensor | None
+    """[hidden_size], float32, any 1 + already added; None: this layer has no such norm. So are the other norms."""
+    qkv: Weight
+    head_norm: HeadNorm | None
+    rotary: Rotary | None
+    num_heads: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    output: Weight
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    gate_up: Weight | None
+    """None: there is something else in the MLP's place; so is `down`."""
+    activation: Activation
+    down: Weight | None
+    mlp_output_norm: torch.Tensor | None
+    eps: float
+    """Of all norms but the heads'."""
+
+
+class Layers(Protocol):
+    """All layers of a model in one op: the same bits as its ops one by one."""
+
+    def forward(
+        self, x: torch.Tensor, step: Step, pool: KVPool, rows: torch.Tensor, kv_written: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream of `rows` behind the last layer, and what is to be added to it.
+
+        `x` [num_tokens, hidden_size], contiguous, is overwritten; `rows` [num_rows], int64. Both results are
+        [num_rows, hidden_size]. `kv_written` is called once, between the last layer's KV write and its attention.
+        """
+        ...
+
+
+class Ops(Protocol):
+    """One backend. Not thread-safe: an engine has one thread."""
+
+    @property
+    def name(self) -> str:
+        """Of the arithmetic, for the numerics class: equal names promise equal bits."""
+        ...
+
+    @property
+    def kv_order(self) -> str:
+        """Of a block's bytes, for the KV layout."""
+        ...
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether a row's bits really depend on that row alone: only then may tokens be guessed ahead."""
+        ...
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
+        """Lay out `weight` [out_features, in_features], float32 or bfloat16, which stays what it is in memory."""
+        ...
+
+    def unpack(self, weight: Weight) -> torch.Tensor:
+        """Return what `pack` was given, bit for bit."""
+        ...
+
+    def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
+        """Return the weight whose `tensors` a cache file kept; they are not copied."""
+        ...
+
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        """Return weights of that many outputs each, one after the other, in `weight`'s memory.
+
+        None: this backend cannot cut there.
+        """
+        ...
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
+        """Return those rows of what `pack` was given, [num_indices, in_features], widened to float32.
+
+        The embeddings of a model whose head shares them: then they are in memory once. `indices` [num_indices], int64.
+        """
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return x W^T + bias, [num_tokens, out_features], float32 arithmetic whatever the weights are stored in."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight; `weight` [features], float32, any 1 + already added."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add `more` to `x`, in place, and return `rms_norm` of the sum: the same bits as one after the other."""
+        ...
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first.
+
+        With "silu" this is what others call `silu_mul`.
+        """
+        ...
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
+        """Prepare what every layer of a step needs."""
+        ...
+
+    def rope_and_kv_write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        rotary: Rotary | None,
+        norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """Norm and turn queries and keys, store keys and values in their slots, and return the queries.
+
+        `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values; it is overwritten. The
+        queries, [num_tokens, num_heads * head_dim], may be a view of it. Without `rotary` nothing turns.
+        """
+        ...
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
+        """Store `key` and `value`, [num_tokens, num_kv_heads, head_dim], any strides, in their slots."""
+        ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
+
+        A window counts the token itself; `softcap` squashes scores to softcap * tanh(score / softcap) first (Gemma 2).
+        """
+        ...
+
+    def layers(self, layers: Sequence[LayerParts]) -> Layers | None:
+        """Return what runs a model's layers at once; None: this backend does not, or not these, and its ops will."""
+        ...
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        """Draw tokens from each row of `logits` [len(rows), vocab_size].
+
+        What is drawn depends on that row's logits and on what it asks for alone. Raises UnusableLogits.
+        """
+        ...

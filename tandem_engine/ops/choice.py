@@ -1,0 +1,44 @@
+"""Which op layer runs on this machine?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tandem_engine.ops.base import Ops
+from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
+from tandem_engine.ops.sdpa_ops import SdpaOps
+from tandem_engine.ops.torch_ops import TorchOps
+from tandem_engine.settings import Kernels
+
+
+def choose_ops(
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int,
+    say: Callable[[str], None],
+) -> Ops:
+    """Return the fastest op layer that computes in `dtype` on `device`; `say` is told if that is not the C++ one.
+
+    Raises KernelsUnavailable if `kernels` is "cpp" and they cannot be had.
+    """
+    if device.type != "cpu":
+        _refuse_unless(kernels != "cpp", f"the C++ kernels are for CPUs, the device is {device}")
+        return SdpaOps(device)
+    if kernels == "torch" or dtype != torch.float32:
+        _refuse_unless(kernels != "cpp", f"the C++ kernels compute in float32, the dtype is {dtype}; take --dtype auto")
+        return TorchOps(device)
+    try:
+        return load_cpu_ops(num_threads=num_threads)
+    except KernelsUnavailable as error:
+        if kernels == "cpp":
+            raise
+        say(f"without C++ kernels, which are several times faster: {error}")
+        return TorchOps(device)
+
+
+def _refuse_unless(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise KernelsUnavailable(message)

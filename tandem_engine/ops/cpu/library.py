@@ -1,0 +1,135 @@
+"""How are the C++ kernels called? Through ctypes, on plain pointers; the structures here mirror those in cpp/.
+
+The one of draws is in sampling.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch  # noqa: F401  its OpenMP is mapped before anything of ours
+
+from tandem_engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_float
+
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "tandem_set_num_threads": (ctypes.c_int, _POINTER, ctypes.c_int),
+    "tandem_prefer_huge_pages": (_POINTER, _INT),
+    "tandem_pack_f32": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_pack_bf16": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_unpack_f32": (_POINTER, _INT, _INT, _POINTER),
+    "tandem_unpack_bf16": (_POINTER, _INT, _INT, _POINTER),
+    "tandem_embed_f32": (_POINTER, _INT, _POINTER, _INT, _POINTER),
+    "tandem_embed_bf16": (_POINTER, _INT, _POINTER, _INT, _POINTER),
+    "tandem_linear": (_POINTER, _INT, _INT, _POINTER, _POINTER),
+    "tandem_rms_norm": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _FLOAT, _POINTER),
+    "tandem_silu_gated": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_gelu_tanh_gated": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_rope_and_kv_write": (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+    "tandem_kv_write": (_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+    "tandem_paged_attention": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT),
+    "tandem_layers": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
+    "tandem_finish_layer": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
+    "tandem_sample": (_POINTER, _INT, _INT, _POINTER, _INT),
+    "tandem_begin_masks": (_POINTER, _POINTER, _INT),
+    "tandem_finish_masks": (),
+    "tandem_remembered_tokens": (_POINTER,),
+}
+_RESULTS: dict[str, type] = {"tandem_remembered_tokens": _POINTER}
+
+
+class Weights(ctypes.Structure):
+    """A linear layer's packed weights."""
+
+    _fields_ = [("packed", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT), ("is_half", _INT)]
+
+
+class StepTable(ctypes.Structure):
+    """What all layers of a step share."""
+
+    _fields_ = [
+        ("positions", _POINTER),
+        ("slots", _POINTER),
+        ("num_tokens", _INT),
+        ("runs", _POINTER),
+        ("num_runs", _INT),
+        ("tables", _POINTER),
+    ]
+
+
+class Cache(ctypes.Structure):
+    """Where one layer's keys and values lie in the pool; strides in elements."""
+
+    _fields_ = [
+        ("pool", _POINTER),
+        ("block_stride", _INT),
+        ("layer_offset", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("block_size", _INT),
+    ]
+
+
+class Turning(ctypes.Structure):
+    """What queries and keys go through before they are used."""
+
+    _fields_ = [
+        ("cosines", _POINTER),
+        ("sines", _POINTER),
+        ("half", _INT),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("epsilon", _FLOAT),
+    ]
+
+
+class DenseLayer(ctypes.Structure):
+    """What a dense layer is made of, and where its keys and values lie."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
+        ("turning", _POINTER),
+        ("cache", _POINTER),
+        *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
+    ]
+
+
+class GrammarCalls(ctypes.Structure):
+    """What makes masks; mirrors cpp/masks.hpp, as `MaskRow` does."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("consume_tokens", "validate_tokens", "compute_mask_into", "is_accepting")),
+        ("rollback", _POINTER),
+        ("ends", _POINTER),
+        ("num_words", _INT),
+    ]
+
+
+class MaskRow(ctypes.Structure):
+    """One answer whose masks are made."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("matcher", "tokens", "masks")),
+        *((name, _INT) for name in ("num_new", "num_drafts", "num_masks", "status")),
+    ]
+
+
+def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
+    """Compile the kernels if need be, and load them. Raises KernelsUnavailable."""
+    path = compile_kernels(folder, machine_flags)
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = _RESULTS.get(name)
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"cannot load {path}: {error}; delete it to have it compiled anew") from error
+    return library

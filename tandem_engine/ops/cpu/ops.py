@@ -1,0 +1,233 @@
+"""What does the op layer do on a CPU? Calls the C++ kernels; their headers say what is computed in which order."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
+from tandem_engine.ops.cpu.compile import NATIVE, sources_digest
+from tandem_engine.ops.cpu.layers import CpuLayers
+from tandem_engine.ops.cpu.library import Cache, StepTable, Turning, load_library
+from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, turning_of
+from tandem_engine.ops.cpu.sampling import Sampler
+from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, parts, unpack
+from tandem_engine.ops.sampling import Drawn, SamplingRow
+
+_MAX_TURNINGS = 1024
+
+
+def load_cpu_ops(folder: Path | None = None, num_threads: int = 1, machine_flags: Sequence[str] = NATIVE) -> CpuOps:
+    """Return the CPU's ops; the first call on a machine compiles them, some seconds.
+
+    `folder` keeps what was compiled; None: the user's cache. Raises KernelsUnavailable, whose message says why:
+    then the torch ops serve.
+    """
+    ops = CpuOps(load_library(folder, machine_flags))
+    ops.set_num_threads(num_threads)
+    return ops
+
+
+class CpuOps:
+    """`tandem_engine.ops.base.Ops` in C++. One thread calls; results do not depend on how many compute."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._sampler = Sampler(library)
+        self._has_fma = bool(library.tandem_has_fma())
+        self._pool: KVPool | None = None
+        self._caches: list[Cache] = []
+        self._turnings: dict[tuple[int, int], tuple[int, Turning, Rotary | None, HeadNorm | None]] = {}
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """What is called here; its threads are its only ones."""
+        return self._library
+
+    @property
+    def name(self) -> str:
+        """Bits depend on the sources and on whether products are fused, on no other feature of the machine."""
+        return f"cpu-{'fma' if self._has_fma else 'no-fma'}-{sources_digest()}"
+
+    @property
+    def kv_order(self) -> str:
+        return "layer,(key:head,dim,token|value:head,token,dim)"
+
+    @property
+    def is_rowwise(self) -> bool:
+        return True
+
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute with that many threads, the caller's included, from now on.
+
+        The others stay on one core each if this process may use as many. Torch's own threads are told to rest: between
+        two of our ops they would spin on the same cores.
+        """
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}, must be at least 1")
+        torch.set_num_threads(1)
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = cores[:num_threads] if 1 < num_threads <= len(cores) else []
+        self._library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(pinned))(*pinned), len(pinned))
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuWeight:
+        """Copy `weight` into tiles. Raises ValueError unless it is float32 or bfloat16."""
+        return pack(self._library, weight, bias)
+
+    def unpack(self, weight: Weight) -> torch.Tensor:
+        return unpack(self._library, own_weight(weight))
+
+    def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> CpuWeight:
+        """Return the weight that lies in `tensors`. Raises ValueError if their sizes do not fit."""
+        return CpuWeight(in_features, out_features, tensors["tiles"], tensors["bias"])
+
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        """Return None unless each but the last ends with a tile."""
+        return parts(own_weight(weight), sizes)
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
+        own = own_weight(weight)
+        indices = indices.contiguous()
+        y = torch.empty(len(indices), own.in_features)
+        embed = self._library.tandem_embed_f32 if own.tiles.dtype == torch.float32 else self._library.tandem_embed_bf16
+        embed(indices.data_ptr(), len(indices), own.tiles.data_ptr(), own.in_features, y.data_ptr())
+        return y
+
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        own = own_weight(weight)
+        x, stride = _rows(x)
+        num_tokens, features = x.shape
+        assert features == own.in_features, "x and weight disagree about the features"
+        y = torch.empty(num_tokens, own.out_features)
+        self._library.tandem_linear(x.data_ptr(), stride, num_tokens, own.address, y.data_ptr())
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x, stride = _rows(x)
+        return self._normed(x, stride, None, 0, weight, eps)
+
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert x.dtype == torch.float32 and x.stride(1) == 1 and x.shape == more.shape, "`x` is summed up in place"
+        more, more_stride = _rows(more)
+        return self._normed(x, x.stride(0), more.data_ptr(), more_stride, weight, eps)
+
+    def _normed(
+        self, x: torch.Tensor, stride: int, more: int | None, more_stride: int, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert weight.dtype == torch.float32, "a norm's weight is float32"
+        num_tokens, features = x.shape
+        y = torch.empty(num_tokens, features)
+        self._library.tandem_rms_norm(
+            *(x.data_ptr(), stride, more, more_stride, num_tokens, features),
+            *(weight.data_ptr(), eps, y.data_ptr()),
+        )
+        return y
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate_up, stride = _rows(gate_up)
+        num_tokens, both = gate_up.shape
+        y = torch.empty(num_tokens, both // 2)
+        gate = self._library.tandem_silu_gated if activation == "silu" else self._library.tandem_gelu_tanh_gated
+        gate(gate_up.data_ptr(), stride, num_tokens, both // 2, y.data_ptr())
+        return y
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> CpuStep:
+        rows, first_block = [], 0
+        for run in runs:
+            rows.append((run.row, run.start, run.num_tokens, first_block))
+            first_block += len(run.blocks)
+        table = torch.tensor(rows, dtype=torch.int64)
+        blocks = torch.cat([run.blocks for run in runs]) if runs else torch.empty(0, dtype=torch.int64)
+        for tensor in (positions, slots, blocks):
+            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), "a step's numbers are int64, in one piece"
+        call = StepTable(
+            *(positions.data_ptr(), slots.data_ptr(), len(positions)),
+            *(table.data_ptr(), len(runs), blocks.data_ptr()),
+        )
+        return CpuStep(positions, slots, runs, table, blocks, call, ctypes.addressof(call))
+
+    def rope_and_kv_write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        rotary: Rotary | None,
+        norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        """Return a view of `qkv`."""
+        assert qkv.stride(1) == 1 and qkv.dtype == torch.float32, "qkv is turned in place"
+        self._library.tandem_rope_and_kv_write(
+            *(qkv.data_ptr(), qkv.stride(0), num_heads),
+            *(self._turning(rotary, norm), own_step(step).address, self._cache(pool, layer)),
+        )
+        return qkv[:, : num_heads * pool.head_dim]
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
+        key, value = (
+            x if x.stride(2) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (key, value)
+        )
+        self._library.tandem_kv_write(
+            *(key.data_ptr(), key.stride(0), key.stride(1)),
+            *(value.data_ptr(), value.stride(0), value.stride(1)),
+            *(own_step(step).address, self._cache(pool, layer)),
+        )
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        query, stride = _rows(query)
+        out = torch.empty(query.shape)
+        self._library.tandem_paged_attention(
+            *(query.data_ptr(), stride, out.data_ptr(), num_heads),
+            *(own_step(step).address, self._cache(pool, layer), window or 0, scale, softcap or 0.0),
+        )
+        return out
+
+    def layers(self, layers: Sequence[LayerParts]) -> CpuLayers | None:
+        return CpuLayers(self._library, layers) if all(layer.gate_up and layer.down for layer in layers) else None
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        return self._sampler.sample(logits, rows)
+
+    def _cache(self, pool: KVPool, layer: int) -> int:
+        """Return the address of the layer's `Cache`, made once per pool."""
+        if pool is not self._pool:
+            self._caches = caches_of(pool)
+            self._pool = pool
+        return ctypes.addressof(self._caches[layer])
+
+    def _turning(self, rotary: Rotary | None, norm: HeadNorm | None) -> int:
+        """Return the address of the `Turning` of these two, made once."""
+        name = (id(rotary), id(norm))
+        if name not in self._turnings:
+            if len(self._turnings) >= _MAX_TURNINGS:  # of a caller that makes new tables as it goes
+                self._turnings.clear()
+            turning = turning_of(rotary, norm)
+            # Both live as long as their ids name them.
+            self._turnings[name] = (ctypes.addressof(turning), turning, rotary, norm)
+        return self._turnings[name][0]
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return `x` with each row in one piece, and how far apart its rows lie."""
+    assert x.dtype == torch.float32, "activations are float32"
+    stride, step = x.stride()
+    if step == 1:
+        return x, stride
+    x = x.contiguous()
+    return x, x.shape[1]

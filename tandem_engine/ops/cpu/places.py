@@ -1,0 +1,56 @@
+"""Where do a step's tokens lie, and a layer's keys and values, as the C++ kernels read it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem_engine.ops.base import HeadNorm, KVPool, Rotary, Step
+from tandem_engine.ops.cpu.library import Cache, StepTable, Turning
+
+
+@dataclass(frozen=True)
+class CpuStep(Step):
+    """A step with its runs as the kernels read them."""
+
+    table: torch.Tensor
+    """[num_runs, 4], int64: row, start, num_tokens, where its blocks begin in `blocks`."""
+    blocks: torch.Tensor
+    """[total blocks], int64: the runs' block tables one after the other."""
+    call: StepTable
+    address: int
+    """Of `call`."""
+
+
+def own_step(step: Step) -> CpuStep:
+    assert isinstance(step, CpuStep), "a step is made by the ops that run it"
+    return step
+
+
+def caches_of(pool: KVPool) -> list[Cache]:
+    """Return where each layer's keys and values lie. Raises ValueError for a pool that the kernels cannot use."""
+    rows = pool.rows
+    if rows.dtype != torch.float32 or rows.stride(1) != 1:
+        raise ValueError(f"the KV pool is {rows.dtype}; the CPU kernels take float32, each block in one piece")
+    return [
+        Cache(
+            *(rows.data_ptr(), rows.stride(0), index * pool.elements_per_layer),
+            *(pool.num_kv_heads, pool.head_dim, pool.block_size),
+        )
+        for index in range(pool.num_layers)
+    ]
+
+
+def turning_of(rotary: Rotary | None, norm: HeadNorm | None) -> Turning:
+    """Return what queries and keys go through, valid as long as both are."""
+    tables = (rotary.cos, rotary.sin) if rotary else ()
+    norms = (norm.query, norm.key) if norm else ()
+    for tensor in (*tables, *norms):
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a table is not as `Rotary` says"
+    return Turning(
+        *([tensor.data_ptr() for tensor in tables] or (None, None)),
+        tables[0].shape[1] if tables else 0,
+        *([tensor.data_ptr() for tensor in norms] or (None, None)),
+        norm.eps if norm else 0.0,
+    )

@@ -1,0 +1,208 @@
+"""What does the op layer do in plain torch, on any device?
+
+Always works, and is right: for one name a row's bits do not depend on the rows beside it. A matrix product of torch
+rounds by its shape, so `linear` runs all rows through products of one shape, padded with zeros. That costs most where
+one row is asked for: on a CPU a decode step of one request takes as long as one of 32.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
+from tandem_engine.ops.plain_sampling import sample
+from tandem_engine.ops.rowwise import gelu_tanh, silu
+from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.ops.torch_attention import AttentionCall, TorchStep, attend
+
+_CPU_TILE = 32
+_CUDA_TILE = 128
+"""Where a GPU's products turn from bound by memory to bound by arithmetic, roughly: padding decodes costs little."""
+_SLAB = 4096
+"""Output features per product; a bf16 weight is widened one slab at a time."""
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """A linear layer's weights as they are in the checkpoint."""
+
+    weight: torch.Tensor
+    """[out_features, in_features]."""
+    bias: torch.Tensor | None
+    """[out_features], float32."""
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+
+class TorchOps:
+    """The op layer in plain torch."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self._tile = _CPU_TILE if self.device.type == "cpu" else _CUDA_TILE
+        self._widened = torch.empty(0)
+
+    @property
+    def name(self) -> str:
+        """Of the arithmetic: a CPU's is float32; a GPU's linear layers compute in their weights' dtype; numpy draws."""
+        version = torch.__version__.split("+")[0]
+        draws = f"numpy-{np.__version__}"
+        if self.device.type == "cpu":
+            vectors = torch.backends.cpu.get_cpu_capability().lower()
+            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{draws}"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{draws}"
+
+    @property
+    def kv_order(self) -> str:
+        return "layer,(key:head,dim,token|value:head,token,dim)"
+
+    @property
+    def is_rowwise(self) -> bool:
+        return True
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchWeight:
+        """Return the weight as it is; the caller gives it away."""
+        assert weight.dtype in (torch.float32, torch.bfloat16), "the loader stores nothing else"
+        return TorchWeight(weight.contiguous(), None if bias is None else bias.float())
+
+    def unpack(self, weight: Weight) -> torch.Tensor:
+        return weight.tensors["weight"]
+
+    def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> TorchWeight:
+        weight = TorchWeight(tensors["weight"], tensors.get("bias"))
+        assert (weight.in_features, weight.out_features) == (in_features, out_features), "a cache file of other sizes"
+        return weight
+
+    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
+        matrices = torch.split(weight.tensors["weight"], list(sizes))
+        bias = weight.tensors.get("bias")
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, list(sizes))
+        return [TorchWeight(matrix, of_matrix) for matrix, of_matrix in zip(matrices, biases, strict=True)]
+
+    def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(indices, weight.tensors["weight"]).float()
+
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return x W^T + bias, computed `tile` rows and `_SLAB` features at a time."""
+        matrix, bias = weight.tensors["weight"], weight.tensors.get("bias")
+        if len(x) == 0:
+            return x.new_empty(0, len(matrix))
+        tiles = torch.split(functional.pad(self._operand(x, matrix), (0, 0, 0, -len(x) % self._tile)), self._tile)
+        output = torch.empty(len(tiles) * self._tile, len(matrix), dtype=tiles[0].dtype, device=x.device)
+        for first in range(0, len(matrix), _SLAB):
+            slab = self._slab(matrix, first)
+            for rows, place in zip(tiles, torch.split(output, self._tile), strict=True):
+                torch.mm(rows, slab.t(), out=place[:, first : first + len(slab)])
+        result = output[: len(x)].float()
+        return result if bias is None else result.add_(bias)
+
+    def _operand(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return x if self.device.type == "cpu" else x.to(matrix.dtype)
+
+    def _slab(self, matrix: torch.Tensor, first: int) -> torch.Tensor:
+        """Return output features from `first` on in the arithmetic's dtype; valid until the next call."""
+        slab = matrix[first : first + _SLAB]
+        if self.device.type != "cpu" or slab.dtype == torch.float32:
+            return slab
+        if self._widened.numel() < slab.numel():
+            self._widened = torch.empty(slab.numel())
+        return self._widened[: slab.numel()].view(slab.shape).copy_(slab)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        mean_square = x.square().sum(-1, keepdim=True).div_(x.shape[-1])
+        return x / mean_square.add_(eps).sqrt_() * weight
+
+    def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.rms_norm(x.add_(more), weight, eps)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        activated = silu(gate) if activation == "silu" else gelu_tanh(gate)
+        return activated.mul_(up)
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> TorchStep:
+        return TorchStep(positions, slots, runs)
+
+    def rope_and_kv_write(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        rotary: Rotary | None,
+        norm: HeadNorm | None = None,
+    ) -> torch.Tensor:
+        heads = qkv.view(len(qkv), -1, pool.head_dim)  # [num_tokens, heads, head_dim]
+        query, key, value = torch.split(heads, [num_heads, pool.num_kv_heads, pool.num_kv_heads], 1)
+        if norm is not None:
+            query, key = (self.rms_norm(x, w, norm.eps) for x, w in ((query, norm.query), (key, norm.key)))
+        if rotary is not None:
+            cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (rotary.cos, rotary.sin))
+            query, key = _turned(query, cos, sin), _turned(key, cos, sin)
+        self.kv_write(key, value, step, pool, layer)
+        return query.flatten(1)
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None:
+        blocks = torch.div(step.slots, pool.block_size, rounding_mode="floor")
+        places = step.slots % pool.block_size
+        of_layer = pool.rows.view(len(pool.rows), pool.num_layers, 2, -1)[:, layer]
+        keys = of_layer[:, 0].view(-1, pool.num_kv_heads, pool.head_dim, pool.block_size)
+        values = of_layer[:, 1].view(-1, pool.num_kv_heads, pool.block_size, pool.head_dim)
+        keys[blocks, :, :, places] = key.to(keys.dtype)
+        values[blocks, :, places] = value.to(values.dtype)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        num_heads: int,
+        step: Step,
+        pool: KVPool,
+        layer: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(step, TorchStep), "a step is made by the ops that run it"
+        return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
+
+    def layers(self, layers: Sequence[LayerParts]) -> None:
+        """Return None: op by op is how it is done here."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+        return sample(logits, rows)
+
+
+def _processor() -> str:
+    """Return vendor, family and model: torch's products are MKL's, which chooses its kernels by them."""
+    file = Path("/proc/cpuinfo")
+    first = file.read_text().split("\n\n")[0].splitlines() if file.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first)}
+    known = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts]
+    return "-".join(known) or platform.machine()
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first dimensions of `x` [num_tokens, heads, head_dim] by tables [num_tokens, 1, rotary_dim / 2]."""
+    half = cos.shape[-1]
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -1,0 +1,135 @@
+"""What does the engine's own process do, from its start to its end?
+
+    read EngineConfig -> stay on our cores -> load -> Ready -> (commands -> one step)* -> Shutdown, or the front is gone
+
+Started by `tandem_engine.client`. SIGINT and SIGTERM are ignored: the front decides when to end. Torch is imported
+only after the affinity is set, because OpenMP counts cores once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
+from tandem_engine.core import EngineCore
+from tandem_engine.messages import EngineEvent, EngineFailed, LoadProgress, Shutdown
+from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.settings import EngineConfig
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_SECONDS = 0.25
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve the front at the other end of the socket `--fd`; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fd", type=int, required=True, help="socket inherited from the front")
+    _leave_signals_to_the_front()
+    channel = SyncChannel(socket.socket(fileno=parser.parse_args(arguments).fd))
+    try:
+        config, early = _read_config(channel)
+        _use_cores(config)
+        core = _load(config, channel)
+        _serve(core, channel, early)
+    except ChannelClosed:
+        return 0
+    except ModelUnusable as error:
+        return _fail(channel, EngineFailed(str(error), "unsupported"))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the front is told before we end
+        traceback.print_exc()
+        return _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"))
+    return 0
+
+
+def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> None:
+    """Alternate commands and steps; sleep in the socket while there is nothing to do."""
+    while True:
+        for received in commands:
+            if isinstance(received.message, Shutdown):
+                return
+            _send_all(channel, _handle(core, received))
+        if core.has_work():
+            channel.send(core.step(channel.send))
+            _send_all(channel, core.take_failures())
+        if not core.has_work() and not channel.has_come(_IDLE_SECONDS):
+            _give_back_freed_memory()
+        commands = channel.receive(wait=not core.has_work())
+
+
+def _handle(core: EngineCore, received: Received) -> list[EngineEvent]:
+    try:
+        return core.handle(received.message, received.fds[0] if received.fds else None)
+    finally:
+        close_all(received.fds)
+
+
+def _send_all(channel: SyncChannel, events: Sequence[EngineEvent]) -> None:
+    for event in events:
+        channel.send(event)
+
+
+def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
+    """Load the model and say Ready, with the pool's descriptor."""
+    report = _progress_reporter(channel)
+    report("importing torch", 0.0)
+    from tandem_engine.models.without_compiler import without_compiler  # torch: not before the affinity is set
+
+    with without_compiler():
+        from tandem_engine.assembly import assemble
+
+        assembled = assemble(config, report)
+    gc.collect()
+    gc.freeze()  # or no step would be safe from a pass over all that torch has imported: 70 to 190 ms
+    _give_back_freed_memory()
+    channel.send(assembled.ready, [assembled.region_fd])
+    return assembled.core
+
+
+def _give_back_freed_memory() -> None:
+    """Let the system have what loading, or steps, needed and freed: 20 to 60 MB."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
+        trim(0)
+
+
+def _progress_reporter(channel: SyncChannel) -> Callable[[str, float], None]:
+    return lambda stage, fraction: channel.send(LoadProgress(stage, fraction))
+
+
+def _read_config(channel: SyncChannel) -> tuple[EngineConfig, list[Received]]:
+    """Return the first message, and those that came right behind it."""
+    first, *rest = channel.receive(wait=True)
+    assert isinstance(first.message, EngineConfig), "the front sends the configuration first"
+    return first.message, rest
+
+
+def _use_cores(config: EngineConfig) -> None:
+    if config.cpus:
+        os.sched_setaffinity(0, config.cpus)
+    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    os.environ |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+
+
+def _leave_signals_to_the_front() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":  # a step may take long; whoever started us is not to be outlived meanwhile
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _fail(channel: SyncChannel, event: EngineFailed) -> int:
+    with contextlib.suppress(ChannelClosed):  # nobody is left to be told
+        channel.send(event)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Which KV blocks are empty, which are used and by how many, and which can still be found?
+
+A block is always exactly one of these, so `num_blocks = num_free + num_cached + num_used`:
+
+    free    holds nothing that could be found
+    used    in one or more block tables (references > 0), with or without a hash
+    cached  in no block table, its content can still be found by its hash; forgotten, oldest first, once none is free
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, MutableSequence, Sequence
+
+from tandem_engine.scheduling.block_hash import BlockHash
+
+
+class BlockPool:
+    """The only writer of references, hashes and generations. Block i is slot i of the pool's memory region.
+
+    `generations[i]` is one more each time block i is handed out to be written; give the sequence that lies in shared
+    memory, and readers on the other side see their copies spoilt.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int] | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.generations = array("Q", bytes(8 * num_blocks)) if generations is None else generations
+        assert len(self.generations) >= num_blocks, "the table of generations is shorter than the pool"
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._references = [0] * num_blocks
+        self._held_references = [0] * num_blocks
+        self._num_held = 0
+        self._counted: Counter[int] = Counter()
+        self._num_counted = 0
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._found: dict[BlockHash, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """Those of them that nobody has a claim to, who may come to own a block that it shares."""
+        return self.num_available - self._num_counted
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_held(self) -> int:
+        """Used blocks that nothing but holds keeps."""
+        return self._num_held
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Hand out blocks to be written, empty ones first; None, and nothing changes, if there are too few.
+
+        They come in order of place, for those side by side are moved in one copy.
+        """
+        if num_blocks > self.num_available:
+            return None
+        return sorted(self._hand_out() for _ in range(num_blocks))
+
+    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the blocks of the longest known prefix of a chain; `share` them before anything else is allocated."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._found.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def find_last(self, hashes: Sequence[BlockHash], num_needed: int) -> tuple[int, list[int]]:
+        """Return how many blocks come before the last `num_needed` of a prefix, and these.
+
+        It is the longest prefix whose last so many blocks are known; one of fewer blocks needs all of its own.
+        """
+        blocks: list[int] = []  # the last one first
+        for index in range(len(hashes) - 1, -1, -1):
+            block = self._found.get(hashes[index])
+            if block is None:
+                blocks = []
+                continue
+            blocks.append(block)
+            if len(blocks) >= num_needed:
+                return index, blocks[::-1]
+        return 0, blocks[::-1]
+
+    def num_unused(self, blocks: Iterable[int]) -> int:
+        """Count those of `blocks` that sharing would take out of `num_available`."""
+        return sum(not self._references[block] for block in blocks)
+
+    def share(self, blocks: Iterable[int], *, is_claim: bool = False) -> None:
+        """Add a reference to blocks that `find` returned.
+
+        With a claim it costs a spare block even if the block is used, and gives one back when it is freed: whoever
+        gives back blocks to get as many others can count on it, shared or not.
+        """
+        for block in blocks:
+            if is_claim and self._references[block]:
+                self._counted[block] += 1
+                self._num_counted += 1
+            self._cached.pop(block, None)
+            self._refer(block, 1)
+
+    def register(self, block: int, block_hash: BlockHash) -> None:
+        """Let a used block, full and never written again, be found; does nothing if its content is known already."""
+        assert self._references[block], f"block {block} is not used"
+        if block_hash not in self._found and self._hashes[block] is None:
+            self._found[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Turn one reference to each block into a hold: counted apart, given back with `free(..., held=True)`."""
+        for block in blocks:
+            self._refer(block, 0, held=1)
+
+    def free(self, blocks: Sequence[int], *, held: bool = False) -> None:
+        """Take back one reference to each block of a table; the last blocks of a chain will be evicted first."""
+        for block in reversed(blocks):
+            assert self._references[block], f"block {block} was freed twice"
+            if self._counted[block]:
+                self._counted[block] -= 1
+                self._num_counted -= 1
+            self._refer(block, -1, held=-1 if held else 0)
+            if not self._references[block]:
+                self._put_back(block)
+
+    def check(self) -> None:
+        """Assert that every block is in exactly one place."""
+        used = [block for block in range(self.num_blocks) if self._references[block]]
+        assert sorted([*self._free, *self._cached, *used]) == list(range(self.num_blocks)), "a block is in two places"
+        assert all(self._hashes[block] is None for block in self._free), "a free block has a hash"
+        assert all(self._hashes[block] is not None for block in self._cached), "a cached block has no hash"
+        assert {h: b for b, h in enumerate(self._hashes) if h is not None} == self._found, "hashes do not match"
+        assert self._num_held == sum(map(self._is_only_held, used)), "held blocks are miscounted"
+        assert self._num_counted == self._counted.total(), "claims are miscounted"
+        assert all(self._counted[block] < self._references[block] for block in used), "more claims than references"
+        assert self.num_spare >= 0, "more claims than blocks"
+
+    def _hand_out(self) -> int:
+        block = self._free.popleft() if self._free else self._evict()
+        self._refer(block, 1)
+        self.generations[block] += 1
+        return block
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hashes[block]
+        assert block_hash is not None, f"cached block {block} has no hash"
+        del self._found[block_hash]
+        self._hashes[block] = None
+        return block
+
+    def _put_back(self, block: int) -> None:
+        if self._hashes[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _refer(self, block: int, change: int, *, held: int = 0) -> None:
+        self._num_held -= self._is_only_held(block)
+        self._references[block] += change
+        self._held_references[block] += held
+        self._num_held += self._is_only_held(block)
+
+    def _is_only_held(self, block: int) -> bool:
+        return 0 < self._references[block] == self._held_references[block]

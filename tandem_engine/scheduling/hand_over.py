@@ -1,0 +1,70 @@
+"""Which blocks of a prompt can others have already, and which have come from others?"""
+
+from __future__ import annotations
+
+from tandem_engine.messages import ExtentRef, ImportSlab, SealedBlocks
+from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
+from tandem_engine.scheduling.request import Request, RequestState
+
+
+class ImportRefused(Exception):
+    """A slab is for a request that does not wait for it; nothing was copied."""
+
+
+def seal(request: Request, num_written_tokens: int, kv: KVCacheManager) -> list[SealedBlocks]:
+    """Tell of a prefill's blocks that are complete since the last call: found ones too, and with its end the tail.
+
+    Of groups with a window, beside others, only those that the answer sees. The last one says that it is.
+    """
+    is_last = num_written_tokens == request.num_tokens
+    first, generations = request.num_sealed_blocks, kv.pool.generations
+    end = len(request.block_table) if is_last else num_written_tokens // kv.pool.block_size
+    if end <= first or request.is_release_due:  # less than before: a step broke behind its seal, and runs again
+        return []
+    request.num_sealed_blocks = end
+    sealed = []
+    for group, table in reversed(list(enumerate(request.tables))):
+        start = max(first, kv.groups.first_seen(request.num_tokens)) if group else first
+        if slots := table[start:end]:
+            stamps = [generations[slot] for slot in slots]
+            sealed.append(SealedBlocks(request.request_id, start, slots, stamps, is_last and not group, group=group))
+    return sealed
+
+
+def import_targets(request: Request | None, command: ImportSlab, block_size: int) -> tuple[list[int], list[ExtentRef]]:
+    """Return the blocks to write and where from, without those that are here already.
+
+    Raises ImportRefused if the request does not wait for them.
+    """
+    if request is None or request.state is not RequestState.IMPORTING:
+        raise ImportRefused(f"request {command.request_id} does not wait for blocks")
+    if not 0 <= command.group < len(request.tables):
+        raise ImportRefused(f"slab is of group {command.group}, this model has {len(request.tables)}")
+    end, num_blocks = command.first_block + len(command.extents), -(-request.num_given_tokens // block_size)
+    if not 0 <= command.first_block <= end <= num_blocks:
+        raise ImportRefused(f"slab has blocks {command.first_block} to {end}, the prompt has {num_blocks}")
+    group, table = command.group, request.tables[command.group]
+    first = max(request.num_found_blocks, request.num_dropped_blocks) if group else request.num_found_blocks
+    missing = [
+        (table[index], extent)
+        for index, extent in enumerate(command.extents, command.first_block)
+        if index >= first and (group, index) not in request.imported_blocks
+    ]
+    return [block for block, _ in missing], [extent for _, extent in missing]
+
+
+def num_ready_tokens(request: Request, block_size: int) -> int:
+    """Count the leading tokens of a decode request whose KV was found here or has come.
+
+    Of groups with a window, beside others, only the end of the prompt comes: then it is of use whole, or not at all.
+    """
+    first, imported = request.num_found_blocks, request.imported_blocks
+    index = first
+    while (0, index) in imported:
+        index += 1
+    num_blocks = -(-request.num_given_tokens // block_size)
+    needed = range(max(first, request.num_dropped_blocks), num_blocks)
+    groups = range(1, len(request.tables))
+    if groups and (index < num_blocks or any((group, place) not in imported for group in groups for place in needed)):
+        index = first
+    return min(index * block_size, request.num_given_tokens)

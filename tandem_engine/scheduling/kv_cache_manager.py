@@ -1,0 +1,239 @@
+"""Which blocks hold the KV of a request's tokens?
+
+block_table   [ found in the prefix cache | computed or imported here                  | reserved ]
+tokens         0 ... num_found_blocks*size  ...                    num_computed_tokens
+written        never                        once, then registered when full
+
+Where every layer has a window, blocks that lie behind it are dropped: given back as soon as they do, and not even
+looked for in the prefix cache. Not those of a prefill: it hands over the whole prompt.
+
+block_table   [ dropped            |  the window  ...                      num_computed_tokens ]
+               num_dropped_blocks
+
+Where only some have one, they have block tables of their own (`WindowGroups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_engine.messages import ExtentRef, FilledBlocks
+from tandem_engine.scheduling.block_hash import BlockHash, next_block_hash
+from tandem_engine.scheduling.block_pool import BlockPool
+from tandem_engine.scheduling.request import Request
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine.scheduling.window_groups import WindowGroups, blocks_of
+
+
+class KVCacheManager:
+    """The only writer of block tables. Methods that return False mean "not now" and change nothing."""
+
+    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+        self.pool = pool
+        self.groups = WindowGroups(pool, config)
+        self._window = config.window
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def admit(self, request: Request, num_tokens: int, max_found_tokens: int, num_reserve_blocks: int = 0) -> bool:
+        """Give a request without blocks room for `num_tokens`, the leading ones from the prefix cache.
+
+        At most `max_found_tokens` are looked for, in full blocks; found ones count as computed. False if fewer than
+        `num_reserve_blocks` would be left for others, of each group.
+        """
+        assert not request.block_table, f"{request.request_id} has blocks already"
+        num_dropped, found = self._find(request, max_found_tokens)
+        known = num_dropped + len(found)
+        windows = self.groups.plan(request, known, lambda index: self._hash(request, index), num_tokens)
+        num_found = windows.num_found
+        found = found[: num_found - num_dropped]
+        num_new_blocks = self.num_blocks_for(num_tokens) - num_found
+        num_taken_blocks = num_new_blocks + self.pool.num_unused(found) + self.groups.num_claimed(request, windows)
+        if num_taken_blocks + num_reserve_blocks * (1 + self.groups.num_groups) > self.num_spare:
+            return False
+        self.pool.share(found)
+        self.groups.share(windows)
+        new = self.pool.allocate(num_new_blocks + self.groups.num_groups * windows.num_new)
+        assert new is not None, "the blocks were counted a moment ago"
+        request.block_table = [*[0] * num_dropped, *found, *new[:num_new_blocks]]
+        self.groups.give(request, windows, new[num_new_blocks:])
+        request.num_dropped_blocks = num_dropped + windows.num_dropped
+        request.num_found_blocks = request.num_registered_blocks = num_found
+        request.num_computed_tokens = num_found * self.pool.block_size
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` of a request."""
+        num_missing = self.num_blocks_for(num_tokens) - len(request.block_table)
+        if num_missing <= 0 and not request.window_tables:
+            return True
+        num_missing = max(0, num_missing)
+        num_all_missing = num_missing + self.groups.num_missing(request, num_tokens)
+        if not num_all_missing:
+            return True
+        is_promised = request.mode == "prefill"
+        if not is_promised and num_all_missing > self.num_spare:
+            return False
+        new = self.pool.allocate(num_all_missing)
+        assert new is not None, f"{request.request_id} was promised {num_all_missing} blocks, or they were counted"
+        request.block_table.extend(new[:num_missing])
+        self.groups.extend(request, new[num_missing:])
+        return True
+
+    def room_for_drafts(self, request: Request, num_drafts: int, num_reserve_blocks: int) -> int:
+        """Return how many of so many drafts have slots behind a request's tokens, having made room if there is any.
+
+        New blocks are taken only while `num_reserve_blocks` of each group are left for others.
+        """
+        num_tokens = request.num_tokens + num_drafts
+        if not request.window_tables and num_tokens <= len(request.block_table) * self.pool.block_size:
+            return num_drafts
+        num_missing = max(0, self.num_blocks_for(num_tokens) - len(request.block_table))
+        num_missing += self.groups.num_missing(request, num_tokens)
+        if num_missing and num_missing + num_reserve_blocks * (1 + self.groups.num_groups) <= self.num_spare:
+            self.grow(request, num_tokens)
+        num_blocks = min(len(table) for table in request.tables)
+        return min(num_drafts, num_blocks * self.pool.block_size - request.num_tokens)
+
+    def drop_behind_window(self, request: Request) -> None:
+        """Give back the blocks that no token from `num_computed_tokens` on attends to."""
+        if request.window_tables:
+            tables, end = request.window_tables, self.groups.first_seen(request.num_computed_tokens)
+        elif self._window is not None and request.mode != "prefill":
+            tables = [request.block_table]
+            end = (request.num_computed_tokens - self._window + 1) // self.pool.block_size
+        else:
+            return
+        first = request.num_dropped_blocks
+        if end > first:
+            for table in tables:
+                self.pool.free(table[first:end])
+            request.num_dropped_blocks = end
+
+    def register_full_blocks(self, request: Request) -> range:
+        """Let the blocks that are complete now be found by their hashes; needs no room. Returns which are new."""
+        first = request.num_registered_blocks
+        if request.hash_root is None:
+            return range(first, first)
+        for index in range(first, self._full_blocks(request.num_computed_tokens, request.max_left_blocks)):
+            block_hash = self._hash(request, index)
+            self.pool.register(request.block_table[index], block_hash)
+            if index >= request.num_dropped_blocks:
+                for group, table in enumerate(request.window_tables, 1):
+                    self.pool.register(table[index], self.groups.key(block_hash, group))
+            request.num_registered_blocks = index + 1
+        return range(first, request.num_registered_blocks)
+
+    def offered_hashes(self, request: Request) -> list[str]:
+        """Return, in hex, the hashes of leading blocks that others were told of or had before, and it may find."""
+        num_blocks = request.num_registered_blocks
+        if request.max_found_blocks is not None:
+            num_blocks = min(num_blocks, request.max_found_blocks)
+        return [self._hash(request, index).hex() for index in range(num_blocks)]
+
+    def describe(self, request: Request, indices: range) -> list[FilledBlocks]:
+        """Return hashes, slots and generations of full blocks that were just registered, of each group."""
+        filled = []
+        for group, table in enumerate(request.tables):
+            first = max(indices.start, request.num_dropped_blocks) if group else indices.start
+            if slots := table[first : indices.stop]:
+                filled.append(
+                    FilledBlocks(
+                        request.request_id,
+                        self._hash(request, first - 1).hex() if first else "",
+                        [self._hash(request, index).hex() for index in range(first, indices.stop)],
+                        slots,
+                        [self.pool.generations[slot] for slot in slots],
+                        group=group,
+                    )
+                )
+        return filled
+
+    def loadable(self, request: Request) -> range:
+        """Return which blocks of a request just admitted, right behind those found here, `request.prefix` can fill.
+
+        One token is always left to compute.
+        """
+        first, end = request.num_found_blocks, self._full_blocks(request.num_tokens - 1, request.max_found_blocks)
+        if request.hash_root is None:
+            return range(first, first)
+        end = next((index for index in range(first, end) if (0, index) not in request.prefix), end)
+        while end > first and (gap := self._gap(request, end)) is not None:
+            end = gap
+        return range(first, end)
+
+    def load_copies(self, request: Request, indices: range) -> list[tuple[int, ExtentRef]]:
+        """Return what is to be copied where so that these blocks are loaded: all of them, of windows the last ones."""
+        prefix, first = request.prefix, self.groups.first_loaded(request, indices.stop)
+        copies = [(request.block_table[index], prefix[0, index]) for index in indices]
+        for group, blank in enumerate(self.groups.blank(request, indices.stop - first), 1):
+            copies += [(block, prefix[group, index]) for index, block in enumerate(blank, first)]
+        return copies
+
+    def loaded(self, request: Request, indices: range) -> None:
+        """Note that these blocks have their content now."""
+        self.groups.loaded(request, indices.stop)
+        request.num_computed_tokens = indices.stop * self.pool.block_size
+        self.register_full_blocks(request)
+
+    def hold(self, request: Request) -> None:
+        """Keep a finished request's blocks, counted apart, until `release_held`."""
+        self.groups.settle(request)
+        self.pool.hold(blocks_of(request))
+
+    def release_held(self, request: Request) -> None:
+        self.pool.free(blocks_of(request), held=True)
+        self._forget(request)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back; registered ones can be found until they are evicted."""
+        self.pool.free(blocks_of(request))
+        self._forget(request)
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that may be had, those that are promised to others left out."""
+        return self.pool.num_spare - self.groups.num_promised
+
+    def _find(self, request: Request, max_found_tokens: int) -> tuple[int, list[int]]:
+        """Return how many leading blocks need not be had, and the known ones behind them."""
+        if request.hash_root is None:
+            return 0, []
+        hashes = (self._hash(request, i) for i in range(self._full_blocks(max_found_tokens, request.max_found_blocks)))
+        if self._window is None or request.mode == "prefill":
+            return 0, self.pool.find(hashes)
+        return self.pool.find_last(list(hashes), -(-(self._window - 1) // self.pool.block_size))
+
+    def _gap(self, request: Request, end: int) -> int | None:
+        """Return the last block that is not there for the windows, were the prefix to end with block `end`."""
+        indices = range(end - 1, self.groups.first_loaded(request, end) - 1, -1)
+        groups = range(1, 1 + self.groups.num_groups)
+        return next((i for i in indices if any((group, i) not in request.prefix for group in groups)), None)
+
+    def _full_blocks(self, num_tokens: int, limit: int | None) -> int:
+        num_blocks = num_tokens // self.pool.block_size
+        return num_blocks if limit is None else min(num_blocks, limit)
+
+    def _hash(self, request: Request, index: int) -> BlockHash:
+        """Return the hash of a full block, going on with the chain for blocks that came after the prompt."""
+        assert request.hash_root is not None, f"{request.request_id} has no hash root"
+        hashes, size = request.block_hashes, self.pool.block_size
+        while len(hashes) <= index:
+            start = len(hashes) * size
+            parent = hashes[-1] if hashes else request.hash_root
+            hashes.append(next_block_hash(parent, _full(request.token_ids[start : start + size], size)))
+        return hashes[index]
+
+    def _forget(self, request: Request) -> None:
+        self.groups.settle(request)
+        request.block_table, request.window_tables = [], []
+        request.num_found_blocks = request.num_registered_blocks = request.num_sealed_blocks = 0
+        request.num_dropped_blocks = 0
+        request.num_computed_tokens = 0
+        request.imported_blocks.clear()
+
+
+def _full(token_ids: Sequence[int], size: int) -> Sequence[int]:
+    assert len(token_ids) == size, f"a block of {len(token_ids)} tokens is not full ({size})"
+    return token_ids

@@ -1,0 +1,130 @@
+"""What does a call carry besides its message, and what does it raise?
+
+A channel of our own around gRPC's, rather than client interceptors: those put a queue and a task into each stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Any
+
+import grpc
+
+from tandem_runtime import errors, log, tracing
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+"""Of a unary call that is given none (law 5)."""
+
+TRACEPARENT = "traceparent"
+REQUEST_ID = "tandem-request-id"
+
+Translate = Callable[[grpc.aio.AioRpcError], errors.TandemError]
+
+
+class TracedChannel(grpc.aio.Channel):
+    """A channel whose calls carry trace and request id, and raise what `translate` makes of a failure."""
+
+    def __init__(self, channel: grpc.aio.Channel, translate: Translate) -> None:
+        self._channel = channel
+        self._translate = translate
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._caller(self._channel.unary_unary(*args, **kwargs), _UnaryCall, DEFAULT_TIMEOUT_SECONDS)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._caller(self._channel.stream_unary(*args, **kwargs), _UnaryCall, DEFAULT_TIMEOUT_SECONDS)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._caller(self._channel.unary_stream(*args, **kwargs), _StreamCall, None)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._caller(self._channel.stream_stream(*args, **kwargs), _StreamCall, None)
+
+    def _caller(self, start: Any, wrap: type[_Call], default_timeout: float | None) -> Callable[..., Any]:
+        def call(request: Any = None, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any) -> _Call:
+            seconds = default_timeout if timeout is None else timeout
+            return wrap(start(request, timeout=seconds, metadata=_metadata(metadata), **kwargs), self._translate)
+
+        return call
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> TracedChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _Call:
+    """A running call; what is not about its failure is the wrapped call's own."""
+
+    def __init__(self, call: Any, translate: Translate) -> None:
+        self._call = call
+        self._translate = translate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    async def write(self, request: Any) -> None:
+        """Send one message of a stream; raises Unavailable if the call has ended since the last."""
+        try:
+            await self._call.write(request)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        except asyncio.InvalidStateError as error:  # what gRPC makes of a write to a call that is over
+            raise errors.Unavailable(f"the stream is over: {error}") from error
+
+    async def wait_for_connection(self) -> None:
+        try:
+            await self._call.wait_for_connection()
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+
+class _UnaryCall(_Call):
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from self._call.__await__())
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+
+class _StreamCall(_Call):
+    def __init__(self, call: Any, translate: Translate) -> None:
+        super().__init__(call, translate)
+        self._messages: AsyncIterator[Any] | None = None
+
+    def __aiter__(self) -> _StreamCall:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._messages is None:
+            self._messages = self._call.__aiter__()
+        try:
+            return await self._messages.__anext__()
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+    async def read(self) -> Any:
+        """Return the next message, or grpc.aio.EOF; as with gRPC, a call is read or iterated, not both."""
+        try:
+            return await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+
+
+def _metadata(given: Any) -> tuple[tuple[str, Any], ...]:
+    carried = ((TRACEPARENT, tracing.current_traceparent()), (REQUEST_ID, log.request_id()))
+    return (*(given or ()), *(pair for pair in carried if pair[1]))

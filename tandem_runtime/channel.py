@@ -1,0 +1,68 @@
+"""How does one of our processes call another?"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime import errors
+from tandem_runtime.calls import TracedChannel
+
+ERROR_METADATA = "tandem-error-bin"
+
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_metadata_size", 64 * 1024),
+    ("grpc.absolute_max_metadata_size", 128 * 1024),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share one connection and its flow control
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the way out, not for the service next door
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel to `address` (host:port, unix:PATH, dns:///name:port); it connects with its first call.
+
+    Calls carry the current trace and request id, and raise `TandemError`s instead of `grpc.aio.AioRpcError`. A unary
+    call without a timeout gets one of `tandem_runtime.calls.DEFAULT_TIMEOUT_SECONDS`.
+    """
+    return TracedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), call_error)
+
+
+def call_error(error: grpc.aio.AioRpcError) -> errors.TandemError:
+    """Return what a failed call means: the error its server sent along, else the one nearest to its status."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_METADATA and isinstance(value, bytes):
+            return _from_bytes(value) or _from_status(error)
+    return _from_status(error)
+
+
+def _from_bytes(value: bytes) -> errors.TandemError | None:
+    try:
+        return errors.from_proto(pb.ErrorDetail.FromString(value))
+    except DecodeError:
+        return None
+
+
+def _from_status(error: grpc.aio.AioRpcError) -> errors.TandemError:
+    kind = _BY_STATUS.get(error.code(), errors.InternalError)
+    return kind(f"{error.code().name}: {error.details() or 'no details'}")
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[errors.TandemError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.ABORTED: errors.Aborted,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
+}

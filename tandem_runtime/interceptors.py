@@ -1,0 +1,118 @@
+"""What happens around every call a server answers?
+
+The caller's trace and request id are taken up; a unary call without a deadline gets one; a `TandemError` becomes its
+status with the whole error in the trailing metadata; anything else is logged and becomes INTERNAL with an incident id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from tandem_runtime import tracing
+from tandem_runtime.calls import DEFAULT_TIMEOUT_SECONDS, REQUEST_ID, TRACEPARENT
+from tandem_runtime.channel import ERROR_METADATA, call_error
+from tandem_runtime.errors import DeadlineExceeded, InternalError, TandemError
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+_MAX_DETAILS_CHARACTERS = 500
+"""Of gRPC's status line; the metadata beside it holds the message whole."""
+
+_MAX_MESSAGE_CHARACTERS = 8000
+"""Metadata may have 64 KiB (`server._OPTIONS`); what is larger would break the call instead of explaining it."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps handlers of all four kinds."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        return handler and _wrapped(handler, handler_call_details.method)
+
+
+def _wrapped(handler: Any, method: str) -> Any:
+    if handler.response_streaming:
+        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        make = (
+            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+        )
+        return make(_streaming(inner, method), handler.request_deserializer, handler.response_serializer)
+    inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+    make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+    return make(_unary(inner, method), handler.request_deserializer, handler.response_serializer)
+
+
+def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+    async def answer(request: Any, context: Any) -> Any:
+        _take_up(context)
+        seconds = DEFAULT_TIMEOUT_SECONDS if context.time_remaining() is None else None
+        timeout = asyncio.timeout(seconds)
+        try:
+            async with timeout:
+                return await inner(request, context)
+        except Exception as error:  # noqa: BLE001 - whatever it is becomes the call's status
+            await _abort(context, method, _too_slow(method) if timeout.expired() else error)
+
+    return answer
+
+
+def _streaming(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
+    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+        _take_up(context)
+        try:
+            result = inner(request, context)
+            if hasattr(result, "__aiter__"):
+                async with _closing(result):
+                    async for message in result:
+                        yield message
+            else:
+                await result  # a handler that writes to the context itself
+        except Exception as error:  # noqa: BLE001 - whatever it is becomes the call's status
+            await _abort(context, method, error)
+
+    return answer
+
+
+def _closing(messages: Any) -> AbstractAsyncContextManager[Any]:
+    """End the handler's generator together with the call, not when the garbage collector finds it."""
+    return aclosing(messages) if hasattr(messages, "aclose") else nullcontext()
+
+
+def _take_up(context: Any) -> None:
+    """Make the caller's trace and request id those of this call's task, which gRPC starts for each call."""
+    metadata = dict(context.invocation_metadata() or ())
+    tracing.attach(str(metadata.get(TRACEPARENT, "")))
+    if request_id := metadata.get(REQUEST_ID):
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+
+
+async def _abort(context: Any, method: str, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error  # the handler has said its own status
+    if isinstance(error, grpc.aio.AioRpcError):
+        error = call_error(error)
+    if not isinstance(error, TandemError):
+        error = _incident(method, error)
+    detail = error.to_proto()
+    detail.message = detail.message[:_MAX_MESSAGE_CHARACTERS]
+    trailing = ((ERROR_METADATA, detail.SerializeToString()),)
+    await context.abort(error.grpc_status, error.message[:_MAX_DETAILS_CHARACTERS], trailing)
+    raise AssertionError("abort always raises")
+
+
+def _too_slow(method: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{method} took longer than {DEFAULT_TIMEOUT_SECONDS:g} s; give the call its own deadline")
+
+
+def _incident(method: str, error: Exception) -> InternalError:
+    incident = secrets.token_hex(4)
+    log.error("rpc_failed", method=method, incident=incident, exc_info=error)
+    return InternalError(f"{method} failed inside; its log has the reason under incident {incident}")

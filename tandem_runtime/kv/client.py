@@ -1,0 +1,306 @@
+"""How does a worker talk to a KV service?
+
+Every call has a deadline and is repeated while the service cannot be reached: all of them are idempotent. What a
+client has reserved or watched it keeps renewing, until it is released, aborted, or known to have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from itertools import chain, repeat
+from typing import TypeVar
+
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime import errors
+from tandem_runtime.channel import open_channel
+from tandem_runtime.errors import KvCorrupt, StaleIncarnation, TandemError, Unavailable
+from tandem_runtime.kv.checksum import block_checksum
+from tandem_runtime.kv.leases import LeaseKeeper
+from tandem_runtime.kv.receiving import checksums_in, fill_blocks, messages_of, split_blocks
+from tandem_runtime.kv.seal_stream import SealLine, seal_request
+from tandem_runtime.kv.slabs import first_missing_block
+from tandem_runtime.kv_handle import HandleState
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+Reply = TypeVar("Reply")
+
+CALL_SECONDS = 5.0
+LEASE_SECONDS = 10.0
+_RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+class KvClient:
+    """One worker's view of one KV service. `incarnation` is the worker's own."""
+
+    def __init__(
+        self,
+        address: str,
+        incarnation: str,
+        *,
+        call_seconds: float = CALL_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self.address = address
+        self.incarnation = incarnation
+        self._call_seconds = call_seconds
+        self._is_closed = False
+        self._lease_seconds = lease_seconds
+        self._channel = open_channel(address)
+        self._stub = kv_grpc.KvTransferServiceStub(self._channel)
+        self._gone: asyncio.Queue[kv.OwnerEvent.Ended | StaleIncarnation] = asyncio.Queue()
+        self._leases = LeaseKeeper(self.renew, self._lost, lease_seconds / 3)
+
+    # ---------------------------------------------------------------------------------------------- the writer
+
+    async def reserve(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> kv.ReserveReply:
+        """Open a handle that this worker fills from its region, and keep renewing it until it is sealed or ends."""
+        lease_ms = int(self._lease_seconds * 1000)
+        request = kv.ReserveRequest(handle=handle, region_id=region_id, layout=layout, lease_ms=lease_ms)
+        reply = await self._call(self._stub.Reserve, request)
+        self._leases.hold(handle, "")
+        return reply
+
+    async def seal(self, handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> HandleState:
+        """Make slabs visible; with `closed` (num_blocks, first_tokens) they are the last ones."""
+        return HandleState((await self._call(self._stub.Seal, seal_request(handle, slabs, closed))).state)
+
+    def seal_line(self) -> SealLine:
+        """Open a stream for the seals of one handle; the caller closes it."""
+        return SealLine(self._stub.SealStream, lambda request: self._call(self._stub.Seal, request), self._call_seconds)
+
+    async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended, None]:
+        """Yield each handle of the region that has ended, for as long as the caller iterates.
+
+        Survives broken streams and the service's restarts. A handle may come more than once, and one that the
+        service has forgotten (it was restarted) comes as EXPIRED. The region is offered first, or awaited. Raises
+        StaleIncarnation.
+        """
+        listening = asyncio.create_task(self._listen(region_id))
+        try:
+            while True:
+                gone = await self._gone.get()
+                if isinstance(gone, TandemError):
+                    raise gone
+                yield gone
+        finally:
+            listening.cancel()
+
+    # ---------------------------------------------------------------------------------------------- the reader
+
+    async def watch(
+        self, handle: pb.KvHandle, reader_id: str, layout: pb.KvLayout, first_block: int = 0
+    ) -> AsyncGenerator[kv.WatchEvent, None]:
+        """Yield slabs as they are sealed, from `first_block` of the block table on; the last event is `closed`.
+
+        May be called before the handle is reserved. The reader's lease is renewed from now until `release`. Raises
+        what ended the handle, KvCorrupt if a block was left out, Unavailable when the service goes away,
+        DeadlineExceeded at the handle's deadline.
+        """
+        request = kv.WatchRequest(
+            handle=handle,
+            reader_id=reader_id,
+            reader_incarnation=self.incarnation,
+            layout=layout,
+            first_block=first_block,
+        )
+        self._leases.hold(handle, reader_id)
+        seconds = max(0.0, handle.deadline_unix_ms / 1000 - time.time()) + self._call_seconds
+        slabs: list[kv.Slab] = []
+        async with aclosing(messages_of(self._stub.Watch(request, timeout=seconds))) as events:
+            async for event in events:
+                if event.WhichOneof("kind") == "error":
+                    self._leases.let_go(handle, reader_id)
+                    raise errors.from_proto(event.error)
+                if event.WhichOneof("kind") == "closed":
+                    _check_complete(handle, slabs, layout, first_block, event.closed.num_blocks)
+                    yield event
+                    return
+                slabs.append(event.slab)
+                yield event
+        raise Unavailable(f"the KV service at {self.address} ended a watch before it was closed")
+
+    async def read(
+        self,
+        handle: pb.KvHandle,
+        reader_id: str,
+        slab: kv.Slab,
+        into: memoryview | Sequence[memoryview],
+        first_block: int = 0,
+    ) -> int:
+        """Copy a slab's blocks, from `first_block` of the block table on, and return the number of bytes.
+
+        `into` is one buffer, filled without gaps, or one per block. Raises KvCorrupt if a checksum does not match.
+        """
+        num_dropped = max(0, first_block - slab.first_block)
+        sizes = [extent.num_bytes for extent in slab.extents][num_dropped:]
+        blocks = split_blocks(into, sizes) if isinstance(into, memoryview) else into
+        await self.receive(handle, reader_id, slab, blocks, first_block)
+        return sum(sizes)
+
+    async def receive(
+        self, handle: pb.KvHandle, reader_id: str, slab: kv.Slab, blocks: Sequence[memoryview], first_block: int
+    ) -> list[int]:
+        """As `read`, with one buffer per block; return the blocks' checksums, which have been verified."""
+        request = kv.ReadRequest(handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block)
+        remaining = max(self._call_seconds, handle.deadline_unix_ms / 1000 - time.time())
+        call = self._stub.Read(request, timeout=remaining)
+        async with aclosing(messages_of(call)) as chunks:
+            num_filled = await fill_blocks(blocks, chunks)
+        if num_filled != len(blocks):
+            raise KvCorrupt(f"the slab ended after {num_filled} of {len(blocks)} blocks")
+        checksums = checksums_in(await call.trailing_metadata())
+        _verify(handle, slab, blocks, checksums)
+        return checksums
+
+    # -------------------------------------------------------------------------------------------------- the store
+
+    async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
+        """Borrow what the store has of a prompt's blocks, for as long as a lease lasts or until `unload`."""
+        request.lease_ms = request.lease_ms or int(self._lease_seconds * 1000)
+        return await self._call(self._stub.Load, request)
+
+    async def unload(self, reader_id: str) -> None:
+        """Give back all that `load` lent to this reader; also right if it lent nothing."""
+        await self._call(self._stub.Unload, kv.UnloadRequest(reader_id=reader_id))
+
+    async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
+        """Offer full blocks of a lent region; returns once those that are wanted have been copied."""
+        return await self._call(self._stub.Publish, request)
+
+    async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
+        """Copy the leading blocks that another host's store has, and return their checksums, verified here.
+
+        Blocks from the first one that does not match on are left out: their buffers hold anything.
+        """
+        call = self._stub.ReadBlocks(request, timeout=self._call_seconds)
+        async with aclosing(messages_of(call)) as chunks:
+            num_filled = await fill_blocks(into, chunks)
+        checksums = checksums_in(await call.trailing_metadata())[:num_filled]
+        for index, checksum in enumerate(checksums):
+            if block_checksum(into[index]) != checksum:
+                log.warning("fetched_block_corrupt", source=self.address, index=index)
+                return checksums[:index]
+        return checksums
+
+    # --------------------------------------------------------------------------------------------------- both
+
+    async def renew(self, handles: Sequence[pb.KvHandle], reader_id: str = "") -> list[HandleState]:
+        """Extend leases, a reader's or (with "") the writer's; AWAITED for a handle that the service does not know."""
+        reply = await self._call(self._stub.Renew, kv.RenewRequest(handles=handles, reader_id=reader_id))
+        return [HandleState(state) for state in reply.states]
+
+    async def release(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
+        """Give back one reader's lease; also right for a reader that never watched and never will."""
+        self._leases.let_go(handle, reader_id)
+        request = kv.ReleaseRequest(handle=handle, reader_id=reader_id)
+        return HandleState((await self._call(self._stub.Release, request)).state)
+
+    async def release_all(self, handle: pb.KvHandle) -> HandleState:
+        """End the handle for everyone: nobody needs it any more."""
+        self._leases.forget(handle)
+        request = kv.ReleaseRequest(handle=handle, all=True)
+        return HandleState((await self._call(self._stub.Release, request)).state)
+
+    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> HandleState:
+        """End a handle that will not be filled or read; its readers are told `reason` at once."""
+        self._leases.forget(handle)
+        request = kv.AbortRequest(handle=handle, reason=reason.to_proto())
+        return HandleState((await self._call(self._stub.Abort, request)).state)
+
+    async def stats(self) -> pb.StatsReply:
+        return await self._call(self._stub.Stats, pb.StatsRequest())
+
+    async def open_link(self, request: kv.OpenLinkRequest) -> kv.OpenLinkReply:
+        """Ask in which ways another host's service may be read from."""
+        return await self._call(self._stub.OpenLink, request)
+
+    async def probe(self, num_bytes: int) -> None:
+        """Have so many zeroes sent, to see how long they take."""
+        call = self._stub.Probe(kv.ProbeRequest(num_bytes=num_bytes), timeout=self._call_seconds)
+        async with aclosing(messages_of(call)) as chunks:
+            async for _ in chunks:
+                pass
+
+    def hold(self, handle: pb.KvHandle, reader_id: str) -> None:
+        """Keep renewing a reader's lease without watching, until `release`."""
+        self._leases.hold(handle, reader_id)
+
+    def let_go(self, handle: pb.KvHandle, reader_id: str) -> None:
+        """Stop renewing a reader's lease: it runs out."""
+        self._leases.let_go(handle, reader_id)
+
+    async def close(self) -> None:
+        """Stop renewing and hang up; what is still leased then runs out."""
+        self._is_closed = True
+        await self._leases.close()
+        await self._channel.close()
+
+    # ------------------------------------------------------------------------------------------------ workings
+
+    async def _call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+        """Call until it succeeds, is refused, or `call_seconds` have passed."""
+        until = time.monotonic() + self._call_seconds
+        delays = chain(_RETRY_SECONDS, repeat(_RETRY_SECONDS[-1]))
+        while True:
+            if self._is_closed:
+                raise Unavailable(f"the connection to the KV service at {self.address} was closed")
+            try:
+                return await method(request, timeout=max(0.01, until - time.monotonic()))
+            except Unavailable:
+                delay = next(delays)
+                if time.monotonic() + delay >= until:
+                    raise
+            await asyncio.sleep(delay)
+
+    async def _listen(self, region_id: str) -> None:
+        delays = chain(_RETRY_SECONDS, repeat(_RETRY_SECONDS[-1]))
+        while True:
+            try:
+                request = kv.OwnRequest(region_id=region_id, incarnation=self.incarnation)
+                async with aclosing(messages_of(self._stub.Own(request))) as events:
+                    async for event in events:
+                        delays = chain(_RETRY_SECONDS, repeat(_RETRY_SECONDS[-1]))
+                        if event.WhichOneof("kind") == "ended":
+                            self._leases.forget_id(event.ended.handle_id)
+                            self._gone.put_nowait(event.ended)
+            except StaleIncarnation as error:
+                self._gone.put_nowait(error)
+                return
+            except TandemError as error:
+                log.debug("kv_own_interrupted", region_id=region_id, reason=error.message)
+            await asyncio.sleep(next(delays))
+
+    def _lost(self, handle: pb.KvHandle, reader_id: str, state: HandleState) -> None:
+        """A renewal found the handle ended or unknown; only its writer has something to free."""
+        if reader_id == "":
+            ended = HandleState.EXPIRED if state is HandleState.AWAITED else state
+            self._gone.put_nowait(
+                kv.OwnerEvent.Ended(handle_id=handle.handle_id, request_id=handle.request_id, state=ended.to_proto)
+            )
+
+
+def _check_complete(
+    handle: pb.KvHandle, slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int
+) -> None:
+    """A block that never came would be decoded as if it had: the one mistake nobody could see later."""
+    missing = first_missing_block(slabs, layout, handle.num_tokens, first_block, num_blocks)
+    if missing is not None:
+        raise KvCorrupt(f"request {handle.request_id}: block {missing} of {num_blocks} is in no slab that was sent")
+
+
+def _verify(handle: pb.KvHandle, slab: kv.Slab, blocks: Sequence[memoryview], checksums: Sequence[int]) -> None:
+    if len(checksums) != len(blocks):
+        raise KvCorrupt(f"slab {slab.index} of {handle.request_id}: {len(checksums)} checksums, {len(blocks)} blocks")
+    for number, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
+        if block_checksum(block) != checksum:
+            raise KvCorrupt(
+                f"slab {slab.index} of {handle.request_id}: block {number} does not match its checksum",
+                field="checksums",
+            )

@@ -1,0 +1,77 @@
+"""Which blocks may a host's store have? Answered without asking it.
+
+The KV service keeps two tables of counters in shared memory, for its memory and its disk, a byte per bucket of block
+hashes, and counts every block in and out. Workers of the host map them read-only. Two zeroes say that the store had no
+such block a moment ago: then asking would be a call for nothing, before every first token.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tandem_runtime.kv.shared_region import SharedRegion
+
+REGION_ID = "known-blocks"
+_NUM_BUCKETS = 1 << 20
+_FULL = 255
+"""A bucket that has counted so far counts no more, up or down: it says "perhaps" for good."""
+
+
+class BlockCounters:
+    """One tier's table. Written by one thread at a time; a count is wrong by nothing but buckets that are full."""
+
+    def __init__(self, table: memoryview) -> None:
+        self._table = table
+
+    def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
+        return self._table[_bucket(layout_digest, block_hash)] > 0
+
+    def add(self, layout_digest: bytes, block_hash: bytes) -> None:
+        """Count a block in; owner only."""
+        bucket = _bucket(layout_digest, block_hash)
+        if self._table[bucket] < _FULL:
+            self._table[bucket] += 1
+
+    def remove(self, layout_digest: bytes, block_hash: bytes) -> None:
+        """Count out a block that was counted in; owner only."""
+        bucket = _bucket(layout_digest, block_hash)
+        if 0 < self._table[bucket] < _FULL:
+            self._table[bucket] -= 1
+
+    def release(self) -> None:
+        self._table.release()
+
+
+class KnownBlocks:
+    """Both tables; `create` for the service's own, `map_read_only` for a worker's view of them."""
+
+    def __init__(self, region: SharedRegion) -> None:
+        if region.total_bytes < 2 * _NUM_BUCKETS:
+            region.close()
+            raise ValueError(f"a table of known blocks has {2 * _NUM_BUCKETS:,} bytes, this one {region.total_bytes:,}")
+        self.region = region
+        self.memory = BlockCounters(region.view(0, _NUM_BUCKETS))
+        self.disk = BlockCounters(region.view(_NUM_BUCKETS, _NUM_BUCKETS))
+
+    @classmethod
+    def create(cls) -> KnownBlocks:
+        return cls(SharedRegion.create("tandem-known-blocks", 2 * _NUM_BUCKETS, 1))
+
+    @classmethod
+    def map_read_only(cls, fd: int, num_slots: int, generations_offset: int) -> KnownBlocks:
+        """Map the service's tables; `fd` stays the caller's. Raises InvalidRequest, OSError."""
+        return cls(SharedRegion.map_read_only(os.dup(fd), num_slots, generations_offset))
+
+    def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
+        """Whether the store may have this block; False: it had not, a moment ago."""
+        return self.memory.may_have(layout_digest, block_hash) or self.disk.may_have(layout_digest, block_hash)
+
+    def close(self) -> None:
+        self.memory.release()
+        self.disk.release()
+        self.region.close()
+
+
+def _bucket(layout_digest: bytes, block_hash: bytes) -> int:
+    """Both are digests: the sum of some of their bits is spread as evenly."""
+    return (int.from_bytes(layout_digest[:8], "little") + int.from_bytes(block_hash[:8], "little")) % _NUM_BUCKETS

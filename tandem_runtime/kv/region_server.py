@@ -1,0 +1,123 @@
+"""How does a KV service take regions and hand them out? See `tandem_runtime.kv.regions` for the messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem_runtime.errors import InvalidRequest, TandemError
+from tandem_runtime.kv.packets import PacketSocket
+from tandem_runtime.kv.regions import RegionGrant, RegionOffer
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+_BACKLOG = 64
+
+
+class RegionKeeper(Protocol):
+    """Who keeps the regions: the KV service's table. Called on the event loop."""
+
+    def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
+        """Keep a region; `fd` is the keeper's, also when it raises. `connection` names who lent it."""
+
+    def owner_gone(self, region_id: str, connection: object) -> None:
+        """The connection that lent the region has ended."""
+
+    def grant(self, region_id: str) -> RegionGrant:
+        """Return a read-only descriptor of a region; raises KvNotFound."""
+
+
+class RegionServer:
+    """Listens on a Unix socket; `close` removes it."""
+
+    def __init__(self, path: Path, keeper: RegionKeeper) -> None:
+        self.path = path
+        self._keeper = keeper
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. The socket gets its name once it does: another service that starts removes those that refuse."""
+        unnamed = self.path.with_suffix(".bind")
+        unnamed.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(str(unnamed))
+        unnamed.chmod(0o600)
+        self._listener.listen(_BACKLOG)
+        unnamed.replace(self.path)
+        self._spawn(self._accept())
+
+    async def close(self) -> None:
+        """Stop listening, hang up on everyone, remove the socket."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            self._spawn(self._serve(PacketSocket(sock)))
+
+    async def _serve(self, connection: PacketSocket) -> None:
+        lent: set[str] = set()
+        try:
+            with contextlib.suppress(TandemError):  # the other end is gone, or was told what is wrong
+                while (received := await connection.receive()) is not None:
+                    await self._answer(connection, *received, lent)
+        finally:
+            connection.close()
+            for region_id in lent:
+                self._keeper.owner_gone(region_id, connection)
+
+    async def _answer(self, connection: PacketSocket, message: dict[str, Any], fd: int | None, lent: set[str]) -> None:
+        try:
+            reply, reply_fd = self._handle(connection, message, fd, lent)
+        except TandemError as error:
+            log.warning("kv_region_refused", op=message.get("op"), reason=error.message)
+            refusal = {"code": int(error.code), "message": error.message, "field": error.field}
+            await connection.send({"error": refusal})
+            return
+        try:
+            await connection.send(reply, reply_fd)
+        finally:
+            if reply_fd is not None:
+                os.close(reply_fd)
+
+    def _handle(
+        self, connection: PacketSocket, message: dict[str, Any], fd: int | None, lent: set[str]
+    ) -> tuple[dict[str, Any], int | None]:
+        operation = message.pop("op", None)
+        if operation == "offer" and fd is not None:
+            offer = _offer(message, fd)
+            self._keeper.take(offer, fd, connection)
+            lent.add(offer.region_id)
+            return {"ok": True}, None
+        if fd is not None:
+            os.close(fd)
+        if operation == "fetch" and isinstance(message.get("region_id"), str):
+            grant = self._keeper.grant(message["region_id"])
+            sizes = {key: value for key, value in vars(grant).items() if key != "fd"}
+            return {"ok": True, **sizes}, grant.fd
+        raise InvalidRequest(f"the region socket knows offer (with a descriptor) and fetch, not {operation!r}")
+
+
+def _offer(message: dict[str, Any], fd: int) -> RegionOffer:
+    try:
+        return RegionOffer(**message)
+    except TypeError as error:
+        os.close(fd)
+        raise InvalidRequest(f"an offer's fields are {', '.join(RegionOffer.__annotations__)}: {error}") from error

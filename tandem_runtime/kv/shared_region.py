@@ -1,0 +1,116 @@
+"""What is a region, as bytes?
+
+    0 ............ blocks or extents ............ generations_offset ... num_slots x uint64 ... end
+
+One memfd: its owner writes, everyone else maps it read-only. A slot's generation grows when the slot is given up, so
+that a reader which compares it after copying knows whether it slept past its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import InvalidRequest, KvCorrupt
+
+_PAGE_BYTES = 4096
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not named in Python's mmap
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class SharedRegion:
+    """A mapped region. Use `create` for one's own, `map_read_only` for another process's."""
+
+    def __init__(self, fd: int, mapping: mmap.mmap, num_slots: int, generations_offset: int) -> None:
+        self.fd = fd
+        self.num_slots = num_slots
+        self.generations_offset = generations_offset
+        self._mapping = mapping
+
+    @classmethod
+    def create(cls, name: str, num_bytes: int, num_slots: int) -> SharedRegion:
+        """Make a memfd of `num_bytes` and a generation table, its memory taken now, its size fixed for good."""
+        generations_offset = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        total_bytes = generations_offset + 8 * num_slots
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Taken now, a lack of memory is an error here and not a SIGBUS in the middle of a transfer.
+            os.posix_fallocate(fd, 0, total_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            mapping = mmap.mmap(fd, total_bytes)
+        except OSError:
+            os.close(fd)
+            raise
+        with contextlib.suppress(OSError):  # an older kernel: pages are then mapped at their first use
+            mapping.madvise(_MADV_POPULATE_WRITE)
+        return cls(fd, mapping, num_slots, generations_offset)
+
+    @classmethod
+    def map_read_only(cls, fd: int, num_slots: int, generations_offset: int) -> SharedRegion:
+        """Map another process's region; the descriptor is this object's from now on, also when this raises."""
+        try:
+            fix_size(fd)
+            total_bytes = os.fstat(fd).st_size
+            if generations_offset % 8 or generations_offset + 8 * num_slots > total_bytes:
+                raise InvalidRequest(
+                    f"a region of {total_bytes} bytes has no room for {num_slots} generations at {generations_offset}",
+                    field="generations_offset",
+                )
+            mapping = mmap.mmap(fd, total_bytes, prot=mmap.PROT_READ)
+        except (OSError, ValueError, InvalidRequest):
+            os.close(fd)
+            raise
+        return cls(fd, mapping, num_slots, generations_offset)
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self._mapping)
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """A view into the region, writable by its owner; release it before `close`."""
+        return memoryview(self._mapping)[offset : offset + num_bytes]
+
+    def generation(self, slot: int) -> int:
+        value: int = struct.unpack_from("<Q", self._mapping, self.generations_offset + 8 * slot)[0]
+        return value
+
+    def next_generation(self, slot: int) -> None:
+        """Give up what `slot` holds. Owner only, before anything else is written there."""
+        struct.pack_into("<Q", self._mapping, self.generations_offset + 8 * slot, self.generation(slot) + 1)
+
+    def copy_out(self, extent: pb.Extent, start: int, num_bytes: int) -> bytes:
+        """Return a copy of part of `extent`; raises KvCorrupt if its slot was given up before the copy was complete."""
+        offset = extent.offset + start
+        data = self._mapping[offset : offset + num_bytes]
+        self.check_generation(extent)
+        return data
+
+    def check_generation(self, extent: pb.Extent) -> None:
+        """Raise KvCorrupt if the slot was given up since `extent` was sealed; ask after its bytes were read."""
+        if self.generation(extent.slot) != extent.generation:
+            raise KvCorrupt(
+                f"slot {extent.slot} of region {extent.region_id} has generation {self.generation(extent.slot)}, "
+                f"sealed was {extent.generation}: it was reused, the reader came past its lease",
+                field="generation",
+            )
+
+    def close(self) -> None:
+        """Unmap the region; where a thread still sends from it or copies into it, that happens with its last view."""
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+        os.close(self.fd)
+
+
+def fix_size(fd: int) -> bool:
+    """Seal a memfd's size, so that its owner cannot make readers fault by truncating it. False: it cannot be sealed."""
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return True
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,248 @@
+r"""What may happen to a KV handle, when, and what does it change?
+
+    AWAITED ----> RESERVED -> FILLING -> SEALED <-> LEASED(n) -> RELEASED
+       \_____________\__________\___________\__________\-----> RELEASED | ABORTED | EXPIRED
+
+    edge        needs                         changes
+    reserve     AWAITED                       -> RESERVED; starts the writer's lease
+    seal        RESERVED, FILLING             -> FILLING, with `closed` -> SEALED; renews the writer's lease
+    lease       any that has not ended        a reader's lease is opened or extended (watch, renew)
+    renew       RESERVED, FILLING             the writer's lease is extended
+    release     any that has not ended        a reader is done; -> RELEASED with the last one expected
+    release_all any that has not ended        -> RELEASED
+    abort       any that has not ended        -> ABORTED, for a reason that every later caller is told
+    expire      the clock                     lapsed readers are dropped; -> EXPIRED past the lease or the deadline
+
+AWAITED is a handle that somebody asked for before its writer reserved it: readers and releases may come first.
+Until it is closed a handle lives by its writer's lease, afterwards by the last lease of its readers, and never past
+its deadline. One that nobody has reserved lives by the last lease of any reader it had: its writer may be dead. Every
+edge taken twice is taken once; a call that comes too late is answered with the error that says why, or, where it only
+wanted the handle gone, with nothing; neither changes anything.
+
+There is no I/O here and no clock: times are arguments, in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from tandem.v1 import kv_transfer_pb2 as kv
+from tandem_runtime.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvNotFound,
+    Overloaded,
+    StaleIncarnation,
+    TandemError,
+)
+
+
+class HandleState(IntEnum):
+    """The states, with the numbers they have in `kv_transfer.proto`."""
+
+    AWAITED = kv.HANDLE_STATE_UNSPECIFIED
+    RESERVED = kv.HANDLE_STATE_RESERVED
+    FILLING = kv.HANDLE_STATE_FILLING
+    SEALED = kv.HANDLE_STATE_SEALED
+    LEASED = kv.HANDLE_STATE_LEASED
+    RELEASED = kv.HANDLE_STATE_RELEASED
+    ABORTED = kv.HANDLE_STATE_ABORTED
+    EXPIRED = kv.HANDLE_STATE_EXPIRED
+
+    @property
+    def to_proto(self) -> kv.HandleState.ValueType:
+        return kv.HandleState.ValueType(int(self))
+
+
+_ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIRED})
+
+
+class HandleMachine:
+    """One handle's life. Owned by the store of one KV service; everyone else reads its properties.
+
+    `reader_bound` handles are copies made for the readers of one host: they end with the last reader that came,
+    however many `num_readers` the original expects.
+    """
+
+    def __init__(self, name: str, num_readers: int, deadline: float, *, reader_bound: bool = False) -> None:
+        self.name = name
+        self.num_readers = max(1, num_readers)
+        self.deadline = deadline
+        self.slabs: list[kv.Slab] = []
+        self.closed: kv.Closed | None = None
+        self.end_error: TandemError | None = None
+        self._reader_bound = reader_bound
+        self._phase = HandleState.AWAITED
+        self._writer = ""
+        self._writer_lease_seconds = 0.0
+        self._writer_until = deadline
+        self._leases: dict[str, float] = {}
+        self._released: set[str] = set()
+        self._had_reader = False
+        self._readers_until = 0.0
+
+    # ------------------------------------------------------------------------------------------- what is known
+
+    @property
+    def state(self) -> HandleState:
+        return HandleState.LEASED if self._phase is HandleState.SEALED and self._leases else self._phase
+
+    @property
+    def ended(self) -> bool:
+        return self._phase in _ENDED
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def leases(self) -> dict[str, float]:
+        """Until when each reader's lease lasts."""
+        return dict(self._leases)
+
+    def is_reader(self, reader_id: str) -> bool:
+        """Whether that reader holds a lease now."""
+        return reader_id in self._leases
+
+    @property
+    def lease_until(self) -> float:
+        """When the handle ends unless somebody renews; see the module's docstring for whose lease counts when."""
+        if self.closed is not None:
+            return min(self.deadline, max([self._writer_until, *self._leases.values()]))
+        return min(self.deadline, self._writer_until)
+
+    # ---------------------------------------------------------------------------------------------- the writer
+
+    def reserve(self, now: float, writer: str, lease_seconds: float) -> bool:
+        """AWAITED -> RESERVED. False: `writer` has it already. Raises StaleIncarnation for another writer."""
+        self._refuse_if_ended()
+        if self._phase is not HandleState.AWAITED:
+            if writer != self._writer:
+                raise StaleIncarnation(f"{self.name} is reserved by {self._writer}, not by {writer}", field="region_id")
+            return False
+        self._phase = HandleState.RESERVED
+        self._writer = writer
+        self._writer_lease_seconds = lease_seconds
+        self._writer_until = now + lease_seconds
+        return True
+
+    def seal(self, now: float, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> bool:
+        """RESERVED | FILLING -> FILLING, or SEALED with `closed`. False: all of it was sealed before.
+
+        A slab is sealed once and for good: the same index again must be the same slab. Raises InvalidRequest for a
+        slab that differs, leaves a gap or comes after the close, and what ended the handle if it has ended.
+        """
+        self._refuse_if_ended()
+        if self._phase is HandleState.AWAITED:
+            raise KvNotFound(f"{self.name} is not reserved: reserve it before sealing")
+        new_slabs = self._new_slabs(slabs)
+        is_closing = closed is not None and self._is_new_close(closed)
+        if self.closed is not None and new_slabs:
+            raise InvalidRequest(f"{self.name} is closed with {len(self.slabs)} slabs: no slab can follow")
+        if self.closed is None:
+            self._writer_until = now + self._writer_lease_seconds
+        if not new_slabs and not is_closing:
+            return False
+        self.slabs += new_slabs
+        self._phase = HandleState.FILLING
+        if is_closing:
+            self.closed = closed
+            self._phase = HandleState.SEALED
+        return True
+
+    def renew_writer(self, now: float) -> None:
+        """Extend the writer's lease; of no effect once the handle is closed: then it lives by its readers."""
+        if self._phase in (HandleState.RESERVED, HandleState.FILLING):
+            self._writer_until = max(self._writer_until, now + self._writer_lease_seconds)
+
+    # --------------------------------------------------------------------------------------------- the readers
+
+    def lease(self, now: float, reader_id: str, seconds: float) -> None:
+        """Open or extend a reader's lease.
+
+        Raises KvNotFound for a reader that has released, Overloaded for one too many. Twice as many leases as
+        readers are allowed: the lease of a reader that died and was replaced has yet to run out.
+        """
+        self._refuse_if_ended()
+        if reader_id in self._released:
+            raise KvNotFound(f"{self.name}: reader {reader_id} has released it", field="reader_id")
+        if reader_id not in self._leases and len(self._leases) >= 2 * self.num_readers:
+            raise Overloaded(f"{self.name} expects {self.num_readers} readers and has {len(self._leases)}")
+        self._leases[reader_id] = max(self._leases.get(reader_id, 0.0), now + seconds)
+        self._readers_until = max(self._readers_until, now + seconds)
+        self._had_reader = True
+
+    def release(self, reader_id: str) -> bool:
+        """A reader is done, or will never come; the last one expected ends the handle. False: nothing changed."""
+        if self.ended or reader_id in self._released:
+            return False
+        self._leases.pop(reader_id, None)
+        self._released.add(reader_id)
+        is_last = len(self._released) >= self.num_readers or (self._reader_bound and not self._leases)
+        if is_last:
+            self._end(HandleState.RELEASED, KvNotFound(f"{self.name} was released by all its readers"))
+        return True
+
+    # --------------------------------------------------------------------------------------------------- ends
+
+    def release_all(self) -> bool:
+        """Nobody needs the handle. False: it had ended."""
+        return self._end(HandleState.RELEASED, KvNotFound(f"{self.name} was released: nobody needs it any more"))
+
+    def abort(self, reason: TandemError) -> bool:
+        """The handle will not be filled or read; `reason` is what every later caller is told. False: it had ended."""
+        return self._end(HandleState.ABORTED, reason)
+
+    def expire(self, now: float) -> bool:
+        """Let the clock act: drop lapsed readers, end what is past its lease or deadline. True: it ended now."""
+        if self.ended:
+            return False
+        self._leases = {reader_id: until for reader_id, until in self._leases.items() if until > now}
+        if now >= self.deadline:
+            return self._end(HandleState.EXPIRED, DeadlineExceeded(f"{self.name}: the request's deadline has passed"))
+        if self._reader_bound and self._had_reader and not self._leases:
+            return self._end(HandleState.EXPIRED, KvNotFound(f"{self.name}: the leases of its readers ran out"))
+        if self._phase is HandleState.AWAITED and self._had_reader and now >= self._readers_until:
+            return self._end(HandleState.EXPIRED, KvNotFound(f"{self.name}: its readers left before it was reserved"))
+        if now < self.lease_until:
+            return False
+        return self._end(HandleState.EXPIRED, KvNotFound(self._lapse()))
+
+    def _lapse(self) -> str:
+        if self.closed is not None:
+            return f"{self.name}: no reader renewed its lease"
+        return f"{self.name}: its writer neither sealed nor renewed for {self._writer_lease_seconds:g} s"
+
+    def _end(self, state: HandleState, error: TandemError) -> bool:
+        if self.ended:
+            return False
+        self._phase = state
+        self.end_error = error
+        self._leases.clear()
+        self.slabs = []
+        return True
+
+    # ------------------------------------------------------------------------------------------------- refusals
+
+    def _refuse_if_ended(self) -> None:
+        if self.end_error is not None:
+            raise type(self.end_error)(self.end_error.message, field=self.end_error.field)
+
+    def _new_slabs(self, slabs: Sequence[kv.Slab]) -> list[kv.Slab]:
+        known = list(self.slabs)
+        for slab in slabs:
+            if slab.index > len(known):
+                raise InvalidRequest(f"{self.name}: slab {slab.index} leaves a gap after slab {len(known) - 1}")
+            if slab.index == len(known):
+                known.append(slab)
+            elif known[slab.index] != slab:
+                raise InvalidRequest(f"{self.name}: slab {slab.index} is sealed and cannot change")
+        return known[len(self.slabs) :]
+
+    def _is_new_close(self, closed: kv.Closed) -> bool:
+        if self.closed is None:
+            return True
+        if self.closed.num_blocks != closed.num_blocks:
+            raise InvalidRequest(f"{self.name} is closed with {self.closed.num_blocks} blocks and cannot change")
+        return False

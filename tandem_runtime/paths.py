@@ -1,0 +1,82 @@
+"""Where on this machine do our files and sockets live?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+from tandem_runtime.errors import InvalidRequest
+
+MAX_SOCKET_PATH_BYTES = 107
+"""sockaddr_un holds 108 bytes, the last of them zero (unix(7))."""
+
+
+def state_dir(configured: str | Path | None = None) -> Path:
+    """Return the folder of what outlives a process, made if it is not there, readable by its user alone.
+
+    The first of `configured`, TANDEM_STATE_DIR, XDG_STATE_HOME/tandem, ~/.local/state/tandem.
+    """
+    chosen = configured or os.environ.get("TANDEM_STATE_DIR")
+    if chosen:
+        return _own_folder(Path(chosen).expanduser(), "TANDEM_STATE_DIR")
+    base = os.environ.get("XDG_STATE_HOME")
+    return _own_folder((Path(base) if base else Path.home() / ".local" / "state") / "tandem", "TANDEM_STATE_DIR")
+
+
+def runtime_dir(configured: str | Path | None = None) -> Path:
+    """Return the folder of sockets, made if it is not there; short, since Unix paths end at 108 bytes.
+
+    The first of `configured`, TANDEM_RUNTIME_DIR, XDG_RUNTIME_DIR/tandem, /tmp/tandem-<uid>.
+    """
+    chosen = configured or os.environ.get("TANDEM_RUNTIME_DIR")
+    if chosen:
+        return _own_folder(Path(chosen).expanduser(), "TANDEM_RUNTIME_DIR")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return _own_folder(Path(base) / "tandem", "TANDEM_RUNTIME_DIR")
+    return _own_folder(Path(f"/tmp/tandem-{os.getuid()}"), "TANDEM_RUNTIME_DIR")
+
+
+def socket_path(name: str, configured: str | Path | None = None) -> Path:
+    """Return `name` in the runtime folder; raises InvalidRequest if a Unix socket cannot have so long a path."""
+    path = runtime_dir(configured) / name
+    num_bytes = len(os.fsencode(path))
+    if num_bytes > MAX_SOCKET_PATH_BYTES:
+        raise InvalidRequest(
+            f"the socket path {path} has {num_bytes} bytes, Unix takes {MAX_SOCKET_PATH_BYTES}; "
+            "set TANDEM_RUNTIME_DIR to a shorter folder"
+        )
+    return path
+
+
+def forget_dead_sockets(pattern: str, configured: str | Path | None = None) -> None:
+    """Remove sockets in the runtime folder that nobody listens at: of processes that were killed."""
+    for path in runtime_dir(configured).glob(pattern):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:  # asked and not looked up by process id: it may be another container's
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue  # not ours to judge
+
+
+def _own_folder(path: Path, variable: str) -> Path:
+    """Make `path` with mode 0700; refuse one of someone else, who could read or replace what we put there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        link, folder = path.lstat(), path.stat()
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot make the folder {path}: {error}; set {variable} to one that can be written"
+        ) from error
+    if not stat.S_ISDIR(folder.st_mode) or {link.st_uid, folder.st_uid} != {os.getuid()}:
+        raise InvalidRequest(
+            f"{path} is not a folder of user {os.getuid()} (owner: {folder.st_uid}); set {variable} to another one"
+        )
+    if stat.S_IMODE(folder.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path

@@ -1,0 +1,250 @@
+"""How does a worker or KV service stay known to every control-plane replica?
+
+One task per replica, in these states:
+
+    away  --Register accepted-->  registered  --beat known-->      registered
+    away  --refused, no answer->  away, later registered  --beat unknown-->    away, at once
+                                              registered  --no answer-->       away
+
+The replicas are the addresses given and those that replies name, for as long as some replica that answers names them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceStub
+from tandem_runtime.channel import open_channel
+from tandem_runtime.errors import TandemError
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
+
+CALL_SECONDS = 2.0
+GOODBYE_SECONDS = 1.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 1.0
+_DEFAULT_INTERVAL_SECONDS = 1.0
+
+
+class Registrar:
+    """Registers with each replica, beats each second, registers again where it is not known.
+
+    `load` is called on the event loop for every beat and must be quick. Owned by the process's main coroutine.
+    """
+
+    def __init__(
+        self,
+        control: Sequence[str],
+        info: pb.WorkerInfo,
+        load: Callable[[], pb.LoadReport],
+        *,
+        on_registered: Callable[[cp.RegisterReply], None] | None = None,
+    ) -> None:
+        """`control` are gRPC addresses; `dns:///name:port` reaches one replica, whose reply names the others."""
+        self._given = tuple(control)
+        self._info = pb.WorkerInfo()
+        self._info.CopyFrom(info)
+        self._load = load
+        self._on_registered = on_registered
+        self._replicas: dict[str, _Replica] = {}
+        self._registered = asyncio.Event()
+        self._handle_key = b""
+        self._stopped = False
+        self.info_version = 0
+
+    def start(self) -> None:
+        self._follow(self._given)
+
+    async def wait_registered(self) -> None:
+        """Return once a replica knows us; the caller sets the deadline, for a worker may be first by long."""
+        await self._registered.wait()
+
+    @property
+    def info(self) -> pb.WorkerInfo:
+        return self._info
+
+    @property
+    def handle_key(self) -> bytes:
+        """What verifies handles' MACs; b"" before the first registration."""
+        return self._handle_key
+
+    @property
+    def num_registered(self) -> int:
+        """How many replicas know us, as far as we know."""
+        return sum(replica.is_registered for replica in self._replicas.values())
+
+    def kv_service(self) -> cp.KvServiceAddress | None:
+        """Return this host's KV service as the replica that answered last names it; None while there is none."""
+        for replica in sorted(self._replicas.values(), key=lambda replica: -replica.answered_at):
+            for service in replica.kv_services:
+                if service.host_id == self._info.host_id:
+                    return service
+        return None
+
+    def update_info(self, info: pb.WorkerInfo) -> None:
+        """Tell every replica at once what changed (the model's card, the KV service in use)."""
+        assert info.incarnation == self._info.incarnation, "another incarnation is another process"
+        self._info.CopyFrom(info)
+        self.info_version += 1
+        self.beat_now()
+
+    def beat_now(self) -> None:
+        """Send a beat to every replica at once: the state changed, to DRAINING for example."""
+        for replica in self._replicas.values():
+            replica.wake()
+
+    async def stop(self) -> None:
+        """Deregister wherever we are known, and end. May be called more than once."""
+        self._stopped = True
+        replicas, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.stop() for replica in replicas))
+
+    def register_request(self) -> cp.RegisterRequest:
+        return cp.RegisterRequest(info=self._info, load=self._load(), info_version=self.info_version)
+
+    def heartbeat_request(self) -> cp.HeartbeatRequest:
+        return cp.HeartbeatRequest(
+            worker_id=self._info.worker_id,
+            incarnation=self._info.incarnation,
+            load=self._load(),
+            kv_address=self._info.kv_address,
+            info_version=self.info_version,
+        )
+
+    def accepted(self, reply: cp.RegisterReply) -> None:
+        """Take up what a replica answered to Register. Called by that replica's task."""
+        if self._handle_key and reply.handle_key != self._handle_key:
+            log.warning("handle_keys_differ", remedy="give every control-plane replica the same secret")
+        self._handle_key = reply.handle_key
+        self._registered.set()
+        if self._on_registered is not None:
+            self._on_registered(reply)
+
+    def reconcile(self) -> None:
+        """Follow replicas newly named; leave those that neither we nor any that answers name. Called by tasks."""
+        named = set(self._given).union(*(replica.named for replica in self._replicas.values()))
+        self._follow(named)
+        for address in self._replicas.keys() - named:
+            self._replicas.pop(address).leave()
+
+    def _follow(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            if address not in self._replicas and not self._stopped:
+                self._replicas[address] = _Replica(address, self)
+
+
+class _Replica:
+    """Our standing with one control-plane replica."""
+
+    def __init__(self, address: str, owner: Registrar) -> None:
+        self.is_registered = False
+        self.named: tuple[str, ...] = ()
+        self.kv_services: tuple[cp.KvServiceAddress, ...] = ()
+        self.answered_at = 0.0
+        self._address = address
+        self._owner = owner
+        self._sent_version = 0
+        self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
+        self._num_failures = 0
+        self._left = False
+        self._woken = asyncio.Event()
+        self._channel = open_channel(address)
+        self._stub = ControlPlaneServiceStub(self._channel)
+        self._task = asyncio.create_task(self._run(), name=f"registration-{address}")
+
+    def wake(self) -> None:
+        """Call the replica now instead of at the next interval."""
+        self._woken.set()
+
+    def leave(self) -> None:
+        """End without a word: the replica is gone."""
+        self._left = True
+        self.wake()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self.is_registered:
+            await self._deregister()
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        while not self._left:
+            self._woken.clear()
+            try:
+                await self._call()
+            except TandemError as error:
+                self._failed(error.message)
+            except Exception as error:
+                log.exception("registration_broke", control_plane=self._address)
+                self._failed(repr(error))
+            await self._pause()
+        await self._channel.close()
+
+    async def _call(self) -> None:
+        if self.is_registered and self._sent_version == self._owner.info_version:
+            await self._beat()
+        else:
+            await self._register()
+        self._num_failures = 0
+        self._owner.reconcile()
+
+    async def _register(self) -> None:
+        version = self._owner.info_version
+        reply = await self._stub.Register(self._owner.register_request(), timeout=CALL_SECONDS)
+        if not self.is_registered:
+            log.info("registered", control_plane=self._address)
+        self._sent_version = version
+        self._interval_seconds = reply.heartbeat_interval_ms / 1000 or _DEFAULT_INTERVAL_SECONDS
+        self._heard(reply)
+        self.is_registered = True
+        self._owner.accepted(reply)
+
+    async def _beat(self) -> None:
+        reply = await self._stub.Heartbeat(self._owner.heartbeat_request(), timeout=CALL_SECONDS)
+        if reply.known:
+            self._heard(reply)
+        else:
+            log.info("not_known_any_more", control_plane=self._address)
+            self.is_registered = False
+
+    async def _deregister(self) -> None:
+        info = self._owner.info
+        try:
+            await self._stub.Deregister(
+                cp.DeregisterRequest(worker_id=info.worker_id, incarnation=info.incarnation), timeout=GOODBYE_SECONDS
+            )
+        except TandemError as error:
+            log.info("left_without_goodbye", control_plane=self._address, reason=error.message)
+
+    def _heard(self, reply: cp.RegisterReply | cp.HeartbeatReply) -> None:
+        self.named = tuple(reply.replicas)
+        self.kv_services = tuple(reply.kv_services)
+        self.answered_at = asyncio.get_running_loop().time()
+
+    def _failed(self, reason: str) -> None:
+        self._num_failures += 1
+        if self._num_failures == 1:
+            log.warning("control_plane_away", control_plane=self._address, reason=reason)
+        self.is_registered = False
+        self.named = ()
+        self.kv_services = ()
+        self._owner.reconcile()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(self._pause_seconds()):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+
+    def _pause_seconds(self) -> float:
+        if self._num_failures == 0:
+            return self._interval_seconds if self.is_registered else 0.0
+        longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._num_failures, 10))
+        return longest * random.uniform(0.5, 1.0)

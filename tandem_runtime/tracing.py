@@ -1,0 +1,113 @@
+"""Where do the spans of a request go, and how does its trace cross processes?
+
+Nothing is imported beyond OpenTelemetry's API, and nothing is recorded, until `configure` finds an endpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from tandem_runtime import otlp
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_EXPORT_INTERVAL_MS = 1000
+
+_propagator = TraceContextTextMapPropagator()
+_provider: TracerProvider | None = None
+_tracer: trace.Tracer = trace.NoOpTracer()
+
+
+def configure(service: str, endpoint: str | None, *, instance_id: str | None = None) -> None:
+    """Export spans to the OTLP gRPC `endpoint`, else to OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere.
+
+    `instance_id` is the process's incarnation. What was configured before is flushed and replaced.
+    """
+    global _provider, _tracer
+    shutdown()
+    target = otlp.endpoint_for("traces", endpoint)
+    if target is None:
+        return
+    _provider = _new_provider(service, instance_id, target)
+    _tracer = _provider.get_tracer("tandem")
+
+
+def is_configured() -> bool:
+    return _provider is not None
+
+
+def tracer() -> trace.Tracer:
+    """Return the tracer of this process; the spans of one that is not configured are no-ops."""
+    return _tracer
+
+
+def current_traceparent() -> str:
+    """Return the W3C traceparent of the current span, "" outside of a trace."""
+    span = trace.get_current_span().get_span_context()
+    if not span.is_valid:
+        return ""
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+
+
+def context_of(traceparent: str) -> Context:
+    """Return a context in which new spans are children of the remote span `traceparent`."""
+    return _propagator.extract({"traceparent": traceparent}, context=Context())
+
+
+def attach(traceparent: str) -> None:
+    """Make spans that the current task starts from now on children of the remote span `traceparent`."""
+    if _provider is not None and traceparent:
+        otel_context.attach(context_of(traceparent))
+
+
+def record_span(
+    name: str,
+    traceparent: str,
+    start_ns: int,
+    end_ns: int,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> None:
+    """Record a finished child of the remote span `traceparent`; times are Unix nanoseconds.
+
+    Without a valid parent nothing is recorded: a span outside its request's trace would help nobody.
+    """
+    if _provider is None:
+        return
+    context = context_of(traceparent)
+    if not trace.get_current_span(context).get_span_context().is_valid:
+        return
+    span = _tracer.start_span(name, context=context, start_time=start_ns, attributes=attributes)
+    span.end(end_time=end_ns)
+
+
+def shutdown() -> None:
+    """Send what is still held, for a few seconds at most, and record nothing more."""
+    global _provider, _tracer
+    provider, _provider, _tracer = _provider, None, trace.NoOpTracer()
+    if provider is not None:
+        otlp.finish_within(provider.shutdown, otlp.SHUTDOWN_TIMEOUT_SECONDS)
+
+
+atexit.register(shutdown)
+
+
+def _new_provider(service: str, instance_id: str | None, endpoint: str) -> TracerProvider:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(
+        endpoint=endpoint, insecure=otlp.is_insecure(endpoint), timeout=otlp.EXPORT_TIMEOUT_SECONDS
+    )
+    provider = TracerProvider(resource=otlp.resource(service, instance_id), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_EXPORT_INTERVAL_MS))
+    return provider

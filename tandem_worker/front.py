@@ -1,0 +1,334 @@
+"""What happens between a gateway's command and the engine process, and back? One `WorkerFront` per worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
+from tandem_engine import messages
+from tandem_runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    TandemError,
+    Unavailable,
+)
+from tandem_runtime.log import get_logger
+from tandem_runtime.memory import MemoryProbe
+from tandem_worker import card as cards
+from tandem_worker import convert, stats
+from tandem_worker.engine_link import EngineLink
+from tandem_worker.kv_connector import HandOver
+from tandem_worker.kv_offload import PromptCache
+from tandem_worker.requests import ActiveRequest, RequestTable
+from tandem_worker.streams import GatewayStream
+from tandem_worker.tables import worker_tables
+
+log = get_logger(__name__)
+
+
+class WorkerFront:
+    """Owns the table of requests and the engine's events; every method runs on the event loop."""
+
+    def __init__(
+        self,
+        role: pb.WorkerRole.ValueType,
+        incarnation: str,
+        engine: EngineLink,
+        hand_over: HandOver,
+        prompt_cache: PromptCache,
+    ) -> None:
+        self.role = role
+        self.incarnation = incarnation
+        self.card: pb.ModelCard | None = None
+        self.engine_failure: TandemError | None = None
+        self.stopped = asyncio.Event()
+        self._engine = engine
+        self._hand_over = hand_over
+        self._prompt_cache = prompt_cache
+        self._requests = RequestTable()
+        self._streams: set[GatewayStream] = set()
+        self._has_no_streams = asyncio.Event()
+        self._has_no_streams.set()
+        self._state = pb.WORKER_STATE_LOADING
+        self._progress = messages.LoadProgress(stage="starting the engine", fraction=0.0)
+        self._stats: messages.EngineStats | None = None
+        self._bytes_per_block = 0
+        self._preparing: asyncio.Task[None] | None = None
+        self._when_ready: Callable[[dict[str, str]], None] = lambda paths: None
+        self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
+
+    def on_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
+        """Have `callback` called with the assets' paths once the engine has loaded."""
+        self._when_ready = callback
+
+    # ------------------------------------------------------------------------------------- commands of gateways
+
+    def submit(self, stream: GatewayStream, submit: pb.Submit) -> None:
+        request = ActiveRequest(submit, stream, num_choices_open=max(1, len(submit.choice_seeds)))
+        try:
+            command = self._command(request)
+        except TandemError as error:
+            stream.refuse(submit, error)
+            return
+        if not self._requests.add(request):
+            log.warning("duplicate_submit_ignored", request_id=submit.request_id, attempt=submit.attempt)
+            return
+        self._watch_deadline(request)
+        self._prompt_cache.add(request, command)
+
+    def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None:
+        request = self._requests.get(f"{cancel.request_id}.{cancel.attempt}")
+        if request is not None and request.stream is stream:
+            self.abort(request, Cancelled("the gateway cancelled the request"))
+
+    def attached(self, stream: GatewayStream) -> None:
+        self._streams.add(stream)
+        self._has_no_streams.clear()
+
+    def detached(self, stream: GatewayStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams:
+            self._has_no_streams.set()
+        for request in self._requests:
+            if request.stream is stream:
+                self.abort(request, Cancelled("the gateway's stream ended"))
+
+    def abort(self, request: ActiveRequest, error: TandemError) -> None:
+        """End a request that still runs: the engine forgets it, the gateway is told why."""
+        self._engine.send(messages.AbortRequest(request.key))
+        request.stream.fail(request.submit, error)
+        self._end(request, error)
+
+    def emit(self, request: ActiveRequest, output: pb.TokenOutput) -> None:
+        """Send an output that the engine did not make."""
+        request.stream.add(output)
+        request.stream.flush(step=0)
+
+    def finish(self, request: ActiveRequest) -> None:
+        """End a request whose last output has been emitted."""
+        self._hand_over.spans.record(request)
+        self._end(request, None)
+
+    def _command(self, request: ActiveRequest) -> messages.AddRequest:
+        if self.engine_failure is not None:
+            raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
+        if self._state == pb.WORKER_STATE_DRAINING:
+            raise Draining("the worker is draining and takes no new requests", retry_after_seconds=1.0)
+        if self.card is None:
+            raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
+        cards.check_model(self.card, request.submit.model)
+        if request.seconds_left <= 0:
+            raise DeadlineExceeded("the request's deadline had passed when it arrived")
+        return convert.add_request(request.submit, request.key, self._hand_over.mode(request.submit))
+
+    def _watch_deadline(self, request: ActiveRequest) -> None:
+        def expire() -> None:
+            self.abort(request, DeadlineExceeded("the request's deadline passed while it ran; ask for fewer tokens"))
+
+        timer = asyncio.get_running_loop().call_later(request.seconds_left, expire)
+        request.on_end.append(timer.cancel)
+
+    def _end(self, request: ActiveRequest, error: TandemError | None) -> None:
+        self._requests.end(request)
+        self._hand_over.ended(request, error)
+
+    # ------------------------------------------------------------------------------------- events of the engine
+
+    async def pump(self) -> None:
+        """Handle the engine's events until it ends; then fail what is left, and set `stopped`."""
+        try:
+            async for event, fds in self._engine.events():
+                self._handle(event, fds)
+        except TandemError as error:
+            self._failed(error)
+        except Exception as error:
+            log.exception("engine_event_broke")
+            self._failed(InternalError(f"an event of the engine could not be handled: {error!r}"))
+        finally:
+            why = self.engine_failure.message if self.engine_failure else "it was stopped"
+            self._fail_all(Unavailable(f"the worker's engine has ended: {why}"))
+            self.stopped.set()
+
+    def _handle(self, event: messages.EngineEvent, fds: Sequence[int]) -> None:
+        match event:
+            case messages.StepDone():
+                self._step(event)
+            case messages.BlocksSealed():
+                self._sealed(event.sealed)
+            case messages.Reserved() if request := self._requests.get(event.request_id):
+                request.stream.accept(request.submit, self._stats.num_waiting if self._stats else 0)
+                self._hand_over.reserved(request, event)
+            case messages.Refused() if request := self._requests.get(event.request_id):
+                self._refuse(request, convert.refusal(event))
+            case messages.SlabImported():
+                self._hand_over.imported(event)
+            case messages.RequestFailed() if request := self._requests.get(event.request_id):
+                kind = InvalidRequest if event.is_callers_fault else InternalError
+                self.abort(request, kind(event.message))
+            case messages.LoadProgress():
+                self._progress = event
+                log.info("loading", stage=event.stage, fraction=round(event.fraction, 2))
+            case messages.Ready():
+                self._ready(event, fds)
+            case messages.EngineFailed():
+                self._engine_failed(event)
+            case _:
+                log.debug("event_of_an_ended_request", kind=type(event).__name__)
+
+    def _step(self, done: messages.StepDone) -> None:
+        self._stats = done.stats
+        streams = set()
+        for output in done.outputs:
+            if request := self._requests.get(output.request_id):
+                self._output(request, output)
+                streams.add(request.stream)
+        self._sealed(done.sealed)
+        for stream in streams:
+            stream.flush(done.step)
+        self._prompt_cache.admitted(done.admitted)
+        for key, block_hashes in done.preempted.items():
+            if request := self._requests.get(key):
+                self._prompt_cache.preempted(request, block_hashes)
+        for filled in done.filled:
+            if request := self._requests.get(filled.request_id):
+                self._prompt_cache.filled(request, filled)
+        for output in done.outputs:
+            if output.is_last and (request := self._requests.get(output.request_id)):
+                self._choice_ended(request)
+
+    def _sealed(self, blocks: Sequence[messages.SealedBlocks]) -> None:
+        for sealed in blocks:
+            if request := self._requests.get(sealed.request_id):
+                self._hand_over.sealed(request, sealed)
+
+    def _output(self, request: ActiveRequest, output: messages.RequestOutput) -> None:
+        wire = convert.output_to_proto(output, request.submit)
+        if output.is_last:
+            request.ledger.MergeFrom(convert.ledger(output, request.submit))
+            wire.ledger.CopyFrom(request.ledger)
+        self._hand_over.sampled(request, output, wire)
+        request.stream.add(wire)
+
+    def _choice_ended(self, request: ActiveRequest) -> None:
+        request.num_choices_open -= 1
+        if request.num_choices_open == 0:
+            self.finish(request)
+
+    def _refuse(self, request: ActiveRequest, error: TandemError) -> None:
+        request.stream.refuse(request.submit, error)
+        self._end(request, error)
+
+    def _ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+        self._bytes_per_block = ready.layout.bytes_per_block
+        self._stats = stats.empty_pool(ready.num_blocks)
+        self._hand_over.ready(ready, fds)
+        self._prompt_cache.ready(ready)
+        self._preparing = asyncio.create_task(self._prepare(ready))
+
+    async def _prepare(self, ready: messages.Ready) -> None:
+        """Get ready for requests; a worker that cannot ends, rather than load for ever."""
+        try:
+            await self._get_ready(ready)
+        except Exception as error:
+            log.exception("getting_ready_broke")
+            self._failed(error if isinstance(error, TandemError) else InternalError(f"getting ready broke: {error!r}"))
+            self.stopped.set()
+
+    async def _get_ready(self, ready: messages.Ready) -> None:
+        self._progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
+        await self._hand_over.prepared()
+        self.card = cards.model_card(ready)
+        if self._state == pb.WORKER_STATE_LOADING:  # else it drains already
+            self._state = pb.WORKER_STATE_READY
+        self._progress = messages.LoadProgress(stage="ready", fraction=1.0)
+        self._when_ready(ready.model.asset_paths)
+        log.info("ready", model=self.card.model_id, num_blocks=ready.num_blocks, context=self.card.context_length)
+
+    def _engine_failed(self, failed: messages.EngineFailed) -> None:
+        kind = InvalidRequest if failed.kind in ("unsupported", "invalid") else InternalError
+        self._failed(kind(failed.message))
+
+    def _failed(self, error: TandemError) -> None:
+        self.engine_failure = error
+        self._state = pb.WORKER_STATE_FAILED
+        log.error("model_refused" if isinstance(error, InvalidRequest) else "engine_failed", error=error.message)
+
+    def _fail_all(self, error: TandemError) -> None:
+        for request in self._requests:
+            request.stream.fail(request.submit, error)
+            self._end(request, error)
+
+    # ------------------------------------------------------------------------------------------------- reports
+
+    @property
+    def kv_address(self) -> str:
+        return self._hand_over.kv_address
+
+    @property
+    def stats(self) -> messages.EngineStats | None:
+        """The engine's figures as of its last step; None before it has loaded."""
+        return self._stats
+
+    def load(self) -> pb.LoadReport:
+        """Return the worker's figures as of its engine's last step."""
+        report = pb.LoadReport(
+            state=self._state,
+            memory=self._memory.report(),
+            load_progress=self._progress.fraction,
+            load_stage=self._progress.stage,
+            counters={**self._hand_over.counters(), **self._prompt_cache.counters},
+            error=str(self.engine_failure or ""),
+        )
+        self._fill(report)
+        return report
+
+    def tables(self, max_rows: int) -> TablesReply:
+        """Return what this worker believes it holds, for the auditor."""
+        self._fill(now := pb.LoadReport())
+        return worker_tables(self.incarnation, self._requests, self._hand_over, now.kv, max_rows)
+
+    def _fill(self, report: pb.LoadReport) -> None:
+        if self._stats is not None:
+            stats.fill(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
+
+    # -------------------------------------------------------------------------------------------------- ending
+
+    def refuse_new(self) -> None:
+        """Take no new requests from now on; what is known of us says so."""
+        if self._state != pb.WORKER_STATE_FAILED:
+            self._state = pb.WORKER_STATE_DRAINING
+
+    async def drain(self, timeout_seconds: float) -> None:
+        """Let what runs finish, and wait until nobody needs our blocks; at most `timeout_seconds`."""
+        log.info("draining", num_requests=len(self._requests))
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._requests.wait_idle()
+                await self._hand_over.drained()
+        except TimeoutError:
+            log.warning("drain_timed_out", num_requests=len(self._requests), seconds=timeout_seconds)
+            self._fail_all(Draining("the worker stopped before the request was finished"))
+
+    async def hang_up(self, timeout_seconds: float) -> None:
+        """End every gateway's stream behind its last event: whoever hears of our leaving has all of its tokens."""
+        for stream in self._streams:
+            stream.close()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._has_no_streams.wait()
+        except TimeoutError:
+            log.warning("gateways_did_not_read", num_streams=len(self._streams))
+
+    async def close(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        await self._prompt_cache.close()
+        await self._hand_over.close()
+        await self._engine.stop()

@@ -1,0 +1,193 @@
+"""How does a worker process live: load, register, serve, drain?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_engine.client import EngineClient
+from tandem_runtime import identity, log, metrics, paths, tracing
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.lifecycle import run
+from tandem_runtime.registration import Registrar
+from tandem_runtime.server import GrpcServer
+from tandem_runtime.settings import describe
+from tandem_worker import gauges
+from tandem_worker.assets import AssetStore
+from tandem_worker.engine_link import EngineLink
+from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.front import WorkerFront
+from tandem_worker.kv_connector import HandOver
+from tandem_worker.kv_link import KvLink
+from tandem_worker.kv_offload import PromptCache
+from tandem_worker.settings import WorkerSettings
+from tandem_worker.streams import serve_attach
+
+logger = log.get_logger(__name__)
+
+EXIT_CONFIG = 78
+"""EX_CONFIG of sysexits.h: starting again would fail again."""
+
+_HANG_UP_SECONDS = 1.0
+
+MakeHandOver = Callable[[EngineLink, KvLink, EngineRegions, WorkerSettings], HandOver]
+AddService = Callable[[Any, grpc.aio.Server], None]
+
+
+class WorkerService:
+    """The RPCs of both worker services; each role's servicer class inherits the generated base beside it."""
+
+    def __init__(self, front: WorkerFront, assets: AssetStore, info: Callable[[], pb.WorkerInfo]) -> None:
+        self._front = front
+        self._assets = assets
+        self._info = info
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
+        async for event in serve_attach(self._front, request_iterator, context):
+            yield event
+
+    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        async for chunk in self._assets.chunks(request.digest):
+            yield chunk
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return pb.StatsReply(info=self._info(), load=self._front.load())
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return self._front.tables(request.max_rows)
+
+
+def main(
+    settings: WorkerSettings,
+    role: pb.WorkerRole.ValueType,
+    service_name: str,
+    make_hand_over: MakeHandOver,
+    service_type: type[WorkerService],
+    add_service: AddService,
+) -> int:
+    """Run a worker until it is told to drain or its engine dies; return the exit code."""
+    name = "prefill" if role == pb.WORKER_ROLE_PREFILL else "decode"
+    worker = _Worker(settings, role, name, service_name, make_hand_over, service_type, add_service)
+    log.configure(f"tandem-{name}", settings.log_json)
+    for telemetry in (tracing, metrics):
+        telemetry.configure(f"tandem-{name}", settings.otlp_endpoint or None, instance_id=worker.incarnation)
+    return run(worker.main)
+
+
+class _Worker:
+    """One life of a worker process."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: pb.WorkerRole.ValueType,
+        name: str,
+        service_name: str,
+        make_hand_over: MakeHandOver,
+        service_type: type[WorkerService],
+        add_service: AddService,
+    ) -> None:
+        self._settings = settings
+        self._role = role
+        self._name = name
+        self._service_name = service_name
+        self._make_hand_over = make_hand_over
+        self._service_type = service_type
+        self._add_service = add_service
+        self.incarnation = identity.new_incarnation()
+        self._host_id = settings.host_id or identity.default_host_id()
+        self._address = ""
+
+    async def main(self, drain: asyncio.Event) -> int:
+        settings = self._settings
+        state_dir = settings.state_dir or str(paths.state_dir())
+        try:
+            config = settings.engine_config(state_dir, self.incarnation)
+        except ValueError as error:
+            logger.error("setting_refused", error=str(error))
+            return EXIT_CONFIG
+        engine = EngineLink(await EngineClient.start(config))
+        link = KvLink(self.incarnation, settings.lease_seconds)
+        regions = EngineRegions(engine, link)
+        hand_over = self._make_hand_over(engine, link, regions, settings)
+        prompt_cache = PromptCache(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
+        front = WorkerFront(self._role, self.incarnation, engine, hand_over, prompt_cache)
+        hand_over.bind(front)
+        gauges.export(lambda: front.stats)
+        return await self._serve(front, link, drain)
+
+    async def _serve(self, front: WorkerFront, link: KvLink, drain: asyncio.Event) -> int:
+        settings, assets = self._settings, AssetStore()
+        service = self._service_type(front, assets, lambda: self._info(front))
+        server = GrpcServer(
+            settings.listen,
+            lambda grpc_server: self._add_service(service, grpc_server),
+            [self._service_name],
+            insecure=settings.insecure,
+        )
+        bound = await server.start()
+        self._address = settings.advertise or bound
+        registrar = Registrar(settings.control, self._info(front), front.load)
+        front.on_ready(lambda paths: self._ready(front, assets, paths, registrar, server))
+        link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(self._info(front)))
+        registrar.start()
+        pump = asyncio.create_task(front.pump())
+        await _first(drain.wait(), front.stopped.wait())
+        server.set_serving(False)
+        if not front.stopped.is_set():
+            front.refuse_new()
+            registrar.beat_now()
+            await front.drain(settings.drain_seconds)
+        await front.hang_up(_HANG_UP_SECONDS)
+        await registrar.stop()
+        await server.stop(grace_seconds=1.0)
+        await front.close()
+        await link.close()
+        await asyncio.gather(pump, return_exceptions=True)
+        return exit_code(front)
+
+    def _ready(
+        self, front: WorkerFront, assets: AssetStore, paths: dict[str, str], registrar: Registrar, server: GrpcServer
+    ) -> None:
+        assert front.card is not None, "the engine is ready, so there is a card"
+        assets.offer(front.card, paths)
+        registrar.update_info(self._info(front))
+        server.set_serving(True)
+
+    def _info(self, front: WorkerFront) -> pb.WorkerInfo:
+        settings = self._settings
+        return pb.WorkerInfo(
+            worker_id=settings.worker_id or f"{self._name}-{self._host_id}-{os.getpid()}",
+            incarnation=self.incarnation,
+            role=self._role,
+            address=self._address,
+            host_id=self._host_id,
+            card=front.card,
+            kv_address=front.kv_address,
+            settings=describe(settings),
+            version=version("tandem-serve"),
+        )
+
+
+def exit_code(front: WorkerFront) -> int:
+    """Return what a supervisor goes by: 0 drained, 1 broke, EXIT_CONFIG would break again."""
+    if front.engine_failure is None:
+        return 0
+    return EXIT_CONFIG if isinstance(front.engine_failure, InvalidRequest) else 1
+
+
+async def _first(*waits: Any) -> None:
+    """Return when the first of `waits` does; the others are cancelled."""
+    tasks: Sequence[asyncio.Task[Any]] = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,105 @@
+"""What was one client told, and was it right?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from control_plane.generation import Usage
+from tandem_runtime.errors import DeadlineExceeded, Overloaded, Unavailable
+from tests.chaos.questions import Answer, Question
+
+Stage = Literal["queued", "prefilling", "between", "decoding"]
+STAGES: tuple[Stage, ...] = ("queued", "prefilling", "between", "decoding")
+
+SLACK_SECONDS = 2.0
+"""The gateway waits a second beyond a deadline for a worker's own word; the rest is for a busy machine."""
+_LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(eq=False)
+class Told:
+    """One stream as its client saw it. Times are time.time()."""
+
+    request_id: str
+    question: Question
+    deadline: float
+    is_impatient: bool = False
+    """Its deadline is so short that passing it is an answer, too."""
+    is_cacheable: bool = True
+    leave_at: Stage | None = None
+    left_at: Stage | None = None
+    """Where it was when its client left; None if it had ended by then."""
+    was_at_the_door: bool = False
+    """It left the queue in front of the gateway, rather than one of a worker."""
+    started: float = field(default_factory=time.time)
+    ended: float = 0.0
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    finish_reasons: list[str | None] = field(default_factory=list)
+    usage: Usage | None = None
+    route: Mapping[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in self.question.seeds]
+        self.logprobs = [[] for _ in self.question.seeds]
+        self.finish_reasons = [None for _ in self.question.seeds]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.left_at is None and self.error is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error; at a deadline that was meant to pass, any that says so is right."""
+        if self.error is None:
+            return False
+        says_so = isinstance(self.error, DeadlineExceeded | Overloaded | Unavailable)
+        return not (self.is_impatient and says_so and self.ended >= self.deadline - 0.1)
+
+    def wrong_tokens(self) -> Iterator[str]:
+        """Say which choices differ from the undisturbed run; one that was left must be a beginning of it."""
+        for index, (answer, tokens) in enumerate(zip(self.question.answers, self.tokens, strict=True)):
+            expected = answer.tokens if self.is_whole else answer.tokens[: len(tokens)]
+            if tuple(tokens) != expected:
+                yield f"choice {index}: {_difference(tokens, expected)}"
+            if self.is_whole and self.finish_reasons[index] != answer.finish_reason:
+                yield f"choice {index} ended with {self.finish_reasons[index]}, undisturbed with {answer.finish_reason}"
+            yield from self._wrong_logprobs(index, answer)
+
+    def wrong_usage(self) -> Iterator[str]:
+        """Say what is wrong with what would be billed."""
+        if self.usage is None or not self.is_whole:
+            return
+        usage, num_prompt = self.usage, len(self.question.prompt)
+        if usage.num_prompt_tokens != num_prompt or usage.num_computed_tokens + usage.num_cached_tokens != num_prompt:
+            yield f"{usage} for a prompt of {num_prompt} tokens"
+        if usage.num_computed_tokens < 1:
+            yield f"{usage}: no token of the prompt was computed, one always is"
+        if usage.num_completion_tokens != self.question.num_answer_tokens:
+            yield f"{usage} for an answer of {self.question.num_answer_tokens} tokens"
+        if not self.is_cacheable and usage.num_cached_tokens:
+            yield f"{usage} for a request that must not use the cache"
+
+    @property
+    def was_late(self) -> bool:
+        """Whether it was still waiting when its deadline had passed."""
+        return self.ended > self.deadline + SLACK_SECONDS
+
+    def _wrong_logprobs(self, index: int, answer: Answer) -> Iterator[str]:
+        told = self.logprobs[index]
+        wanted = answer.logprobs if self.is_whole else answer.logprobs[: len(told)]
+        if len(told) != len(wanted):
+            yield f"choice {index} has {len(told)} log probabilities, not {len(wanted)}"
+        elif any(abs(one - other) > _LOGPROB_TOLERANCE for one, other in zip(told, wanted, strict=True)):
+            yield f"choice {index} has other log probabilities"
+
+
+def _difference(tokens: Sequence[int], expected: Sequence[int]) -> str:
+    pairs = enumerate(zip(tokens, expected, strict=False))
+    first = next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(expected)))
+    shown = list(tokens[first : first + 5]), list(expected[first : first + 5])
+    return f"{len(tokens)} tokens, {len(expected)} expected; they differ from place {first} on: {shown[0]}, {shown[1]}"

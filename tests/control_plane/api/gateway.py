@@ -1,0 +1,81 @@
+"""How does a test get a real gateway: uvicorn on port 0, in the test's own loop?"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from control_plane.accounts.service import Accounts
+from control_plane.api.services import HttpSettings
+from control_plane.app import create_app
+from control_plane.text.text_service import TextService
+from tests.control_plane.api.model import OneModel, description
+from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
+
+
+class Fleet:
+    def workers(self) -> list[dict[str, Any]]:
+        return workers()
+
+
+class Ready:
+    def __init__(self) -> None:
+        self.answer: tuple[bool, dict[str, Any]] = (True, {"last_success_seconds_ago": 1.0})
+
+    async def check(self) -> tuple[bool, dict[str, Any]]:
+        return self.answer
+
+
+@dataclass
+class Gateway:
+    url: str
+    dispatcher: ScriptedDispatcher
+    readiness: Ready
+    client: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def serve(
+    dispatcher: ScriptedDispatcher | None = None,
+    *,
+    timeout_seconds: float = 60.0,
+    settings: HttpSettings | None = None,
+    accounts: Accounts | None = None,
+    listener: socket.socket | None = None,
+    **model_changes: object,
+) -> AsyncIterator[Gateway]:
+    """Serve the small model with `dispatcher` in place of workers."""
+    dispatcher, readiness = dispatcher or ScriptedDispatcher(), Ready()
+    catalog = OneModel(description(**model_changes))
+    meter = accounts.metering if accounts else None
+    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter)
+    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
+    if listener is None:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
+        listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    server = await _started(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"), listener)
+    url = "http://{}:{}".format(*listener.getsockname())
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
+            yield Gateway(url, dispatcher, readiness, client)
+    finally:
+        for socket_server in server.servers:
+            socket_server.close()
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+
+
+async def _started(config: uvicorn.Config, listener: socket.socket) -> uvicorn.Server:
+    """Start uvicorn without the main loop of its own, whose ticks would cost each test 0.2 s."""
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listener])
+    return server

@@ -1,0 +1,158 @@
+"""Does the auditor ask all services, name what it finds where it is, and go on whatever happens?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from control_plane.audit import gauges
+from control_plane.audit.asking import Asker
+from control_plane.audit.auditor import Auditor, AuditReport
+from control_plane.audit.checks import KINDS
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.status import Fleet
+from control_plane.fleet.worker_links import LinkPool
+from tandem.v1 import kv_transfer_pb2_grpc
+from tandem.v1.tables_pb2 import (
+    RegionRow,
+    TablesReply,
+    TablesRequest,
+)
+from tandem_runtime import metrics
+from tandem_runtime.server import GrpcServer
+from tests.control_plane.scripted_worker import kv_load, kv_service
+from tests.kv_transfer_svc.host import until
+from tests.otlp_sink import OtlpSink
+
+
+class Told(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    """A KV service that has the tables a test gives it."""
+
+    def __init__(self, name: str = "kv-0") -> None:
+        self.name = name
+        self.tables = TablesReply(incarnation=f"{name}-life", lease_ms=100)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.address = ""
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        await self.may_answer.wait()
+        return self.tables
+
+    def register(self, registry: WorkerRegistry) -> None:
+        registry.register(kv_service(self.name, self.address), kv_load())
+
+
+@asynccontextmanager
+async def told(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[Told]:
+    kv = Told(name)  # type: ignore[abstract]  # it answers Tables, and is asked nothing else
+    server = GrpcServer(
+        "127.0.0.1:0", lambda server: kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(kv, server), []
+    )
+    kv.address = await server.start()
+    kv.register(registry)
+    try:
+        yield kv
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def auditing(registry: WorkerRegistry, **changes: Any) -> AsyncIterator[Auditor]:
+    links = LinkPool(registry, "gateway", "life")
+    auditor = Auditor(registry, links, "gateway", asker=Asker(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes})
+    try:
+        yield auditor
+    finally:
+        await auditor.close()
+        await links.close()
+
+
+def region(num_bytes: int) -> RegionRow:
+    return RegionRow(region_id="region", owner_incarnation="nobody", num_bytes=num_bytes)
+
+
+async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    async with told(registry) as kv, auditing(registry) as auditor:
+        assert (await auditor.verdict()).findings == ()
+        kv.tables.regions.append(region(1 << 20))
+        assert (await auditor.audit()).orphan_bytes == 0
+        report = await auditor.verdict()
+        assert report.orphan_bytes == 1 << 20
+        assert report.by_service_and_kind() == {("kv-0", "region_of_the_gone"): 1 << 20}
+        (row,) = Fleet(registry, auditor.orphans_of).workers()
+        (orphan,) = row["orphans"]
+        assert (orphan["name"], orphan["num_bytes"], orphan["what"]) == ("region", 1 << 20, KINDS["region_of_the_gone"])
+        kv.tables.ClearField("regions")
+        assert (await auditor.audit()).findings == ()
+        assert Fleet(registry, auditor.orphans_of).workers()[0]["orphans"] == []
+
+
+async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_the_others() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    async with told(registry) as kv, told(registry, "kv-1") as hangs, auditing(registry) as auditor:
+        hangs.may_answer.clear()
+        registry.register(kv_service("kv-2", "127.0.0.1:1"), kv_load())
+        kv.tables.regions.append(region(64))
+        report = await auditor.verdict()
+        assert (report.orphan_bytes, report.num_answered, sorted(report.unanswered)) == (64, 1, ["kv-1", "kv-2"])
+        hangs.may_answer.set()
+
+
+async def test_another_life_at_the_same_address_is_not_believed() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    async with told(registry) as kv, auditing(registry) as auditor:
+        kv.tables.incarnation = "kv-0-next-life"
+        assert "kv-0-next-life" in (await auditor.audit()).unanswered["kv-0"]
+
+
+async def test_audits_go_on_by_themselves_and_never_where_they_are_turned_off() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    async with told(registry) as kv:
+        kv.tables.regions.append(region(64))
+        async with auditing(registry, audit_seconds=0.05) as auditor, auditing(registry, audit_seconds=0) as off:
+            tasks = [asyncio.create_task(each.run()) for each in (auditor, off)]
+            await until(lambda: auditor.report.orphan_bytes == 64)
+            assert off.report == AuditReport()
+            assert not any(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_bug_in_an_audit_does_not_end_the_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    async with told(registry) as kv, auditing(registry, audit_seconds=0.01) as auditor:
+        kv.tables.regions.append(region(64))
+        real, num_calls = auditor._asker.ask, 0
+
+        async def broken(workers: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 1:
+                raise ZeroDivisionError
+            return await real(workers)
+
+        monkeypatch.setattr(auditor._asker, "ask", broken)
+        task = asyncio.create_task(auditor.run())
+        await until(lambda: auditor.report.orphan_bytes == 64)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_orphans_and_silence_reach_the_collector() -> None:
+    report = AuditReport(unanswered={"kv-1": "gone"})
+    try:
+        async with OtlpSink() as sink:
+            metrics.configure("tandem-control", sink.endpoint)
+            gauges.export(lambda: report)
+            await asyncio.to_thread(metrics.shutdown)
+            names = {f"tandem.kv.{name}" for name in ("orphan_bytes", "audit.unanswered", "audit.left_out")}
+            await sink.wait_for(lambda it: names <= it.metric_names)
+    finally:
+        metrics.shutdown()

@@ -1,0 +1,186 @@
+"""Can two accounts ever have a block in common that is not public, prompt or answer, whatever they send?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_plane.cache_policy import NOTHING, AccountPolicies, CachePolicy
+from control_plane.dispatch.block_hashes import Hashes, PromptHasher, hash_prompt
+from control_plane.dispatch.submission import base_submit
+from control_plane.generation import TokenRequest
+from control_plane.secrets import account_tag, cache_salt
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_worker.convert import add_request
+from tests.tandem_engine.scheduling.harness import World
+
+SECRET = b"s" * 32
+CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=4)
+PUBLIC = [7, 7, 8, 8, 7, 8, 7, 8, 7, 7, 7, 7, 8, 8]  # three full blocks of four, and two tokens more
+TOKENS = st.lists(st.sampled_from([7, 8]), max_size=24)
+PROMPTS = st.builds(lambda length, rest: PUBLIC[:length] + rest, st.integers(0, len(PUBLIC)), TOKENS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and an answer that follows its prompt."""
+
+    account: str
+    salt: bytes
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def num_public_tokens(self) -> int:
+        """Count the leading tokens that are the public text's."""
+        pairs = list(zip(self.prompt, PUBLIC, strict=False))
+        return next((i for i, (mine, public) in enumerate(pairs) if mine != public), len(pairs))
+
+    def blocks(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the hashes of public blocks, and those of all others, the answer's too."""
+        salt = cache_salt(SECRET, self.account) + self.salt
+        hashes = hash_prompt(CARD, self.prompt, salt, b"", 0 if self.salt else self.num_public_tokens)
+        whole = list(hashes.with_answer([*self.prompt, *self.answer], 4))
+        assert len(whole) == (len(self.prompt) + len(self.answer)) // 4
+        return whole[: hashes.num_public_blocks], whole[hashes.num_public_blocks :]
+
+
+ASKED = st.builds(
+    Asked, st.sampled_from(["", "a", "b"]), st.sampled_from([b"", b"x"]), PROMPTS.map(tuple), TOKENS.map(tuple)
+)
+
+
+@given(ASKED, ASKED)
+@settings(max_examples=400)
+def test_whoever_differs_in_account_or_salt_shares_only_public_blocks(one: Asked, other: Asked) -> None:
+    (public, private), (others_public, others_private) = one.blocks(), other.blocks()
+    assert not {*public, *others_public} & {*private, *others_private}
+    if (one.account, one.salt) != (other.account, other.salt):
+        assert not set(private) & set(others_private)
+
+
+@given(ASKED, ASKED)
+@settings(max_examples=400)
+def test_equal_hashes_are_equal_tokens_up_to_the_blocks_end(one: Asked, other: Asked) -> None:
+    ends: dict[bytes, tuple[int, ...]] = {}
+    for asked in (one, other):
+        tokens = (*asked.prompt, *asked.answer)
+        for index, block_hash in enumerate([*asked.blocks()[0], *asked.blocks()[1]], start=1):
+            assert ends.setdefault(block_hash, tokens[: 4 * index]) == tokens[: 4 * index]
+
+
+@given(ASKED)
+def test_what_follows_public_blocks_is_hashed_as_if_nothing_were_public(asked: Asked) -> None:
+    salt = cache_salt(SECRET, asked.account) + asked.salt
+    hashes = hash_prompt(CARD, asked.prompt, salt, b"", asked.num_public_tokens)
+    alone = hash_prompt(CARD, asked.prompt, salt)
+    assert hashes.blocks[hashes.num_public_blocks :] == alone.blocks[hashes.num_public_blocks :]
+    assert hashes.root == alone.root
+
+
+def test_public_blocks_are_those_within_the_text_and_never_the_last() -> None:
+    def num_public(num_tokens: int, num_public_tokens: int) -> int:
+        return hash_prompt(CARD, [7] * num_tokens, b"salt", b"", num_public_tokens).num_public_blocks
+
+    assert [num_public(40, tokens) for tokens in (0, 3, 4, 11, 12, 14)] == [0, 0, 1, 2, 3, 3]
+    assert [num_public(tokens, tokens) for tokens in (3, 4, 7, 8, 12)] == [0, 0, 0, 1, 2]
+
+
+def test_hashes_that_end_in_a_public_block_cannot_be_made() -> None:
+    blocks = tuple(hash_blocks(hash_root(b"f", 4), PUBLIC, 4))
+    with pytest.raises(AssertionError, match="every account's"):
+        Hashes(b"root", blocks, num_public_blocks=3)
+
+
+# ------------------------------------------------------------------------------------------------ in one engine
+
+
+def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> TokenRequest:
+    """`prompt` is nothing but public blocks, unless a test says otherwise."""
+    fields: dict[str, Any] = {"num_public_tokens": 12, **changes}
+    sampling = SamplingParams(max_tokens=9, temperature=0.0)
+    return TokenRequest(account, account, "m", tuple(prompt), sampling, (0,), deadline=time.time() + 60, **fields)
+
+
+async def blocks_filled(world: World, request: TokenRequest) -> tuple[list[str], int]:
+    """Run a request in an engine; return the hashes that it filled blocks under, and how many tokens were cached."""
+    hashes = await PromptHasher(SECRET, AccountPolicies()).hashes(request, CARD)
+    submit = base_submit(request, 0, CARD, hashes, "")
+    world.core.handle(add_request(submit, request.request_id, "aggregated"))
+    filled: list[str] = []
+    num_cached = 0
+    while world.core.has_work():
+        done = world.step()
+        filled += [block_hash for each in done.filled for block_hash in each.hashes]
+        num_cached = max([num_cached, *(output.num_cached_tokens for output in done.outputs)])
+    return filled, num_cached
+
+
+async def test_answers_to_one_public_prompt_are_no_two_accounts_in_common() -> None:
+    world = World(num_blocks=32)
+    mine, _ = await blocks_filled(world, asked("a"))
+    theirs, num_cached = await blocks_filled(world, asked("b"))
+    # The prompt's last block would be public, but for the answer that goes on from it.
+    assert (len(mine), len(theirs), num_cached) == (5, 3, 8)
+    assert not set(mine) & set(theirs)
+    again, num_cached = await blocks_filled(world, asked("b"))
+    assert (again, num_cached) == (theirs, 8)  # one token is always computed, and with it the last full block
+    world.assert_nothing_is_left()
+
+
+async def test_two_accounts_share_exactly_the_public_blocks() -> None:
+    world = World(num_blocks=32)
+    prompt = [*PUBLIC, 1, 2, 3, 4, 5, 6, 7, 8]
+    _, none = await blocks_filled(world, asked("a", prompt))
+    _, shared = await blocks_filled(world, asked("b", prompt))
+    _, salted = await blocks_filled(world, asked("c", prompt, salt=b"mine"))
+    assert (none, shared, salted) == (0, 12, 0)
+
+
+async def test_two_accounts_with_the_same_prompt_share_nothing() -> None:
+    world = World(num_blocks=32)
+    for account in ("a", "b", "c"):
+        assert (await blocks_filled(world, asked(account, num_public_tokens=0)))[1] == 0
+
+
+# ------------------------------------------------------------------------------------------ request and account
+
+
+async def test_the_account_bounds_what_its_requests_ask_for() -> None:
+    hasher = PromptHasher(SECRET, AccountPolicies.parse(["off=off", "reader=read:8", "*=on"]))
+
+    async def bounds(account: str, cache: CachePolicy) -> tuple[int | None, int | None] | None:
+        hashes = await hasher.hashes(asked(account, cache=cache), CARD)
+        return None if hashes is None else (hashes.max_found_blocks, hashes.max_left_blocks)
+
+    assert await bounds("off", CachePolicy.of("on")) is None
+    assert await bounds("reader", CachePolicy.of("on")) == (2, 0)
+    assert await bounds("reader", CachePolicy.of("write")) is None
+    assert await bounds("reader", CachePolicy.of("on", 4)) == (1, 0)
+    assert await bounds("other", CachePolicy.of("on")) == (None, None)
+    assert await bounds("other", CachePolicy.of("write", 4)) == (0, 1)
+    assert await bounds("other", CachePolicy.of("on", 3)) is None  # not one whole block
+    assert await bounds("other", NOTHING) is None
+
+
+async def test_workers_are_told_bounds_and_public_blocks_and_nothing_where_there_are_none() -> None:
+    hasher = PromptHasher(SECRET, AccountPolicies())
+    bounded = asked("a", cache=CachePolicy.of("read", 8))
+    submit = base_submit(bounded, 0, CARD, await hasher.hashes(bounded, CARD), "")
+    assert (submit.max_found_blocks, submit.max_left_blocks, submit.num_public_blocks) == (2, 0, 2)
+    assert submit.account_tag == account_tag(SECRET, "a")
+    command = add_request(submit, "r", "aggregated")
+    assert (command.max_found_blocks, command.max_left_blocks) == (2, 0)
+    free = asked("a", num_public_tokens=0)
+    submit = base_submit(free, 0, CARD, await hasher.hashes(free, CARD), "")
+    assert not submit.HasField("max_found_blocks") and not submit.HasField("max_left_blocks")
+    command = add_request(submit, "r", "aggregated")
+    assert (command.max_found_blocks, command.max_left_blocks, submit.num_public_blocks) == (None, None, 0)

@@ -1,0 +1,105 @@
+"""Is each worker told exactly what it needs, and can a handle not be forged?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from control_plane.dispatch.block_hashes import hash_prompt
+from control_plane.dispatch.submission import base_submit, decode_submit, mint_handle, prefill_submit
+from control_plane.fleet.registry import Worker
+from control_plane.generation import TokenRequest
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.errors import TandemError
+from tandem_runtime.kv.mac import verify_handle
+from tandem_worker.convert import sampling_from_proto
+
+KEY = b"k" * 32
+CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=16)
+SAMPLING = SamplingParams(
+    max_tokens=9,
+    temperature=0.5,
+    top_p=0.75,
+    top_k=40,
+    min_p=0.125,
+    repetition_penalty=1.25,
+    frequency_penalty=-0.5,
+    presence_penalty=0.25,
+    logit_bias={3: -100.0},
+    seed=2**63 + 1,
+    num_logprobs=0,
+    stop_token_ids=(2, 7),
+    min_tokens=1,
+    grammar=Grammar("json_schema", '{"type":"string"}'),
+)
+REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.time() + 60)
+
+
+def handle() -> pb.KvHandle:
+    prefill = Worker(pb.WorkerInfo(incarnation="p-1"), pb.LoadReport(), 0.0)
+    holder = cp.KvServiceAddress(address="host:1", incarnation="kv-1")
+    return mint_handle(REQUEST, 3, CARD, prefill, holder, KEY)
+
+
+def test_no_sampling_parameter_is_lost_on_the_way() -> None:
+    submit = base_submit(REQUEST, 0, CARD, None, "")
+    assert sampling_from_proto(submit.sampling) == SAMPLING
+
+
+def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own() -> None:
+    base = base_submit(REQUEST, 3, CARD, hash_prompt(CARD, REQUEST.token_ids, b"salt"), "")
+    prefill = prefill_submit(base, REQUEST, handle())
+    first, second = (decode_submit(base, REQUEST, index, prefill.handle, ()) for index in range(2))
+    assert (prefill.request_id, first.request_id, second.request_id) == ("r", "r-0", "r-1")
+    assert list(prefill.choice_seeds) == [5, 6] and not first.choice_seeds
+    assert (first.sampling.seed, second.sampling.seed, second.choice_index) == (5, 6, 1)
+    assert len(prefill.block_hashes) == 2 and first.block_hashes == prefill.block_hashes
+    assert prefill.handle.num_readers == 2 and prefill.handle.attempt == prefill.attempt == 3
+
+
+def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_length() -> None:
+    moved = decode_submit(base_submit(REQUEST, 1, CARD, None, ""), REQUEST, 0, None, (100, 101))
+    assert list(moved.token_ids) == [*range(40), 100, 101]
+    assert moved.num_prompt_tokens == 40 and not moved.HasField("handle") and not moved.hash_root
+
+
+def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -> None:
+    prompt, answer = list(REQUEST.token_ids), list(range(100, 130))
+    hashes = hash_prompt(CARD, prompt, b"salt", b"tag")
+    whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
+    assert hashes.with_answer([*prompt, *answer], CARD.block_size) == whole.blocks
+    base = base_submit(REQUEST, 1, CARD, hashes, "")
+    moved = decode_submit(base, REQUEST, 0, None, answer, whole.blocks)
+    assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
+
+
+def test_a_choice_that_goes_on_elsewhere_is_bounded_as_its_request_was() -> None:
+    hashes = replace(hash_prompt(CARD, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0)
+    moved = decode_submit(base_submit(REQUEST, 1, CARD, hashes, ""), REQUEST, 0, None, range(100, 130))
+    assert (moved.max_found_blocks, moved.max_left_blocks, moved.num_public_blocks) == (2, 0, 1)
+    assert moved.HasField("max_left_blocks")
+
+
+def test_hashes_differ_by_salt_and_not_otherwise() -> None:
+    one, same, other = (hash_prompt(CARD, REQUEST.token_ids, salt) for salt in (b"a", b"a", b"b"))
+    assert one == same
+    assert one.root != other.root and not set(one.blocks) & set(other.blocks)
+
+
+@pytest.mark.parametrize("field", ["request_id", "holder_address", "prefill_incarnation", "num_readers"])
+def test_a_handle_that_was_changed_does_not_verify(field: str) -> None:
+    forged = handle()
+    verify_handle(forged, KEY)
+    value = getattr(forged, field)
+    setattr(forged, field, value + 1 if isinstance(value, int) else value + "x")
+    with pytest.raises(TandemError):
+        verify_handle(forged, KEY)
+
+
+def test_handles_are_not_to_be_guessed() -> None:
+    assert handle().handle_id != handle().handle_id

@@ -1,0 +1,206 @@
+"""Does a gateway know every served model by its right name, and forget those that are gone?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from control_plane.fleet.model_catalog import ModelCatalog
+from control_plane.fleet.registry import RESTART_SECONDS, WorkerRegistry
+from tandem.v1 import decode_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_runtime.errors import ModelNotFound, Unavailable, Unsupported
+from tandem_runtime.model_table import ModelTable
+from tandem_runtime.server import GrpcServer
+
+TOKENIZER = b'{"model": {}}'
+
+
+class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
+    """A worker of which only the assets are asked."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.num_fetches = 0
+
+    async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Event]:
+        raise Unsupported("nothing but assets here")
+        yield
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return pb.StatsReply()
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return TablesReply()
+
+    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        self.num_fetches += 1
+        for start in range(0, len(self.content), 4):
+            yield pb.Chunk(offset=start, data=self.content[start : start + 4])
+
+
+@asynccontextmanager
+async def serving(content: bytes = TOKENIZER) -> AsyncIterator[tuple[AssetServer, str]]:
+    assets = AssetServer(content)
+    server = GrpcServer(
+        "127.0.0.1:0", lambda grpc: decode_pb2_grpc.add_DecodeServiceServicer_to_server(assets, grpc), []
+    )
+    address = await server.start()
+    try:
+        yield assets, address
+    finally:
+        await server.stop(0)
+
+
+def register(
+    registry: WorkerRegistry,
+    name: str,
+    address: str = "",
+    *,
+    state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY,
+    assets: tuple[str, ...] = ("tokenizer.json",),
+    **card: Any,
+) -> None:
+    digest = hashlib.blake2b(TOKENIZER, digest_size=16).digest()
+    fields = {"model_id": "m", "fingerprint": pb.Fingerprint(digest=b"f" * 16), "context_length": 512, **card}
+    listed = [pb.Asset(name=asset, digest=digest) for asset in assets]
+    info = pb.WorkerInfo(
+        worker_id=name,
+        incarnation=name,
+        role=pb.WORKER_ROLE_DECODE,
+        address=address,
+        card=pb.ModelCard(assets=listed, **fields),
+    )
+    registry.register(info, pb.LoadReport(state=state))
+
+
+def new() -> tuple[WorkerRegistry, ModelCatalog]:
+    registry = WorkerRegistry(3.0, 5.0)
+    return registry, ModelCatalog(registry)
+
+
+async def test_a_tokenizer_is_fetched_once_from_whoever_has_it() -> None:
+    registry, catalog = new()
+    async with serving() as (assets, address):
+        register(registry, "unreachable", "127.0.0.1:1", context_length=100)
+        register(registry, "good", address, context_length=100)
+        await catalog.prefetch()
+        model = await catalog.get("m")
+    assert (model.tokenizer_json, model.tokenizer_config, assets.num_fetches) == (TOKENIZER, {}, 1)
+    assert catalog.list() == [model]
+
+
+async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
+    registry, catalog = new()
+    async with serving(b"something else") as (_, address):
+        register(registry, "w", address)
+        with pytest.raises(Unavailable, match="does not match its digest"):
+            await catalog.get("m")
+        await catalog.prefetch()  # logs it, and goes on
+    assert catalog.list() == []
+
+
+async def test_the_same_weights_under_two_names_are_two_models() -> None:
+    registry, catalog = new()
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="one")
+        register(registry, "b", address, model_id="two", aliases=["zwei"])
+        assert [(await catalog.get(name)).model_id for name in ("one", "two", "zwei")] == ["one", "two", "two"]
+    assert [model.model_id for model in catalog.list()] == ["one", "two"]
+
+
+def test_where_workers_differ_the_shortest_context_of_those_that_serve_counts() -> None:
+    registry, catalog = new()
+    register(registry, "a", context_length=512)
+    register(registry, "b", context_length=256)
+    register(registry, "c", context_length=128, state=pb.WORKER_STATE_DRAINING)
+    assert catalog.card("m").context_length == 256
+
+
+def test_an_unknown_model_is_refused_naming_those_that_are_served() -> None:
+    registry, catalog = new()
+    with pytest.raises(ModelNotFound, match="no worker has loaded a model"):
+        catalog.card("x")
+    register(registry, "a", model_id="one")
+    register(registry, "b", model_id="two")
+    with pytest.raises(ModelNotFound, match="served: one, two"):
+        catalog.card("x")
+
+
+async def test_a_model_is_known_while_its_workers_may_come_again() -> None:
+    """Nothing of it is listed then, but a request that comes is not told that there is no such model."""
+    now = 100.0
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, clock=lambda: now)
+    async with serving() as (_, address):
+        register(registry, "w", address)
+        described = await catalog.get("m")
+    registry.deregister("w", "w")
+    now += RESTART_SECONDS - 1
+    assert (await catalog.get("m"), catalog.list()) == (described, [])
+    now += 1
+    with pytest.raises(ModelNotFound):
+        catalog.card("m")
+
+
+async def test_a_model_without_tokenizer_is_refused_with_the_remedy() -> None:
+    registry, catalog = new()
+    register(registry, "w", assets=())
+    with pytest.raises(Unsupported, match=r"no tokenizer\.json"):
+        await catalog.get("m")
+
+
+async def test_models_that_came_and_went_are_not_kept_for_ever() -> None:
+    registry, catalog = new()
+    async with serving() as (_, address):
+        for life in range(40):
+            register(registry, "w", address, fingerprint=pb.Fingerprint(digest=bytes([life]) * 16))
+            await catalog.get("m")
+    assert catalog.num_kept == 32
+
+
+async def test_a_model_answers_to_the_names_of_the_table_in_its_wire_format() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    models = ModelTable.from_toml({"mine": {"aliases": ["my"], "wire_format": "openai"}})
+    catalog = ModelCatalog(registry, models=models)
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="mine")
+        register(registry, "b", address, model_id="meta-llama/Llama-3.2-1B-Instruct")
+        mine, llama = await catalog.get("my"), await catalog.get("@cf/meta/llama-3.2-1b-instruct")
+    assert (mine.model_id, mine.aliases, mine.wire_format, mine.is_fallback) == ("mine", ("my",), "openai", False)
+    assert (llama.model_id, llama.wire_format) == ("meta-llama/Llama-3.2-1B-Instruct", "native")
+    assert llama.aliases == ("@cf/meta/llama-3.2-1b-instruct",)
+
+
+async def test_a_name_that_a_worker_serves_goes_before_the_tables() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, models=ModelTable.from_toml({"one": {"aliases": ["two"]}}))
+    async with serving() as (_, address):
+        register(registry, "a", address, model_id="one")
+        register(registry, "b", address, model_id="two")
+        assert (await catalog.get("two")).model_id == "two"
+
+
+async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, fallback_model="m")
+    with pytest.raises(ModelNotFound, match="no model 'x' here"):
+        await catalog.get("x")  # the fallback is not loaded either
+    async with serving() as (_, address):
+        register(registry, "a", address)
+        loaded, unknown, newer = [await catalog.get(name) for name in ("m", "x", "@cf/openai/gpt-oss-20b")]
+        assert (await catalog.get("openai/gpt-oss-20b")).wire_format == "openai", "as if it were loaded by its Hub id"
+        for name in ("@cf/baai/bge-m3", "@cf/openai/whisper"):
+            with pytest.raises(ModelNotFound, match="served: m"):
+                await catalog.get(name)
+    assert [model.model_id for model in (loaded, unknown, newer)] == ["m", "m", "m"]
+    assert [model.is_fallback for model in (loaded, unknown, newer)] == [False, True, True]
+    assert (unknown.wire_format, newer.wire_format) == ("native", "openai")
+    with pytest.raises(ModelNotFound):
+        catalog.card("x")  # what routes a request takes no stand-in
+    assert catalog.list() == [loaded]

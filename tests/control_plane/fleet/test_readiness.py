@@ -1,0 +1,171 @@
+"""When does /readyz say yes?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from control_plane.cache_policy import NOTHING
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.fleet.model_catalog import ModelCatalog
+from control_plane.fleet.readiness import Prober
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.generation import TokenRequest
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Unavailable
+
+
+class Probed:
+    """Catalog and dispatcher at once: a probe's tokens come, or an error."""
+
+    def __init__(self) -> None:
+        self.requests: list[TokenRequest] = []
+        self.error: Exception | None = None
+        self.came = asyncio.Event()
+        self.proven: Callable[[str, bool], None] = lambda model_id, handed_over: None
+
+    async def prefetch(self) -> None: ...
+
+    def card(self, name: str) -> pb.ModelCard:
+        return pb.ModelCard(model_id=name, context_length=10, vocab_size=5)
+
+    async def submit(self, request: TokenRequest) -> Any:
+        self.requests.append(request)
+        self.came.set()
+        if self.error is not None:
+            raise self.error
+        return self._tokens(request.model_id)
+
+    async def _tokens(self, model_id: str) -> Any:
+        yield "a delta"
+        self.proven(model_id, False)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.registry = WorkerRegistry(3.0, 5.0)
+        self.probed = Probed()
+        self.prober = Prober(
+            self.registry,
+            cast(ModelCatalog, self.probed),
+            cast(Dispatcher, self.probed),
+            interval_seconds=10.0,
+            valid_seconds=30.0,
+            clock=lambda: self.now,
+        )
+        self.probed.proven = self.prober.proven
+
+    def serve(self, model_id: str) -> None:
+        card = pb.ModelCard(model_id=model_id)
+        info = pb.WorkerInfo(worker_id=model_id, incarnation="1", role=pb.WORKER_ROLE_DECODE, card=card)
+        self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
+
+    def prefill(self, state: pb.WorkerState.ValueType) -> None:
+        """Let a prefill worker and its KV service be known, the worker in that state."""
+        kv = pb.WorkerInfo(worker_id="kv", incarnation="1", role=pb.WORKER_ROLE_KV, address="kv:1")
+        self.registry.register(kv, pb.LoadReport(state=pb.WORKER_STATE_READY))
+        card = pb.ModelCard(model_id="m" if state == pb.WORKER_STATE_READY else "")
+        info = pb.WorkerInfo(worker_id="p", incarnation="1", role=pb.WORKER_ROLE_PREFILL, card=card, kv_address="kv:1")
+        self.registry.register(info, pb.LoadReport(state=state, load_stage="reading weights"))
+
+    async def probe_once(self) -> None:
+        """Run the prober until it has sent a probe and taken in what came of it."""
+        self.probed.came.clear()
+        running = asyncio.create_task(self.prober.run())
+        async with asyncio.timeout(10):
+            await self.probed.came.wait()
+            for _ in range(3):
+                await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_not_ready_before_a_model_is_loaded_and_a_request_has_gone_through() -> None:
+    world = World()
+    assert await world.prober.check() == (
+        False,
+        {"ready": False, "models": [], "proven_seconds_ago": {}, "reason": "no worker has loaded a model yet"},
+    )
+    world.serve("m")
+    assert not (await world.prober.check())[0]
+    await world.probe_once()
+    assert (await world.prober.check())[0]
+    (request,) = world.probed.requests
+    assert request.cache == NOTHING and len(request.token_ids) + request.sampling.max_tokens <= 10
+    assert max(request.token_ids) < 5
+
+
+async def test_a_proof_ages_and_a_users_request_renews_it() -> None:
+    world = World()
+    world.serve("m")
+    world.prober.proven("m", True)
+    world.now += 29
+    assert (await world.prober.check())[0]
+    world.now += 1
+    assert not (await world.prober.check())[0]
+    world.prober.proven("m", True)
+    assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 0.0}})
+
+
+async def test_every_served_model_needs_its_proof() -> None:
+    world = World()
+    for model_id in ("m", "n"):
+        world.serve(model_id)
+    world.prober.proven("m", True)
+    assert not (await world.prober.check())[0]
+
+
+async def test_a_probe_that_fails_says_why_and_a_bug_in_one_does_not_end_the_others() -> None:
+    world = World()
+    world.serve("m")
+    for error in (Unavailable("prefill is away"), RuntimeError("a bug")):
+        world.probed.error = error
+        await world.probe_once()
+        is_ready, details = await world.prober.check()
+        assert not is_ready and str(error) in details["reason"]
+    world.probed.error = None
+    await world.probe_once()
+    assert (await world.prober.check())[0]
+
+
+async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
+    world = World()
+    world.serve("m")
+    world.prober.proven("m", False)
+    assert (await world.prober.check())[0]
+    world.prefill(pb.WORKER_STATE_LOADING)
+    is_ready, details = await world.prober.check()
+    assert (is_ready, details["reason"]) == (False, "p is loading: reading weights")
+    world.prefill(pb.WORKER_STATE_READY)
+    assert not (await world.prober.check())[0]
+    world.prober.proven("m", True)
+    assert (await world.prober.check())[0]
+
+
+async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it() -> None:
+    world = World()
+    world.prefill(pb.WORKER_STATE_READY)
+    world.serve("m")
+    world.prober.proven("m", True)
+    assert (await world.prober.check())[0]
+    world.registry.deregister("m", "1")
+    assert (await world.prober.check())[1]["reason"] == "no decode worker is ready for m"
+    world.serve("m")
+    assert not (await world.prober.check())[0]
+
+
+async def test_an_answer_that_was_not_handed_over_takes_no_proof_away() -> None:
+    """Short prompts are computed by decode itself while the way through prefill stays proven by probes."""
+    world = World()
+    world.prefill(pb.WORKER_STATE_READY)
+    world.serve("m")
+    world.prober.proven("m", True)
+    world.now += 20
+    world.prober.proven("m", False)
+    assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 20.0}})
+    world.now += 10
+    assert not (await world.prober.check())[0]
+    await world.probe_once()
+    assert all(request.is_probe for request in world.probed.requests)

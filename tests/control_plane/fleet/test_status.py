@@ -1,0 +1,22 @@
+"""Is all that workers say of themselves shown as plain JSON?"""
+
+from __future__ import annotations
+
+import json
+
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.status import Fleet
+from tandem.v1 import types_pb2 as pb
+from tests.control_plane.scripted_worker import kv_load, kv_service
+
+
+def test_a_kv_services_links_and_store_are_shown() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    load = kv_load()
+    load.kv_service.links.add(address="far:1", transport="tcp", bytes_per_second=5.0)
+    registry.register(kv_service(), load)
+    registry.register(kv_service("kv-1", "127.0.0.1:2"), pb.LoadReport(kv_service=pb.KvServiceLoad(num_handles=3)))
+    first, second = json.loads(json.dumps(Fleet(registry).workers()))
+    assert first["kv_service"]["store"]["total_bytes"] == 1 << 20
+    assert [(link["address"], link["transport"]) for link in first["kv_service"]["links"]] == [("far:1", "tcp")]
+    assert (second["kv_service"]["store"], second["kv_service"]["num_handles"]) == (None, 3)

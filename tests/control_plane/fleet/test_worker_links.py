@@ -1,0 +1,199 @@
+"""Does a request hear of its worker whatever becomes of the stream, and others never of it?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.worker_links import LinkPool, WorkerLink
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import TandemError, Unavailable
+from tests.control_plane.scripted_worker import (
+    MODEL,
+    Behaviour,
+    Say,
+    ScriptedWorker,
+    lose_after,
+    only_accept,
+    refuse_with,
+    serve,
+    silent,
+)
+
+
+class Heard:
+    """A sink that remembers, and lets a test wait."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.errors: list[TandemError] = []
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.bug: Exception | None = None
+
+    def accepted(self) -> None:
+        self._add("accepted")
+
+    def output(self, output: pb.TokenOutput) -> None:
+        if self.bug is not None:
+            raise self.bug
+        self._add(f"tokens {len(output.token_ids)}")
+
+    def ended(self, error: TandemError) -> None:
+        self.errors.append(error)
+        self._add("ended")
+
+    async def until(self, condition: Callable[[list[str]], bool]) -> None:
+        async with asyncio.timeout(10), self._changed:
+            await self._changed.wait_for(lambda: condition(self.words))
+
+    def _add(self, word: str) -> None:
+        self.words.append(word)
+        task = asyncio.ensure_future(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+@asynccontextmanager
+async def linked(behave: Behaviour = serve) -> AsyncIterator[tuple[ScriptedWorker, WorkerLink, WorkerRegistry]]:
+    registry = WorkerRegistry(3.0, 5.0)
+    pool = LinkPool(registry, "gateway", "gateway-life")
+    scripted = await ScriptedWorker("d", behave=behave).start()
+    scripted.register(registry)
+    worker = registry.get("d")
+    assert worker is not None
+    try:
+        yield scripted, pool.get(worker), registry
+    finally:
+        await pool.close()
+        await scripted.kill()
+
+
+def submit(request_id: str = "r-0", attempt: int = 0) -> pb.Submit:
+    return pb.Submit(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=[1, 2],
+        num_prompt_tokens=2,
+        sampling=pb.SamplingParams(max_tokens=2),
+        model=pb.ModelRef(model_id=MODEL),
+    )
+
+
+async def test_words_come_in_order_to_the_request_they_are_for() -> None:
+    async with linked() as (_, link, _):
+        one, other = Heard(), Heard()
+        link.submit(submit("one"), one)
+        link.submit(submit("other"), other)
+        for heard in (one, other):
+            await heard.until(lambda words: len(words) == 3)
+            assert heard.words == ["accepted", "tokens 1", "tokens 1"]
+
+
+async def test_a_refusal_keeps_its_kind_and_its_retry_after() -> None:
+    async with linked(refuse_with(Unavailable("loading", retry_after_seconds=2.0))) as (_, link, _):
+        heard = Heard()
+        link.submit(submit(), heard)
+        await heard.until(lambda words: words == ["ended"])
+        assert (type(heard.errors[0]), heard.errors[0].retry_after_seconds) == (Unavailable, 2.0)
+
+
+async def test_a_broken_stream_fails_all_of_its_requests_and_the_next_one_serves() -> None:
+    async with linked(lose_after(1)) as (worker, link, _):
+        lost, fresh = Heard(), Heard()
+        link.submit(submit("lost"), lost)
+        await lost.until(lambda words: words[-1:] == ["ended"])
+        assert isinstance(lost.errors[0], Unavailable)
+        worker.behave = serve
+        link.submit(submit("fresh"), fresh)
+        await fresh.until(lambda words: len(words) == 3)
+        assert [hello.worker_incarnation for hello in worker.hellos] == ["d-life-0"] * 2
+        assert [one.request_id for one in worker.submits] == ["lost", "fresh"]  # none was sent twice
+
+
+async def test_a_worker_that_cannot_be_reached_fails_requests_at_once() -> None:
+    async with linked(only_accept) as (worker, link, _):
+        heard, late = Heard(), Heard()
+        link.submit(submit(), heard)
+        await heard.until(lambda words: words == ["accepted"])
+        await worker.kill()
+        await heard.until(lambda words: words[-1:] == ["ended"])
+        link.submit(submit("late"), late)
+        await late.until(lambda words: words == ["ended"])
+
+
+async def test_an_output_that_its_request_cannot_take_costs_that_request_only() -> None:
+    async with linked(only_accept) as (worker, link, _):
+        broken, good = Heard(), Heard()
+        broken.bug = IndexError("a bug of ours")
+        link.submit(submit("broken"), broken)
+        link.submit(submit("good"), good)
+        await worker.until(lambda worker: len(worker.submits) == 2)
+        for one in worker.submits:
+            worker.says[0].tokens(one, 2, [5])
+        await good.until(lambda words: words == ["accepted", "tokens 1"])
+        assert broken.words == ["accepted", "ended"]
+        await worker.until(lambda worker: [cancel.request_id for cancel in worker.cancels] == ["broken"])
+        assert len(worker.hellos) == 1
+
+
+async def test_nothing_is_heard_of_a_cancelled_request_even_if_its_answer_was_on_the_way() -> None:
+    async def accept_when_cancelled(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+        await worker.until(lambda worker: bool(worker.cancels) or submit.request_id == "next")
+        await serve(worker, say, submit)
+
+    async with linked(accept_when_cancelled) as (worker, link, _):
+        cancelled, following = Heard(), Heard()
+        link.submit(submit("cancelled"), cancelled)
+        link.cancel("cancelled", 0)
+        link.cancel("cancelled", 0)
+        await worker.until(lambda worker: len(worker.cancels) == 1)
+        link.submit(submit("next"), following)
+        await following.until(lambda words: len(words) == 3)
+        assert cancelled.words == []
+
+
+async def test_late_words_of_one_attempt_are_not_taken_for_the_next() -> None:
+    async with linked(silent) as (worker, link, _):
+        second = Heard()
+        link.submit(submit(attempt=0), Heard())
+        link.cancel("r-0", 0)
+        link.submit(submit(attempt=1), second)
+        await worker.until(lambda worker: len(worker.submits) == 2)
+        worker.says[0].fail(worker.submits[0], Unavailable("the first attempt"))
+        worker.says[0].accept(worker.submits[1])
+        await second.until(lambda words: words == ["accepted"])
+
+
+async def test_a_worker_that_is_gone_fails_its_requests_and_has_no_link() -> None:
+    async with linked(silent) as (worker, link, registry):
+        heard = Heard()
+        link.submit(submit(), heard)
+        await worker.until(lambda worker: len(worker.submits) == 1)
+        snapshot = registry.get("d")
+        registry.deregister("d", worker.incarnation)
+        await heard.until(lambda words: words == ["ended"])
+        assert snapshot is not None
+        with pytest.raises(Unavailable, match="gone"):
+            LinkPool(registry, "g", "g").get(snapshot)
+
+
+async def test_what_a_drained_worker_still_sends_is_read_after_its_goodbye() -> None:
+    async with linked(only_accept) as (worker, link, registry):
+        heard = Heard()
+        link.submit(submit(), heard)
+        await worker.until(lambda worker: len(worker.submits) == 1)
+        registry.register(worker.info(), worker.load(pb.WORKER_STATE_DRAINING))
+        registry.deregister("d", worker.incarnation)
+        worker.says[0].tokens(worker.submits[0], 2, [5, 6])
+        worker.says[0].events.put_nowait(None)
+        await heard.until(lambda words: "ended" in words)
+        assert heard.words == ["accepted", "tokens 2", "ended"]

@@ -1,0 +1,133 @@
+"""A dispatcher over scripted workers, for the tests of what it does with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal, cast
+
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.retry_budget import RetryBudget
+from control_plane.fleet.kv_clients import KvClients
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.worker_links import LinkPool
+from control_plane.generation import TokenRequest
+from control_plane.routing.router import Router
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_runtime.errors import Overloaded, TandemError
+from tests.control_plane.scripted_worker import (
+    DECODE,
+    FINGERPRINT,
+    MODEL,
+    PREFILL,
+    ScriptedWorker,
+    kv_load,
+    kv_service,
+    token_at,
+)
+
+FULL = Overloaded("12 KV blocks are needed, 3 are available", retry_after_seconds=1.0)
+PROMPT = tuple(range(40))
+SECRET = b"s" * 32
+
+
+class RecordedKv:
+    """The gateway's KV clients, which only remember what they were asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def release_all(self, handle: pb.KvHandle) -> None:
+        self.calls.append("release_all")
+
+    async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
+        self.calls.append(f"release {reader_id}")
+
+    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
+        self.calls.append("abort")
+
+
+class World:
+    def __init__(
+        self, queue_seconds: float, local_prefill: Literal["auto", "never"], budget: RetryBudget | None
+    ) -> None:
+        self.registry = WorkerRegistry(3.0, 5.0)
+        self.links = LinkPool(self.registry, "gateway", "gateway-life")
+        self.router = Router(self.registry, local_prefill)
+        self.kv = RecordedKv()
+        self.dispatcher = Dispatcher(
+            self.registry,
+            self.links,
+            self.router,
+            self,
+            cast(KvClients, self.kv),
+            SECRET,
+            accept_seconds=0.3,
+            queue_seconds=queue_seconds,
+            max_waiting=8,
+            budget=budget,
+        )
+        self.workers: list[ScriptedWorker] = []
+
+    def card(self, name: str) -> pb.ModelCard:
+        return pb.ModelCard(
+            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
+        )
+
+    async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
+        self.workers.append(await worker.start())
+        return worker.register(self.registry)
+
+    def nothing_is_left(self) -> bool:
+        links = [self.links.get(worker) for worker in self.registry.workers(DECODE)]
+        links += [self.links.get(worker) for worker in self.registry.workers(PREFILL)]
+        return self.router.in_flight.total() == 0 and not any(link.num_requests for link in links)
+
+
+@asynccontextmanager
+async def world(
+    *workers: ScriptedWorker,
+    queue_seconds: float = 0.0,
+    local_prefill: Literal["auto", "never"] = "never",
+    budget: RetryBudget | None = None,
+) -> AsyncIterator[World]:
+    """A gateway's inside, with these workers and a KV service; afterwards nothing may be in flight."""
+    here = World(queue_seconds, local_prefill, budget)
+    here.registry.register(kv_service(), kv_load())
+    for worker in workers:
+        await here.add(worker)
+    try:
+        yield here
+        assert here.nothing_is_left()
+    finally:
+        await here.dispatcher.close()
+        await here.links.close()
+        for worker in here.workers:
+            await worker.kill()
+
+
+def ask(max_tokens: int = 5, num_choices: int = 1, **fields: Any) -> TokenRequest:
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "account": "me",
+        "model_id": MODEL,
+        "token_ids": PROMPT,
+        "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        "choice_seeds": tuple(range(num_choices)),
+        "deadline": time.time() + 20,
+    }
+    return TokenRequest(**{**values, **fields})
+
+
+def answer(max_tokens: int = 5) -> list[int]:
+    return [token_at(len(PROMPT) + i) for i in range(max_tokens)]
+
+
+async def tokens_of(flight: Flight) -> list[list[int]]:
+    choices: list[list[int]] = [[] for _ in flight.choices]
+    async for delta in flight:
+        choices[delta.choice_index].extend(delta.token_ids)
+    return choices

@@ -1,0 +1,211 @@
+"""Does the router go where a prompt's beginning is, unless that would take longer?"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.routing.estimates import Ask
+from control_plane.routing.prefix_index import Cached
+from control_plane.routing.router import Route, Router
+from tandem.v1 import types_pb2 as pb
+
+DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
+BLOCK, MEGABYTE = 16, 1_000_000
+CHAIN = [bytes([index]) * 16 for index in range(100)]
+NUM_TOKENS = 100 * BLOCK + 1
+"""A prompt of 100 full blocks and a token: 1,601 ms at 1,000 tokens per second."""
+PROMPT = Ask("m", NUM_TOKENS, 64, CHAIN, BLOCK)
+
+
+class World:
+    """Hosts with a KV service each, their workers at 1,000 prompt tokens per second and 1 MB per block."""
+
+    def __init__(self, *hosts: str, local_prefill: Literal["auto", "never"] = "never") -> None:
+        self.registry = WorkerRegistry(3.0, 5.0)
+        self.router = Router(self.registry, local_prefill)
+        for host in hosts:
+            self.add_kv(host)
+
+    def add_kv(self, host: str, *links: pb.KvLink, has_store: bool = True) -> None:
+        info = pb.WorkerInfo(worker_id=f"kv-{host}", incarnation="1", role=pb.WORKER_ROLE_KV, address=address(host))
+        info.host_id = host
+        load = pb.KvServiceLoad(links=links, store=pb.KvStoreLoad(total_bytes=1) if has_store else None)
+        self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY, kv_service=load))
+
+    def add(self, name: str, role: pb.WorkerRole.ValueType, host: str = "h", **load: Any) -> None:
+        info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=role, host_id=host, kv_address=address(host))
+        info.card.CopyFrom(pb.ModelCard(model_id="m", context_length=4096, block_size=BLOCK))
+        pool = pb.KvPool(num_total_blocks=1000, num_free_blocks=1000, tokens_per_block=BLOCK, bytes_per_block=MEGABYTE)
+        counters = {"prompt_tokens_computed": 1000.0, "step_seconds": 1.0, "steps": 100.0}
+        fields = {"state": pb.WORKER_STATE_READY, "kv": pool, "counters": counters, **load}
+        self.registry.register(info, pb.LoadReport(**fields))
+
+    def learn(self, name: str, num_blocks: int, host: str = "h") -> None:
+        self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host)
+
+    def prefill_of(self, ask: Ask = PROMPT) -> tuple[str, Route]:
+        route = self.router.choose(ask)
+        assert route.prefill is not None, route.reason
+        return route.prefill.worker_id, route
+
+
+def address(host: str) -> str:
+    return f"{host}:1"
+
+
+def pair(**options: Any) -> World:
+    world = World("h", **options)
+    for name in "ab":
+        world.add(f"p{name}", PREFILL)
+    world.add("d", DECODE)
+    return world
+
+
+def test_the_worker_with_the_cache_wins_unless_its_queue_costs_more() -> None:
+    world = pair()
+    world.learn("pb", 50, "")
+    assert world.prefill_of()[0] == "pb"
+    world.router.in_flight.prefill_tokens["pb-1"] = 799
+    assert world.prefill_of()[0] == "pb"
+    world.router.in_flight.prefill_tokens["pb-1"] = 801
+    assert world.prefill_of()[0] == "pa"
+
+
+def test_what_the_host_has_is_nearly_as_good_for_every_worker_there() -> None:
+    world = pair()
+    world.learn("pb", 50)
+    name, route = world.prefill_of()
+    assert (name, route.describe()["cached_own_tokens"], route.describe()["cached_host_tokens"]) == ("pb", 800, 0)
+    world.router.in_flight.prefill_tokens["pb-1"] = 100
+    name, route = world.prefill_of()
+    assert (name, route.describe()["cached_own_tokens"], route.describe()["cached_host_tokens"]) == ("pa", 0, 800)
+    assert route.predicted_ms["load"] == pytest.approx(10.0)  # 50 MB at 5 GB/s
+    assert route.predicted_ms["compute"] == pytest.approx(801.0)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    world = pair()
+    world.learn("pa", 100)
+    ask = Ask("m", 100 * BLOCK, 64, CHAIN, BLOCK)
+    assert world.prefill_of(ask)[1].describe()["cached_own_tokens"] == 99 * BLOCK
+    assert world.prefill_of(ask)[1].predicted_ms["compute"] == pytest.approx(16.0)
+
+
+def test_another_hosts_blocks_are_fetched_if_that_is_sooner_than_computing() -> None:
+    world = World("h", "far")
+    world.add("p", PREFILL)
+    world.add("d", DECODE)
+    world.learn("elsewhere", 50, "far")
+    _, route = world.prefill_of()
+    told = route.describe()
+    assert (told["prefix_source"], told["cached_remote_tokens"]) == ("far:1", 800)
+    assert route.predicted_ms["load"] == pytest.approx(52.0)  # 50 MB at the assumed 1 GB/s, and 2 ms
+    slow = pb.KvLink(address="far:1", bytes_per_second=60 * MEGABYTE, latency_ms=7.0)
+    world.add_kv("h", slow)
+    assert world.prefill_of()[1].describe()["prefix_source"] == ""  # 50 blocks are computed in 800 ms
+    slow.bytes_per_second = 500 * MEGABYTE
+    world.add_kv("h", slow)
+    assert world.prefill_of()[1].predicted_ms["load"] == pytest.approx(107.0)
+
+
+@pytest.mark.parametrize("missing", ["here", "there"])
+def test_without_a_store_on_either_host_nothing_is_fetched(missing: str) -> None:
+    world = World("h", "far")
+    world.add("p", PREFILL)
+    world.add("d", DECODE)
+    world.learn("elsewhere", 50, "far")
+    world.add_kv("h" if missing == "here" else "far", has_store=False)
+    assert world.prefill_of()[1].describe()["prefix_source"] == ""
+
+
+def test_a_store_that_does_not_keep_its_promises_is_believed_less_and_again_once_it_does() -> None:
+    world = pair()
+    world.learn("gone", 50)
+    speeds = world.router.speeds
+    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801.0)
+    for _ in range(20):
+        speeds.promised("h", 800, 0)
+    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(1601, rel=0.02)
+    for _ in range(20):
+        speeds.promised("h", 800, 800)
+    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801, rel=0.02)
+
+
+def test_a_short_prompt_is_read_by_decode_a_busy_one_takes_only_a_shorter_one() -> None:
+    world = pair(local_prefill="auto")
+    assert world.router.choose(PROMPT).prefill is not None
+    assert world.router.choose(Ask("m", 15, 64)).prefill is None  # 15 ms and half of it again, against 15 + 8
+    assert world.router.choose(Ask("m", 17, 64)).prefill is not None
+    world.add("d", DECODE, num_running=4)
+    assert world.router.choose(Ask("m", 15, 64)).prefill is not None
+    assert world.router.choose(Ask("m", 3, 64)).prefill is None
+
+
+def test_the_break_even_follows_the_measured_hand_over() -> None:
+    world = pair(local_prefill="auto")
+    world.add("d", DECODE, num_running=2)
+    assert world.router.choose(Ask("m", 50, 64)).prefill is not None
+    for _ in range(30):
+        prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
+        world.router.speeds.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
+    route = world.router.choose(Ask("m", 50, 64))
+    assert route.prefill is None and "decode computes the prompt: d in 50.0 ms" in route.reason
+    assert route.predicted_ms["hand_over"] == pytest.approx(150, rel=0.01)
+    assert route.predicted_ms["local"] == pytest.approx(100)
+
+
+def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
+    world = pair(local_prefill="auto")
+    assert world.router.choose(Ask("m", 12, 64)).prefill is None
+    world.router.in_flight.prefill_tokens["d-1"] = 12
+    assert world.router.choose(Ask("m", 12, 64)).prefill is not None
+
+
+def test_the_next_turn_of_a_chat_is_read_where_the_last_answer_was_written() -> None:
+    world = pair(local_prefill="auto")
+    world.add("e", DECODE, num_running=1)
+    world.add("d", DECODE, num_running=1)
+    world.router.prefixes.learn(CHAIN[:99], "e-1", "")
+    route = world.router.choose(PROMPT)
+    assert route.prefill is None and route.decodes[0].worker_id == "e"
+    assert route.describe()["cached_own_tokens"] == 99 * BLOCK
+
+
+def test_probes_are_handed_over_and_choices_that_move_never_are() -> None:
+    world = pair(local_prefill="auto")
+    assert world.router.choose(Ask("m", 15, 2, hand_over="always")).prefill is not None
+    world.add("d", DECODE, num_running=9)
+    assert world.router.choose(Ask("m", 1500, 2, hand_over="never")).prefill is None
+    never = pair()
+    assert never.router.choose(Ask("m", 15, 2)).prefill is not None
+
+
+def test_decode_is_as_fast_as_it_was_measured_or_else_as_prefill_is() -> None:
+    world = pair(local_prefill="auto")
+    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+    ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=100_000_001)
+    world.router.speeds.prompt_read("d-1", ledger)
+    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601 / 4)
+    world.registry.deregister("d", "d-1")
+    world.add("d", DECODE)
+    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+
+
+def test_a_reason_says_all_of_it_in_milliseconds() -> None:
+    world = pair()
+    world.learn("pa", 50)
+    assert world.prefill_of()[1].reason == (
+        "pa in 801.0 ms (queue 0.0, load 0.0, compute 801.0; cached 800 own, 0 host, 0 remote, 801 to compute), "
+        "the soonest of 2 prefill workers; 1 decode workers"
+    )
+    assert world.prefill_of()[1].describe()["predicted_hand_over_ms"] == 809.0
+
+
+def test_nothing_is_known_of_a_prompt_whose_cache_is_nobodys() -> None:
+    world = pair()
+    world.learn("pb", 50)
+    route = world.prefill_of(Ask("m", NUM_TOKENS, 64))[1]
+    assert route.readings["pa-1"].cached == Cached()

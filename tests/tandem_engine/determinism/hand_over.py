@@ -1,0 +1,105 @@
+"""How does a pair of engines answer requests, one the prompt and one the rest?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_engine.messages import (
+    AbortRequest,
+    ExtentRef,
+    ImportSlab,
+    Recompute,
+    ReleaseHeld,
+    SealedBlocks,
+    SlabImported,
+    StartDecode,
+)
+from tests.tandem_engine.determinism.asks import Ask
+from tests.tandem_engine.determinism.stage import Engine, Stage
+
+
+class Pair:
+    """A prefill engine whose pool a decode engine reads. Slabs arrive late and in any order; some are lost."""
+
+    def __init__(self, stage: Stage, prefill: Engine, decode: Engine, loss: float = 0.0) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self._chance = stage.chance
+        self._loss = loss
+        self._block_bytes = stage.model.geometry.bytes_per_block
+        self._under_way: list[ImportSlab] = []
+        self._lost: set[str] = set()
+        self._first_tokens: dict[str, list[int]] = {}
+        prefill.lend_to(decode)
+
+    def add(self, ask: Ask, answer: Sequence[int] = ()) -> None:
+        """Submit to both at once; decode reserves."""
+        self.decode.add(ask, answer, "decode")
+        self.prefill.add(ask, answer, "prefill")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prefill.has_work or self._under_way or self._first_tokens or self.decode.has_work)
+
+    def step(self) -> None:
+        """Let each side take a step, and some slabs arrive between them."""
+        if self.prefill.has_work:
+            self._step_prefill()
+        self._chance.shuffle(self._under_way)
+        for _ in range(self._chance.randint(0, len(self._under_way))):
+            self._import(self._under_way.pop())
+        for request_id in [*self._first_tokens]:
+            if all(slab.request_id != request_id for slab in self._under_way):
+                self._start(request_id)
+        if self.decode.has_work:
+            self.decode.step()
+
+    def _step_prefill(self) -> None:
+        done, sealed = self.prefill.step()
+        for event in sealed:
+            self._under_way += self._slabs(event)
+        for output in done.outputs:
+            if output.finish_reason is None:
+                self._first_tokens[output.request_id] = output.token_ids
+            else:
+                self._forget(output.request_id)
+
+    def _slabs(self, sealed: SealedBlocks) -> list[ImportSlab]:
+        """Cut what was sealed in slabs of random sizes."""
+        size = self._block_bytes
+        extents = [
+            ExtentRef(self.prefill.region_id, slot * size, size, slot, generation)
+            for slot, generation in zip(sealed.slots, sealed.generations, strict=True)
+        ]
+        slabs: list[ImportSlab] = []
+        start = 0
+        while start < len(extents):
+            end = start + self._chance.randint(1, len(extents) - start)
+            first = sealed.first_block + start
+            slabs.append(ImportSlab(sealed.request_id, len(slabs), first, extents[start:end], sealed.group))
+            start = end
+        return slabs
+
+    def _import(self, slab: ImportSlab) -> None:
+        if self._chance.random() < self._loss:
+            self._lost.add(slab.request_id)
+            return
+        (imported,) = self.decode.core.handle(slab)
+        assert isinstance(imported, SlabImported) and not imported.error, imported
+
+    def _start(self, request_id: str) -> None:
+        """All that will come has come: decode goes on, or computes what was lost and perhaps draws token one again."""
+        self.prefill.core.handle(ReleaseHeld(request_id))
+        token_ids = self._first_tokens.pop(request_id)
+        if request_id in self._lost:
+            self.decode.journal.counters["slabs_lost"] += 1
+            self.decode.core.handle(Recompute(request_id))
+            if self._chance.random() < 0.5:
+                return
+        self.decode.core.handle(StartDecode(request_id, token_ids))
+
+    def _forget(self, request_id: str) -> None:
+        """Its first token was its last."""
+        self._under_way = [slab for slab in self._under_way if slab.request_id != request_id]
+        self.prefill.core.handle(ReleaseHeld(request_id))
+        self.decode.core.handle(AbortRequest(request_id))

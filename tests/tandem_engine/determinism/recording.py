@@ -1,0 +1,141 @@
+"""What was drawn, and from which logits, bit for bit?
+
+The model handed to the runner keeps a hash of each row of logits that it returns; the runner around it knows from the
+step which request's they are. A row's name is (request id, absolute position of the token drawn from it). Rows behind a
+draft that was wrong have none: nothing is drawn from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from tandem_engine.core import Runner
+from tandem_engine.execution.model import Model, ignore
+from tandem_engine.messages import ExtentRef, FinishReason, MapRegion, PositionLogprobs, RequestOutput
+from tandem_engine.ops.base import KVPool, Step
+from tandem_engine.scheduling.batch import SchedulerOutput
+from tandem_engine.scheduling.request import Request, Sampled
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token as the client sees it."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Journal:
+    """All that some engines answered to some requests, whichever of them answered which part."""
+
+    names: frozenset[str]
+    """Requests that are compared; the others only keep them company."""
+    tokens: dict[Place, Drawn] = field(default_factory=dict)
+    rows: dict[Place, bytes] = field(default_factory=dict)
+    """Hashes of logits."""
+    conflicts: list[str] = field(default_factory=list)
+    """Places that were written twice, not alike."""
+    counters: Counter[str] = field(default_factory=Counter)
+    """The engines' totals, and how often what a way is about has happened."""
+
+    def add_output(self, output: RequestOutput) -> None:
+        """Keep an output's tokens; the finish reason stands with the last."""
+        if output.request_id not in self.names:
+            return
+        self.counters["requests_preempted"] += output.is_last and output.num_preemptions > 0
+        for index, token_id in enumerate(output.token_ids):
+            place = (output.request_id, output.position + index)
+            logprobs = output.logprobs[index] if output.logprobs else None
+            reason = output.finish_reason if index == len(output.token_ids) - 1 else None
+            self._keep("token", self.tokens, place, Drawn(token_id, logprobs, reason))
+
+    def add_row(self, request_id: str, position: int, digest: bytes) -> None:
+        if request_id in self.names:
+            self._keep("logits", self.rows, (request_id, position), digest)
+
+    def answer(self, request_id: str, first_position: int) -> list[int]:
+        """Return the tokens of an answer so far."""
+        tokens: list[int] = []
+        while (drawn := self.tokens.get((request_id, first_position + len(tokens)))) is not None:
+            tokens.append(drawn.token_id)
+        return tokens
+
+    def _keep(self, what: str, kept: dict[Place, Any], place: Place, value: Drawn | bytes) -> None:
+        if kept.setdefault(place, value) != value:
+            self.conflicts.append(f"{place[0]} at {place[1]}: {what} differ between two engines of one way")
+
+
+class RecordingModel:
+    """A model that keeps a hash of each row of logits of its last step."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.digests: list[bytes] = []
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        sample_rows: torch.Tensor,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        logits = self._model.forward(token_ids, step, pool, sample_rows, kv_written)
+        self.digests = [blake2b(row.tobytes(), digest_size=8).digest() for row in logits.contiguous().numpy()]
+        return logits
+
+
+class RecordingRunner:
+    """The whole contract of `Runner`, by delegation; writes each sampled row into the journal."""
+
+    def __init__(self, runner: Runner, model: RecordingModel, journal: Journal) -> None:
+        self._runner = runner
+        self._model = model
+        self._journal = journal
+
+    @property
+    def generations(self) -> MutableSequence[int]:
+        return self._runner.generations
+
+    def prepare(self, request: Request) -> bool:
+        return self._runner.prepare(request)
+
+    def execute(
+        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
+    ) -> Mapping[str, Sequence[Sampled]]:
+        sampled = self._runner.execute(output, kv_written)
+        runs = [run for run in output.runs if run.samples]
+        digests = iter(self._model.digests)
+        for run in runs:
+            request_id = run.request.request_id
+            num_used = len(sampled[request_id]) if run.draft_tokens else 1
+            for index in range(1 + len(run.draft_tokens)):
+                digest = next(digests)
+                if index < num_used:
+                    self._journal.add_row(request_id, run.end + index, digest)
+        assert next(digests, None) is None, "a row of logits that nobody asked for"
+        self._journal.counters["shared_steps"] += len(output.runs) > 1
+        self._journal.counters["chunks"] += len(output.runs) - len(runs)
+        return sampled
+
+    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
+        return self._runner.import_blocks(blocks, extents)
+
+    def checksums(self, blocks: Sequence[int]) -> list[int]:
+        return self._runner.checksums(blocks)
+
+    def map_region(self, command: MapRegion, fd: int) -> None:
+        self._runner.map_region(command, fd)
+
+    def unmap_region(self, region_id: str) -> None:
+        self._runner.unmap_region(region_id)

@@ -1,0 +1,237 @@
+"""What do the ways play on: one model, any number of engines over it, one journal?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem_engine.assembly import grammar_masks
+from tandem_engine.core import EngineCore
+from tandem_engine.execution.draft_runner import DraftRunner
+from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.messages import (
+    AddRequest,
+    BlocksSealed,
+    EngineEvent,
+    MapRegion,
+    Mode,
+    Refused,
+    Reserved,
+    SealedBlocks,
+    StepDone,
+)
+from tandem_engine.models.loader import LoadedModel, load_model
+from tandem_engine.ops.cpu import CpuOps
+from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
+from tandem_engine.scheduling.request import Request
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine.scheduling.speculation.draft_model import ModelDrafter, Plan
+from tandem_engine.settings import EngineConfig
+from tests.checkpoints import make_checkpoint
+from tests.tandem_engine.determinism.asks import Ask
+from tests.tandem_engine.determinism.recording import Journal, RecordingModel, RecordingRunner
+
+_MEAN_TICK_SECONDS = 0.004
+_LEAN = {"route": "lean"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "demo": ("demo", _LEAN),
+    "llama": ("llama", _LEAN),
+    "mistral": ("mistral", _LEAN),
+    "qwen2": ("qwen2", _LEAN),
+    "gemma2": ("gemma2", _LEAN),
+    "mixtral": ("mixtral", _LEAN),
+    "olmo2, compatibility route": ("olmo2", {"route": "transformers"}),
+    "llama, plain torch": ("llama", {"route": "lean", "kernels": "torch"}),
+}
+"""Kind of checkpoint and settings, by name. The demo's weights are bf16, the others' float32; all layers of mistral
+have a window, so that its blocks are dropped; some of qwen2 and gemma2."""
+
+
+def loaded(name: str, folder: Path) -> LoadedModel:
+    """Load one of MODELS; its checkpoint is made below `folder`."""
+    kind, settings = MODELS[name]
+    config = EngineConfig(str(make_checkpoint(folder, kind)), device="cpu", num_threads=1, **settings)
+    torch.set_num_threads(1)
+    return load_model(config, lambda stage, fraction: None)
+
+
+@dataclass
+class Stage:
+    """One model, and the chance that all of one way is drawn from."""
+
+    model: LoadedModel
+    chance: random.Random
+    journal: Journal
+    block_size: int = 16
+
+    def engine(self, num_blocks: int, region_id: str = "", **settings: Any) -> Engine:
+        """Return a new engine over the model; `settings` are SchedulerConfig's."""
+        return Engine(self, num_blocks, region_id, settings)
+
+    def roomy(self, asks: Sequence[Ask], region_id: str = "", **settings: Any) -> Engine:
+        """Return an engine that has blocks for all of them at once."""
+        return self.engine(sum(map(self.num_blocks, asks)), region_id, **settings)
+
+    def num_blocks(self, ask: Ask) -> int:
+        """Return the most blocks that a request can come to need, and two to spare."""
+        return (-(-ask.max_kv_tokens // self.block_size) + 2) * self.model.geometry.num_groups
+
+    def empty_cache(self, num_blocks: int) -> PagedKVCache:
+        geometry = replace(self.model.geometry, block_size=self.block_size)
+        return PagedKVCache(geometry, num_blocks, torch.device("cpu"))
+
+    def hashes_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the hashes of all full blocks, in hex."""
+        return [each.hex() for each in hash_blocks(self.root, token_ids, self.block_size)]
+
+    @property
+    def root(self) -> BlockHash:
+        return hash_root(b"determinism", self.block_size)
+
+    def groups(self, asks: Sequence[Ask], least: int, most: int) -> Iterator[list[Ask]]:
+        """Yield all of them, in another order, in groups of random sizes."""
+        left = self.chance.sample(asks, len(asks))
+        while left:
+            size = self.chance.randint(least, most)
+            yield left[:size]
+            left = left[size:]
+
+    @contextmanager
+    def threads(self, num_threads: int) -> Iterator[None]:
+        """Compute with so many threads."""
+        self._use_threads(num_threads)
+        try:
+            yield
+        finally:
+            self._use_threads(1)
+
+    def _use_threads(self, num_threads: int) -> None:
+        if isinstance(self.model.ops, CpuOps):
+            self.model.ops.set_num_threads(num_threads)
+        else:
+            torch.set_num_threads(num_threads)
+
+
+class _EagerDrafter(ModelDrafter):
+    """Asks whether it pays or not."""
+
+    def rests(self) -> bool:
+        return False
+
+    def choose(self, limits: Mapping[Request, tuple[int, int]], without: Plan, others: Plan) -> dict[Request, int]:
+        return {each.request: limits[each.request][0] for each in self._candidates(limits)}
+
+
+class Engine:
+    """An EngineCore with a pool of its own whose steps go into the journal. Time passes at random as it is read."""
+
+    def __init__(self, stage: Stage, num_blocks: int, region_id: str, settings: dict[str, Any]) -> None:
+        self.journal = stage.journal
+        self.region_id = region_id
+        self.live: set[str] = set()
+        """Requests that are not over here."""
+        self._stage = stage
+        self._seconds = 1.0
+        model = RecordingModel(stage.model.model)
+        self.cache = stage.empty_cache(num_blocks)
+        masks = grammar_masks(stage.model.info, stage.model.ops)
+        runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache, masks=masks), model, self.journal)
+        groups = stage.model.geometry.groups
+        config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=stage.block_size,
+            context_length=stage.model.info.context_length,
+            vocab_size=stage.model.info.vocab_size,
+            window=stage.model.window,
+            num_window_groups=len(groups) - 1 if groups else None,
+            group_window=groups[-1].window if groups else None,
+            **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
+        )
+        self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9), self._time)
+
+    def use_draft_model(self, *, is_alone: bool) -> None:
+        """Let the model guess for itself, with a cache of its own; `is_alone`: always, and no text is searched."""
+        model = self._stage.model
+        geometry = replace(self.cache.geometry, groups=())
+        cache = PagedKVCache(geometry, self.cache.num_blocks, torch.device("cpu"), staging=False)
+        runner = DraftRunner(model.model, model.ops, cache, self.cache.generations, model.info.context_length)
+        speculator = self.core.scheduler.speculator
+        speculator.use_model(runner)
+        if is_alone:
+            speculator.use([])
+            speculator._model = _EagerDrafter(runner, self._time)
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """The totals so far."""
+        return self.core.scheduler.stats().counters
+
+    def add(
+        self, ask: Ask, answer: Sequence[int] = (), mode: Mode = "aggregated", *, caches: bool = False, **fields: Any
+    ) -> None:
+        """Add a request that has so much of its answer; with `caches` its blocks are found and left by their hashes."""
+        token_ids = [*ask.prompt, *answer]
+        if caches:
+            fields |= {"hash_root": self._stage.root.hex(), "block_hashes": self._stage.hashes_of(token_ids)}
+        command = AddRequest(ask.request_id, token_ids, len(ask.prompt), ask.sampling, mode, **fields)
+        (event,) = self.core.handle(command)
+        while isinstance(event, Refused) and event.reason == "kv_full" and self.has_work:
+            self.step()  # others wait for blocks, and are not overtaken
+            (event,) = self.core.handle(command)
+        assert isinstance(event, Reserved), event
+        self.live.add(ask.request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work()
+
+    def step(self) -> tuple[StepDone, list[SealedBlocks]]:
+        """Return what a step did, and all blocks that it sealed, early or late."""
+        sealed: list[SealedBlocks] = []
+
+        def emit(event: EngineEvent) -> None:
+            assert isinstance(event, BlocksSealed), event
+            sealed.extend(event.sealed)
+
+        done = self.core.step(emit)
+        assert not self.core.take_failures()
+        for output in done.outputs:
+            self.journal.add_output(output)
+            if output.is_last:
+                self.live.discard(output.request_id)
+        return done, [*sealed, *done.sealed]
+
+    def drain(self) -> None:
+        while self.has_work:
+            self.step()
+
+    def play(self, asks: Sequence[Ask], *, caches: bool = False) -> None:
+        """Answer them all; they come one by one, at random moments, some with a higher or lower priority."""
+        waiting = list(asks)
+        while waiting or self.has_work:
+            while waiting and (not self.has_work or self._stage.chance.random() < 0.6):
+                self.add(waiting.pop(), caches=caches, priority=self._stage.chance.choice([-1, 0, 0, 0, 1]))
+            self.step()
+
+    def close(self) -> None:
+        """See that nothing is left, and add the totals to the journal's."""
+        stats = self.core.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_held_blocks) == (0, 0, 0, 0)
+        self.journal.counters.update({name: int(count) for name, count in stats.counters.items()})
+
+    def lend_to(self, reader: Engine) -> None:
+        """Let another engine read this one's pool."""
+        region = self.cache.region
+        command = MapRegion(self.region_id, region.num_bytes, self.cache.num_blocks, self.cache.generations_offset)
+        reader.core.handle(command, region.fd)
+
+    def _time(self) -> float:
+        self._seconds += self._stage.chance.expovariate(1 / _MEAN_TICK_SECONDS)
+        return self._seconds

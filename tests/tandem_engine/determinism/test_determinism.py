@@ -1,0 +1,87 @@
+"""Is a request answered with the same bits whichever way it goes, and would we notice if it were not?
+
+The short form of `make determinism`; the seed is another one every time, and printed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem_engine.execution.model import Model, ignore
+from tandem_engine.models.loader import LoadedModel
+from tandem_engine.ops.base import KVPool, Step
+from tests.tandem_engine.determinism.stage import loaded
+from tests.tandem_engine.determinism.verdict import Line, compare_all, judge, table, totals
+from tests.tandem_engine.determinism.ways import Way, alone, in_batches, in_chunks
+
+_MODELS = ("demo", "qwen2", "mistral", "olmo2, compatibility route")
+_NUM_REQUESTS = 48
+
+
+@pytest.mark.timeout(300)
+def test_a_token_depends_on_its_request_alone(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    lines = totals(judge(_MODELS, _NUM_REQUESTS, seed, tmp_path, lambda line: None))
+    report = "\n".join([f"seed {seed}", *table(lines)])
+    print(report)
+    assert all(line.holds for line in lines), report
+
+
+class _Spoiled:
+    """A model whose logits, or whose keys, differ by one rounding where `is_spoiled` of a step says so."""
+
+    def __init__(self, model: Model, is_spoiled: Callable[[Step], bool], part: str) -> None:
+        self._model = model
+        self._is_spoiled = is_spoiled
+        self._part = part
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        sample_rows: torch.Tensor,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        logits = self._model.forward(token_ids, step, pool, sample_rows, kv_written)
+        if self._is_spoiled(step):
+            if self._part == "keys":
+                block = step.runs[0].blocks[0]
+                pool.rows[block] = torch.nextafter(pool.rows[block], torch.tensor(torch.inf))
+            else:
+                logits[0, 5] = torch.nextafter(logits[0, 5], torch.tensor(torch.inf))
+        return logits
+
+
+def _spoiled(folder: Path, is_spoiled: Callable[[Step], bool], part: str) -> LoadedModel:
+    model = loaded("llama", folder)
+    return replace(model, model=_Spoiled(model.model, is_spoiled, part))
+
+
+def _lines(model: LoadedModel, way: Way) -> list[Line]:
+    return list(compare_all(model, 8, 5, [way]))
+
+
+def test_one_rounding_of_one_logit_is_noticed(tmp_path: Path) -> None:
+    model = _spoiled(tmp_path, lambda step: len(step.runs) > 1, "logits")
+    same, batched = _lines(model, Way("in batches", in_batches, "shared_steps"))
+    assert same.holds, same.differences
+    assert not batched.holds and any("other logits" in each for each in batched.differences)
+
+
+def test_keys_that_depend_on_a_prompts_chunks_are_noticed(tmp_path: Path) -> None:
+    model = _spoiled(tmp_path, lambda step: step.runs[0].num_tokens > 1 and step.runs[0].start > 0, "keys")
+    same, chunked = _lines(model, Way("in chunks", in_chunks, "chunks"))
+    assert same.holds, same.differences
+    assert not chunked.holds
+
+
+def test_a_way_that_no_request_went_proves_nothing(tmp_path: Path) -> None:
+    _, line = _lines(loaded("llama", tmp_path), Way("preempted", alone, "preemptions"))
+    assert not line.differences and not line.holds

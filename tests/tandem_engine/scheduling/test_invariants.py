@@ -1,0 +1,287 @@
+"""Whatever comes in whatever order: does every request end with the right tokens, and does every block come back?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from tandem_engine.core import RequestsFailed
+from tandem_engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
+from tandem_engine.scheduling.request import Request, RequestState
+from tandem_engine.scheduling.speculation.drafters import Guess
+from tandem_engine.scheduling.speculation.ngrams import FIRM
+from tandem_engine.scheduling.window_groups import blocks_of, most_blocks
+from tests.tandem_engine.scheduling.harness import ROOT, STOP, World, extent, kv_of, slab
+
+SHORT, LONG = 24, 72
+"""Tokens of context."""
+
+
+@dataclass
+class Expected:
+    """A request as its client sees it."""
+
+    mode: Mode
+    prompt: list[int]
+    max_tokens: int
+    num_choices: int
+    answer: list[int] = field(default_factory=list)
+    num_last: int = 0
+
+
+class Guesser:
+    """Guesses right and wrong at random."""
+
+    def __init__(self, token_at: Callable[[int], int]) -> None:
+        self._token_at = token_at
+        self._random = random.Random(0)
+
+    def guess(self, request: Request, max_tokens: int) -> Guess | None:
+        num_tokens = self._random.randint(0, max_tokens)
+        positions = range(request.num_tokens, request.num_tokens + num_tokens)
+        token_ids = [self._token_at(each) if self._random.random() < 0.8 else 7 for each in positions]
+        return Guess(token_ids, 16, [FIRM] * num_tokens) if token_ids else None
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+class EngineMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        num_blocks=st.integers(6, 12),
+        budget=st.integers(1, 12),
+        num_seqs=st.integers(1, 4),
+        itl_target_ms=st.sampled_from([0.0, 4.0]),
+        window=st.none() | st.integers(1, 12),
+        max_draft_tokens=st.sampled_from([0, 1, 5]),
+        num_window_groups=st.integers(0, 2),
+        context_length=st.sampled_from([SHORT, LONG]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        num_seqs: int,
+        itl_target_ms: float,
+        window: int | None,
+        num_window_groups: int,
+        context_length: int,
+        max_draft_tokens: int,
+    ) -> None:
+        self.context_length = context_length
+        self.num_groups = 1 + (num_window_groups if window else 0)
+        has_groups = self.num_groups > 1
+        self.world = World(
+            num_blocks * self.num_groups if context_length == SHORT else 20 + 5 * self.num_groups,
+            context_length=context_length,
+            max_num_batched_tokens=budget,
+            max_num_seqs=num_seqs,
+            max_num_waiting=4,
+            itl_target_ms=itl_target_ms,
+            window=None if has_groups else window,
+            num_window_groups=num_window_groups if has_groups else None,
+            group_window=window if has_groups else None,
+            step_seconds=lambda work: 0.001 * (1 + work.num_decodes + work.num_prompt_tokens),
+            max_draft_tokens=max_draft_tokens,
+            drafter=Guesser(lambda position: self.token_at(position)),
+        )
+        self.world.runner.stop_positions = {17}
+        self.alive: dict[str, Expected] = {}
+        self.num_added = 0
+        self.num_slots = 0
+
+    @rule(
+        target=requests,
+        mode=st.sampled_from(["aggregated", "prefill", "decode"]),
+        family=st.integers(0, 1),
+        num_tokens=st.integers(1, SHORT) | st.integers(SHORT, LONG),
+        max_tokens=st.integers(1, 12),
+        num_choices=st.integers(1, 3),
+        is_cached=st.booleans(),
+        bounds=st.tuples(st.none() | st.integers(0, 4), st.none() | st.integers(0, 4)),
+        num_ready=st.integers(0, 6),
+        first_of_windows=st.integers(0, 4),
+        priority=st.integers(0, 1),
+    )
+    def add(
+        self,
+        mode: Mode,
+        family: int,
+        num_tokens: int,
+        max_tokens: int,
+        num_choices: int,
+        is_cached: bool,
+        bounds: tuple[int | None, int | None],
+        num_ready: int,
+        first_of_windows: int,
+        priority: int,
+    ) -> object:
+        self.num_added += 1
+        name = f"r{self.num_added}"
+        expected = Expected(mode, [family, *range(1, num_tokens)], max_tokens, num_choices if mode == "prefill" else 1)
+        events = self.world.add(
+            name,
+            expected.prompt,
+            max_tokens=max_tokens,
+            mode=mode,
+            root=ROOT if is_cached else None,
+            max_found_blocks=bounds[0],
+            max_left_blocks=bounds[1],
+            choice_seeds=range(expected.num_choices) if mode == "prefill" else (),
+            priority=priority,
+            fairness_key=str(family),
+            prefix=[] if mode == "decode" else self.lay_ready(expected.prompt, num_ready, first_of_windows),
+        )
+        if not isinstance(events[0], Reserved):
+            return multiple()
+        self.alive[name] = expected
+        return name
+
+    @rule(name=requests, first_block=st.integers(0, 5), num_blocks=st.integers(1, 6), group=st.integers(0, 2))
+    def import_slab(self, name: str, first_block: int, num_blocks: int, group: int) -> None:
+        if name not in self.alive or group >= self.num_groups:
+            return
+        kv = kv_of(self.alive[name].prompt, group)
+        slots = []
+        for start in range(first_block * 4, min(len(kv), (first_block + num_blocks) * 4), 4):
+            self.num_slots += 1
+            self.world.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
+            slots.append(self.num_slots)
+        self.world.core.handle(slab(name, first_block, slots, group=group))
+
+    @rule(name=requests)
+    def import_all(self, name: str) -> None:
+        for group in range(self.num_groups):
+            self.import_slab(name, 0, 6, group)
+
+    @rule(name=requests)
+    def start_decode(self, name: str) -> None:
+        if name in self.alive:
+            self.world.core.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
+
+    @rule(name=requests)
+    def recompute(self, name: str) -> None:
+        self.world.core.handle(Recompute(name))
+
+    @rule(name=consumes(requests))
+    def abort(self, name: str) -> None:
+        self.world.core.scheduler.abort(name)
+        self.alive.pop(name, None)
+
+    @rule(name=requests)
+    def release(self, name: str) -> None:
+        self.world.core.scheduler.release_held(name)
+
+    @rule(name=requests, num_blocks=st.integers(0, 6), first_of_windows=st.integers(0, 4))
+    def offer_prefix(self, name: str, num_blocks: int, first_of_windows: int) -> None:
+        """Answer a preemption, asked for or not, sooner or later."""
+        tokens = [*self.alive[name].prompt, *self.alive[name].answer] if name in self.alive else []
+        self.world.core.handle(OfferPrefix(name, self.lay_ready(tokens, num_blocks, first_of_windows)))
+
+    def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
+        prefix = []
+        for group in range(self.num_groups):
+            kv = kv_of(tokens, group)
+            for index in range(first_of_windows if group else 0, min(num_blocks, len(kv) // 4)):
+                self.num_slots += 1
+                self.world.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
+                prefix.append(PrefixBlock(index, extent(self.num_slots), group))
+        return prefix
+
+    @rule(name=requests, seconds=st.integers(1, 6))
+    def let_time_pass(self, name: str, seconds: int) -> None:
+        self.world.runner.seconds += seconds
+
+    @rule(name=requests)
+    def break_one_in_the_next_step(self, name: str) -> None:
+        self.world.runner.breaks_with = RequestsFailed([name], "broken")
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.world.core.has_work():
+                self.take_step()
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        if hasattr(self, "world"):
+            self.world.pool.check()
+
+    @invariant()
+    def no_request_has_blocks_behind_its_window_or_more_than_it_may(self) -> None:
+        if not hasattr(self, "world") or self.num_groups == 1:
+            return
+        scheduler = self.world.core.scheduler
+        for request in scheduler._requests.values():
+            if request.state in (RequestState.RUNNING, RequestState.HELD):
+                assert request.num_dropped_blocks == scheduler._kv.groups.first_seen(request.num_computed_tokens)
+            assert len(blocks_of(request)) <= most_blocks(scheduler.config, 4 * len(request.block_table))
+        assert scheduler._kv.groups.num_promised <= self.world.pool.num_spare
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for name in [f"r{number}" for number in range(1, self.num_added + 1)]:
+            self.recompute(name)
+            self.release(name)
+        for _ in range(1000):
+            if not self.world.core.has_work():
+                break
+            self.take_step()
+        assert self.alive == {}, "a request did not end"
+        self.world.assert_nothing_is_left()
+
+    def take_step(self) -> None:
+        try:
+            done = self.world.step()
+        except RequestsFailed:  # it names a request that is not in this step: an engine would end here
+            return
+        for failure in self.world.core.take_failures():
+            del self.alive[failure.request_id]
+        for output in done.outputs:
+            self.take(output)
+        stats = done.stats
+        assert stats.num_total_blocks == stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
+        assert stats.num_held_blocks <= stats.num_used_blocks
+
+    def take(self, output: RequestOutput) -> None:
+        expected = self.alive[output.request_id]
+        first = len(expected.prompt)
+        if expected.mode == "prefill":
+            assert output.token_ids == [self.token_at(first) + 100 * output.choice_index]
+        else:
+            end = output.position + len(output.token_ids)
+            assert output.token_ids == [self.token_at(position) for position in range(output.position, end)]
+        expected.answer += output.token_ids
+        expected.num_last += output.is_last
+        if expected.num_last == expected.num_choices:
+            self.check_end(output, expected)
+            del self.alive[output.request_id]
+
+    def check_end(self, output: RequestOutput, expected: Expected) -> None:
+        first, end = len(expected.prompt), output.position + len(output.token_ids)
+        if expected.mode == "prefill":
+            assert output.num_computed_tokens + output.num_cached_tokens == first
+            return
+        full = min(first + expected.max_tokens, self.context_length + 1)
+        assert end == full if output.finish_reason == "length" else self.token_at(end - 1) == STOP
+        assert expected.answer == [self.token_at(position) for position in range(end - len(expected.answer), end)]
+        if expected.mode == "aggregated":
+            assert end - len(expected.answer) == first
+            assert output.num_computed_tokens + output.num_cached_tokens == first
+        else:
+            assert end - len(expected.answer) in (first, first + 1)
+
+    def token_at(self, position: int) -> int:
+        return STOP if position in self.world.runner.stop_positions else 1000 + position
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,290 @@
+"""Is a worker known to every control-plane replica, whichever of them starts, ends or restarts when?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceServicer, add_ControlPlaneServiceServicer_to_server
+from tandem_runtime import errors, registration
+from tandem_runtime.registration import Registrar
+from tandem_runtime.server import GrpcServer
+
+KEY = bytes(range(32))
+
+
+class ControlPlane(ControlPlaneServiceServicer):
+    """A whole control-plane replica as workers see it: who is known, and what they last said."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, cp.RegisterRequest] = {}
+        self.beats: list[cp.HeartbeatRequest] = []
+        self.num_registrations = 0
+        self.replicas: list[str] = []
+        self.kv_services: list[cp.KvServiceAddress] = []
+        self.refuse: errors.TandemError | None = None
+        self.address = ""
+        self._changed = asyncio.Condition()
+        self._server: GrpcServer | None = None
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        def register(server: Any) -> None:
+            add_ControlPlaneServiceServicer_to_server(self, server)
+
+        self._server = GrpcServer(address, register, ["tandem.v1.ControlPlaneService"])
+        self.address = await self._server.start()
+        return self.address
+
+    async def kill(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def Register(self, request: cp.RegisterRequest, context: Any) -> cp.RegisterReply:
+        if self.refuse is not None:
+            raise self.refuse
+        async with self._changed:
+            self.workers[request.info.worker_id] = request
+            self.num_registrations += 1
+            self._changed.notify_all()
+        return cp.RegisterReply(
+            heartbeat_interval_ms=20, replicas=self.replicas, handle_key=KEY, kv_services=self.kv_services
+        )
+
+    async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
+        async with self._changed:
+            self.beats.append(request)
+            self._changed.notify_all()
+        known = request.worker_id in self.workers
+        return cp.HeartbeatReply(known=known, replicas=self.replicas, kv_services=self.kv_services)
+
+    async def Deregister(self, request: cp.DeregisterRequest, context: Any) -> cp.DeregisterReply:
+        async with self._changed:
+            self.workers.pop(request.worker_id, None)
+            self._changed.notify_all()
+        return cp.DeregisterReply()
+
+    async def ListWorkers(self, request: cp.ListWorkersRequest, context: Any) -> cp.ListWorkersReply:
+        return cp.ListWorkersReply()
+
+    async def until(self, condition: Callable[[ControlPlane], bool]) -> None:
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(lambda: condition(self))
+
+    async def more_beats(self) -> None:
+        """Return after two more beats: what the first one's reply said has been taken up by then."""
+        num_beats = len(self.beats)
+        await self.until(lambda self: len(self.beats) >= num_beats + 2)
+
+
+def knows_w1(control: ControlPlane) -> bool:
+    return "w1" in control.workers
+
+
+INFO = pb.WorkerInfo(worker_id="w1", incarnation="00000000000000aa", role=pb.WORKER_ROLE_DECODE, host_id="h1")
+
+
+def ready() -> pb.LoadReport:
+    return pb.LoadReport(state=pb.WORKER_STATE_READY, num_running=3)
+
+
+@asynccontextmanager
+async def registrar(*control: str, load: Callable[[], pb.LoadReport] = ready, **more: Any) -> AsyncIterator[Registrar]:
+    registrar = Registrar(control, INFO, load, **more)
+    registrar.start()
+    try:
+        yield registrar
+    finally:
+        await registrar.stop()
+
+
+async def free_address() -> str:
+    control = ControlPlane()
+    address = await control.start()
+    await control.kill()
+    return address
+
+
+async def test_a_worker_registers_beats_and_takes_its_leave() -> None:
+    control = ControlPlane()
+    replies: list[cp.RegisterReply] = []
+    async with registrar(await control.start(), on_registered=replies.append) as worker:
+        assert (worker.handle_key, worker.kv_service(), worker.num_registered) == (b"", None, 0)
+        async with asyncio.timeout(20):
+            await worker.wait_registered()
+        assert (worker.handle_key, worker.num_registered) == (KEY, 1)
+        assert [reply.handle_key for reply in replies] == [KEY]
+        await control.more_beats()
+        assert control.workers["w1"].info == INFO
+        assert control.beats[0].load == ready()
+        assert (control.beats[0].worker_id, control.beats[0].incarnation) == ("w1", INFO.incarnation)
+        assert control.num_registrations == 1
+    assert control.workers == {}
+    await control.kill()
+
+
+async def test_a_worker_may_be_first_and_the_control_plane_come_later() -> None:
+    address = await free_address()
+    control = ControlPlane()
+    async with registrar(address) as worker:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await worker.wait_registered()
+        await control.start(address)
+        await control.until(knows_w1)
+        async with asyncio.timeout(20):
+            await worker.wait_registered()
+    await control.kill()
+
+
+async def test_a_control_plane_that_restarts_on_its_port_knows_the_worker_again() -> None:
+    first = ControlPlane()
+    address = await first.start()
+    async with registrar(address) as worker:
+        await first.until(knows_w1)
+        await first.kill()
+        second = ControlPlane()
+        await second.start(address)
+        await second.until(knows_w1)
+        await second.more_beats()
+        assert worker.num_registered == 1
+    await second.kill()
+
+
+async def test_a_control_plane_that_forgot_the_worker_is_told_again_at_once() -> None:
+    control = ControlPlane()
+    async with registrar(await control.start()):
+        await control.until(knows_w1)
+        control.workers.clear()
+        await control.until(knows_w1)
+        assert control.num_registrations == 2
+    await control.kill()
+
+
+async def test_every_replica_that_a_reply_names_is_told_too_and_left_with_a_goodbye() -> None:
+    first, second = ControlPlane(), ControlPlane()
+    first.replicas = second.replicas = [await first.start(), await second.start()]
+    async with registrar(first.address) as worker:
+        await second.until(knows_w1)
+        await second.more_beats()
+        assert worker.num_registered == 2
+    assert (first.workers, second.workers) == ({}, {})
+    await first.kill()
+    await second.kill()
+
+
+async def test_a_learned_replica_is_kept_while_the_given_one_is_away() -> None:
+    first, second = ControlPlane(), ControlPlane()
+    first.replicas = second.replicas = [await first.start(), await second.start()]
+    async with registrar(first.address) as worker:
+        await second.until(knows_w1)
+        await first.kill()
+        await second.more_beats()
+        assert worker.num_registered >= 1
+        again = ControlPlane()
+        again.replicas = first.replicas
+        await again.start(first.address)
+        await again.until(knows_w1)
+    await again.kill()
+    await second.kill()
+
+
+async def test_a_replica_that_is_gone_and_that_nobody_names_is_forgotten() -> None:
+    first, second = ControlPlane(), ControlPlane()
+    first.replicas = second.replicas = [await first.start(), await second.start()]
+    async with registrar(first.address) as worker:
+        await second.until(knows_w1)
+        first.replicas = [first.address]
+        await second.kill()
+        await first.until(lambda _: second.address not in worker._replicas)
+        assert list(worker._replicas) == [first.address]
+    await first.kill()
+
+
+async def test_an_updated_card_reaches_every_replica_before_the_next_beat_is_due() -> None:
+    control = ControlPlane()
+    async with registrar(await control.start()) as worker:
+        await control.until(knows_w1)
+        changed = pb.WorkerInfo()
+        changed.CopyFrom(INFO)
+        changed.card.model_id = "@tandem/demo"
+        changed.kv_address = "127.0.0.1:9"
+        worker.update_info(changed)
+        await control.until(lambda control: control.workers["w1"].info.card.model_id == "@tandem/demo")
+        await control.more_beats()
+        assert control.beats[-1].kv_address == "127.0.0.1:9"
+        assert INFO.card.model_id == ""
+    await control.kill()
+
+
+async def test_a_state_that_changed_need_not_wait_for_the_next_beat() -> None:
+    state = pb.WORKER_STATE_READY
+    control = ControlPlane()
+    async with registrar(await control.start(), load=lambda: pb.LoadReport(state=state)) as worker:
+        await control.until(lambda control: bool(control.beats))
+        worker._replicas[control.address]._interval_seconds = 3600
+        state = pb.WORKER_STATE_DRAINING
+        worker.beat_now()
+        await control.until(lambda control: control.beats[-1].load.state == pb.WORKER_STATE_DRAINING)
+    await control.kill()
+
+
+async def test_the_kv_service_is_the_one_of_this_host_and_follows_its_restarts() -> None:
+    control = ControlPlane()
+    other = cp.KvServiceAddress(address="b:1", incarnation="k0", host_id="h2")
+    control.kv_services = [other, cp.KvServiceAddress(address="a:1", incarnation="k1", host_id="h1", socket="/s")]
+    async with registrar(await control.start()) as worker:
+        async with asyncio.timeout(20):
+            await worker.wait_registered()
+        service = worker.kv_service()
+        assert service is not None and (service.address, service.incarnation, service.socket) == ("a:1", "k1", "/s")
+        control.kv_services = [cp.KvServiceAddress(address="a:2", incarnation="k2", host_id="h1")]
+        await control.more_beats()
+        service = worker.kv_service()
+        assert service is not None and (service.address, service.incarnation) == ("a:2", "k2")
+        control.kv_services = [other]
+        await control.more_beats()
+        assert worker.kv_service() is None
+    await control.kill()
+
+
+async def test_a_refused_worker_asks_again_until_it_is_taken() -> None:
+    control = ControlPlane()
+    control.refuse = errors.FingerprintMismatch("weights differ", field="weights_digest")
+    async with registrar(await control.start()) as worker:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await worker.wait_registered()
+        control.refuse = None
+        await control.until(knows_w1)
+    await control.kill()
+
+
+async def test_a_load_report_that_breaks_once_does_not_end_the_beats() -> None:
+    failures = [ZeroDivisionError("division by zero")]
+
+    def load() -> pb.LoadReport:
+        if failures:
+            raise failures.pop()
+        return ready()
+
+    control = ControlPlane()
+    async with registrar(await control.start(), load=load):
+        await control.until(knows_w1)
+        await control.more_beats()
+    await control.kill()
+
+
+async def test_a_control_plane_that_is_away_does_not_hold_up_the_end() -> None:
+    control = ControlPlane()
+    async with registrar(await control.start()) as worker:
+        await control.until(knows_w1)
+        await control.kill()
+        async with asyncio.timeout(registration.GOODBYE_SECONDS + 5):
+            await worker.stop()
+        assert worker.num_registered == 0

@@ -1,0 +1,83 @@
+"""Does a server listen only where it may, and say who it is and how it is?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem.v1 import decode_pb2
+from tandem_runtime import errors
+from tandem_runtime.channel import open_channel
+from tandem_runtime.server import GrpcServer, is_loopback, split_address
+
+DECODE = "tandem.v1.DecodeService"
+
+
+async def test_health_follows_set_serving_under_each_name() -> None:
+    server = GrpcServer("127.0.0.1:0", lambda _: None, [DECODE])
+    async with open_channel(await server.start()) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", DECODE):
+            assert await _health(stub, name) == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=DECODE))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        server.set_serving(True)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        server.set_serving(False)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        with pytest.raises(errors.TandemError):
+            await _health(stub, "tandem.v1.Nothing")
+    await server.stop(0)
+
+
+async def _health(stub: Any, name: str) -> int:
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service=name))).status)
+
+
+async def test_reflection_names_the_services_and_describes_them() -> None:
+    assert decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name == DECODE
+    server = GrpcServer("127.0.0.1:0", lambda _: None, [DECODE])
+    async with open_channel(await server.start()) as channel:
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = reflection.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        assert {DECODE, "grpc.health.v1.Health"} <= names
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=DECODE))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        call.cancel()
+    await server.stop(0)
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    first = GrpcServer("127.0.0.1:0", lambda _: None, [])
+    address = await first.start()
+    with pytest.raises(errors.InvalidRequest, match="cannot listen on"):
+        await GrpcServer(address, lambda _: None, []).start()
+    await first.stop(0)
+
+
+async def test_listening_beyond_loopback_must_be_said_aloud() -> None:
+    with pytest.raises(errors.InvalidRequest, match="--insecure"):
+        await GrpcServer("0.0.0.0:0", lambda _: None, []).start()
+    with pytest.raises(errors.InvalidRequest, match="--insecure"):
+        await GrpcServer("[::]:0", lambda _: None, []).start()
+    server = GrpcServer("localhost:0", lambda _: None, [])
+    assert (await server.start()).startswith("localhost:")
+    await server.stop(0)
+
+
+async def test_loopback_is_told_by_address_not_by_spelling() -> None:
+    assert [await is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "[::1]", "localhost")] == [True] * 4
+    assert [await is_loopback(host) for host in ("10.0.0.1", "0.0.0.0", "[::]")] == [False] * 3
+
+
+def test_an_address_needs_host_and_port() -> None:
+    assert split_address("[::1]:80") == ("[::1]", 80)
+    for wrong in ("8643", ":8643", "host", "host:", "host:http", "host:70000"):
+        with pytest.raises(errors.InvalidRequest, match="host:port"):
+            split_address(wrong)

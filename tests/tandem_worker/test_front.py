@@ -1,0 +1,330 @@
+"""Does every request that a worker was given end in its last token or in an error, and leave nothing behind?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply
+from tandem_engine import messages
+from tandem_engine.messages import AbortRequest, AddRequest, EngineFailed, RequestFailed, Reserved
+from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
+from tandem_worker.card import fingerprint
+from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.front import WorkerFront
+from tandem_worker.kv_connector import HandOver
+from tandem_worker.kv_link import KvLink
+from tandem_worker.kv_offload import PromptCache
+from tandem_worker.process import EXIT_CONFIG, exit_code
+from tandem_worker.requests import ActiveRequest
+from tandem_worker.spans import PhaseSpans
+from tandem_worker.streams import GatewayStream
+from tests.tandem_worker.scripted_engine import ScriptedEngine, output, ready, step
+
+MODEL = pb.ModelRef(model_id="m", fingerprint=fingerprint(ready().model).digest)
+
+
+class NoHandOver(HandOver):
+    """Moves no KV; remembers how requests ended."""
+
+    def __init__(self) -> None:
+        self.spans = PhaseSpans(lambda ledger: [])
+        self.ends: list[TandemError | None] = []
+        self.bug: Exception | None = None
+        self.unprepared: Exception | None = None
+        self.needed = asyncio.Event()
+        self.needed.set()
+
+    def bind(self, front: WorkerFront) -> None: ...
+
+    def mode(self, submit: pb.Submit) -> messages.Mode:
+        return "aggregated"
+
+    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None: ...
+
+    async def prepared(self) -> None:
+        if self.unprepared is not None:
+            raise self.unprepared
+
+    def reserved(self, request: ActiveRequest, reserved: Reserved) -> None: ...
+
+    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
+
+    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        if self.bug is not None:
+            raise self.bug
+
+    def imported(self, imported: messages.SlabImported) -> None: ...
+
+    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
+        self.ends.append(error)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None: ...
+
+    @property
+    def kv_address(self) -> str:
+        return ""
+
+    async def drained(self) -> None:
+        await self.needed.wait()
+
+    async def close(self) -> None: ...
+
+
+class World:
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine()
+        self.hand_over = NoHandOver()
+        link = KvLink("life", lease_seconds=10.0)  # to no KV service
+        cache = PromptCache(self.engine, link, EngineRegions(self.engine, link), "life")
+        self.front = WorkerFront(pb.WORKER_ROLE_DECODE, "life", self.engine, self.hand_over, cache)
+        self.pump = asyncio.create_task(self.front.pump())
+        self.is_ready = asyncio.Event()
+        self.front.on_ready(lambda paths: self.is_ready.set())
+
+    async def load(self) -> None:
+        self.engine.say(ready())
+        await asyncio.wait_for(self.is_ready.wait(), 10)
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    """A front over a scripted engine that has loaded."""
+    here = World()
+    await here.load()
+    try:
+        yield here
+    finally:
+        await here.front.close()
+        await asyncio.wait_for(here.pump, 10)
+
+
+def submit(name: str = "r", seconds: float = 60.0, **fields: Any) -> pb.Submit:
+    values: dict[str, Any] = {
+        "model": MODEL,
+        "sampling": pb.SamplingParams(max_tokens=4, top_p=1, repetition_penalty=1),
+    }
+    return pb.Submit(
+        request_id=name,
+        token_ids=[1, 2, 3],
+        num_prompt_tokens=3,
+        deadline_unix_ms=int((time.time() + seconds) * 1000),
+        **{**values, **fields},
+    )
+
+
+async def heard(stream: GatewayStream, num_events: int) -> list[pb.Event]:
+    events = stream.events()
+    async with asyncio.timeout(10):
+        return [await anext(events) for _ in range(num_events)]
+
+
+def error_of(event: pb.Event) -> str:
+    detail = event.failed.error if event.HasField("failed") else event.refused.error
+    return type(from_proto(detail)).__name__
+
+
+def kinds(events: Sequence[pb.Event]) -> list[str | None]:
+    return [event.WhichOneof("kind") for event in events]
+
+
+async def test_a_request_is_accepted_answered_and_over() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit(attempt=2))
+        (added,) = here.engine.sent_of(AddRequest)
+        assert (added.request_id, added.token_ids) == ("r.2", [1, 2, 3])
+        here.engine.say(Reserved("r.2", 0))
+        here.engine.say(step([output("r.2", 3, [7])]))
+        here.engine.say(step([output("r.2", 4, [8, 9], is_last=True)]))
+        events = await heard(stream, 3)
+        assert kinds(events) == ["accepted", "step", "step"]
+        last = events[2].step.outputs[0]
+        assert (last.attempt, list(last.token_ids), last.position) == (2, [8, 9], 4)
+        assert last.HasField("ledger") and last.finish_reason == pb.FINISH_REASON_LENGTH
+        await asyncio.wait_for(here.front.drain(10), 10)
+        assert here.hand_over.ends == [None]
+
+
+async def test_one_step_is_one_batch_for_each_gateway() -> None:
+    async with world() as here:
+        one, other = GatewayStream(), GatewayStream()
+        for stream, name in ((one, "a"), (one, "b"), (other, "c")):
+            here.front.submit(stream, submit(name))
+        here.engine.say(step([output(f"{name}.0", 3, [7]) for name in "abc"]))
+        assert [len(event.step.outputs) for event in [*await heard(one, 1), *await heard(other, 1)]] == [2, 1]
+
+
+async def test_a_request_sent_twice_is_run_once() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit())
+        here.front.submit(stream, submit())
+        assert len(here.engine.sent_of(AddRequest)) == 1
+
+
+async def test_the_engines_refusal_reaches_the_gateway_as_its_kind() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        for reason in ("kv_full", "context"):
+            here.front.submit(stream, submit(reason))
+            here.engine.say(messages.Refused(f"{reason}.0", reason, "why"))
+        events = await heard(stream, 2)
+        assert [error_of(event) for event in events] == ["Overloaded", "ContextTooLong"]
+        assert events[0].refused.error.retry_after_ms == 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"model": pb.ModelRef(model_id="other")}, "ModelNotFound"),
+        ({"model": pb.ModelRef(model_id="m", fingerprint=b"x")}, "FingerprintMismatch"),
+        ({"sampling": pb.SamplingParams(max_tokens=4, top_p=7)}, "InvalidRequest"),
+        ({"seconds": -1.0}, "DeadlineExceeded"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_before_the_engine_hears_of_it(
+    fields: dict[str, Any], error: str
+) -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit(**fields))
+        assert [error_of(event) for event in await heard(stream, 1)] == [error]
+        assert here.engine.sent == []
+
+
+async def test_a_request_ends_at_its_deadline() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit(seconds=0.05))
+        assert [error_of(event) for event in await heard(stream, 1)] == ["DeadlineExceeded"]
+        assert here.engine.sent[-1] == AbortRequest("r.0")
+        here.engine.say(step([output("r.0", 3, [7])]))  # it was on its way: nobody hears of it
+        here.front.submit(stream, submit("next"))
+        here.engine.say(Reserved("next.0", 0))
+        assert kinds(await heard(stream, 1)) == ["accepted"]
+
+
+async def test_only_the_gateway_that_asked_can_cancel() -> None:
+    async with world() as here:
+        mine, other = GatewayStream(), GatewayStream()
+        here.front.submit(mine, submit())
+        here.front.cancel(other, pb.Cancel(request_id="r"))
+        here.front.cancel(mine, pb.Cancel(request_id="r", attempt=1))
+        assert here.engine.sent_of(AbortRequest) == []
+        here.front.cancel(mine, pb.Cancel(request_id="r"))
+        here.front.cancel(mine, pb.Cancel(request_id="r"))
+        assert here.engine.sent_of(AbortRequest) == [AbortRequest("r.0")]
+        assert [type(error).__name__ for error in here.hand_over.ends] == ["Cancelled"]
+
+
+async def test_a_gateway_that_is_gone_takes_its_requests_with_it_and_no_others() -> None:
+    async with world() as here:
+        gone, other = GatewayStream(), GatewayStream()
+        for stream, name in ((gone, "a"), (gone, "b"), (other, "c")):
+            here.front.attached(stream)
+            here.front.submit(stream, submit(name))
+        here.front.detached(gone)
+        assert here.engine.sent_of(AbortRequest) == [AbortRequest("a.0"), AbortRequest("b.0")]
+
+
+async def test_a_request_that_breaks_the_engines_step_fails_alone() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit("bad"))
+        here.front.submit(stream, submit("good"))
+        here.engine.say(RequestFailed("bad.0", "nan"))
+        here.engine.say(step([output("good.0", 3, [7], is_last=True)]))
+        assert kinds(await heard(stream, 2)) == ["failed", "step"]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("internal", 1), ("invalid", EXIT_CONFIG), ("unsupported", EXIT_CONFIG)])
+async def test_a_dead_engine_fails_all_requests_so_that_they_go_on_elsewhere(kind: Any, code: int) -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        for name in "ab":
+            here.front.submit(stream, submit(name))
+        here.engine.say(EngineFailed("out of memory", kind))
+        here.engine.end()
+        await asyncio.wait_for(here.front.stopped.wait(), 10)
+        here.front.submit(stream, submit("late"))
+        events = await heard(stream, 3)
+        assert kinds(events) == ["failed", "failed", "refused"]
+        assert {error_of(event) for event in events} == {"Unavailable"}  # never the caller's fault
+        assert (here.front.load().state, exit_code(here.front)) == (pb.WORKER_STATE_FAILED, code)
+
+
+async def test_a_bug_of_the_fronts_ends_the_worker_and_says_so() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.hand_over.bug = KeyError("ours")
+        here.front.submit(stream, submit())
+        here.engine.say(step([output("r.0", 3, [7])]))
+        await asyncio.wait_for(here.front.stopped.wait(), 10)
+        assert [error_of(event) for event in await heard(stream, 1)] == ["Unavailable"]
+        assert isinstance(here.front.engine_failure, InternalError) and exit_code(here.front) == 1
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("no tokenizer"), 1), (InvalidRequest("no"), EXIT_CONFIG)])
+async def test_a_worker_that_cannot_get_ready_ends_rather_than_load_for_ever(error: Exception, code: int) -> None:
+    here = World()
+    here.hand_over.unprepared = error
+    here.engine.say(ready())
+    await asyncio.wait_for(here.front.stopped.wait(), 10)
+    assert exit_code(here.front) == code
+    await here.front.close()
+    await here.pump
+
+
+async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit("old"))
+        here.front.refuse_new()
+        here.front.submit(stream, submit("new"))
+        draining = asyncio.create_task(here.front.drain(30))
+        assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+        assert not draining.done()
+        here.hand_over.needed.clear()
+        here.engine.say(step([output("old.0", 3, [7], is_last=True)]))
+        assert kinds(await heard(stream, 1)) == ["step"]
+        assert not draining.done()  # somebody still needs our blocks
+        here.hand_over.needed.set()
+        await asyncio.wait_for(draining, 10)
+        assert here.front.load().state == pb.WORKER_STATE_DRAINING
+
+
+async def test_a_drain_that_takes_too_long_lets_requests_go_on_elsewhere() -> None:
+    async with world() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit())
+        here.front.refuse_new()
+        await here.front.drain(0.05)
+        assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+
+
+async def test_a_worker_told_to_drain_while_it_loads_never_says_it_is_ready() -> None:
+    here = World()
+    here.front.refuse_new()
+    await here.load()
+    assert here.front.load().state == pb.WORKER_STATE_DRAINING
+    stream = GatewayStream()
+    here.front.submit(stream, submit())
+    assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+    await here.front.close()
+    await here.pump
+
+
+async def test_the_pool_is_reported_before_the_first_step() -> None:
+    async with world() as here:
+        report = here.front.load()
+        assert (report.kv.num_total_blocks, report.kv.num_free_blocks, report.kv.tokens_per_block) == (8, 8, 16)

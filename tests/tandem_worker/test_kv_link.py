@@ -1,0 +1,80 @@
+"""Does a worker follow its host's KV service through restarts, and know when it is without?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem_runtime.errors import Unavailable
+from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_worker.kv_link import RegionOffer, lost_is_unavailable
+from tests.kv_transfer_svc.host import running_host
+from tests.tandem_worker.kv_harness import FollowedLink, until
+
+
+async def test_a_region_is_lent_to_every_life_of_the_kv_service(tmp_path: Path) -> None:
+    region = SharedRegion.create("test-pool", 8192, 1)
+    offer = RegionOffer("mine", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd))
+    async with running_host(tmp_path) as first, running_host(tmp_path) as second:
+        link = FollowedLink(first)
+        link.lend(offer)
+        await asyncio.wait_for(link.wait_lent(), 10)
+        client, incarnation = await link.wait_client()
+        assert (link.address, incarnation) == (first.address, first.incarnation)
+        link.move(second)
+        await asyncio.wait_for(link.wait_gone(client), 10)
+        await asyncio.wait_for(link.wait_lent(), 10)
+        grant = await link.fetch("mine")
+        os.close(grant.fd)
+        assert (grant.num_slots, link.address) == (1, second.address)
+        await link.close()
+        await link.close()
+    region.close()
+
+
+async def test_whoever_asks_hears_of_every_change_of_address(tmp_path: Path) -> None:
+    addresses: list[str] = []
+    async with running_host(tmp_path) as host:
+        link = FollowedLink(host, on_change=lambda: addresses.append(link.address))
+        await link.wait_client()
+        await until(lambda: addresses == [host.address])
+        await link.disconnect()
+        assert addresses[1] == ""
+        await link.close()
+
+
+async def test_a_kv_service_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
+    async with running_host(tmp_path) as host:
+        link = FollowedLink(host)
+        link.lend(RegionOffer("bad", 1, 1, 1, 0, os.open(os.devnull, os.O_RDONLY)))
+        with pytest.raises(Unavailable):
+            link.client()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(link.wait_lent(), 0.5)
+        region = SharedRegion.create("test-pool", 8192, 1)
+        link.lend(RegionOffer("good", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd)))
+        await asyncio.wait_for(link.wait_lent(), 10)
+        await link.close()
+        region.close()
+
+
+async def test_a_call_cancelled_from_outside_stays_cancelled() -> None:
+    async def call() -> None:
+        with lost_is_unavailable():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_call_cancelled_under_its_task_is_an_error() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.cancel()
+    with pytest.raises(Unavailable, match="lost"), lost_is_unavailable():
+        await future

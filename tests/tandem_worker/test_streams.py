@@ -1,0 +1,114 @@
+"""What does a gateway hear over a real Attach stream, and when does the stream end?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import decode_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem_engine.messages import AddRequest
+from tandem_runtime.channel import open_channel
+from tandem_runtime.errors import KvNotFound, StaleIncarnation
+from tandem_runtime.server import GrpcServer
+from tandem_worker.assets import AssetStore
+from tandem_worker.process import WorkerService
+from tests.tandem_worker.kv_harness import until
+from tests.tandem_worker.scripted_engine import output, step
+from tests.tandem_worker.test_front import World, error_of, kinds, submit, world
+
+
+class Service(WorkerService, decode_pb2_grpc.DecodeServiceServicer):
+    """As decode_svc serves it."""
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[World, Any]]:
+    async with world() as here:
+        service = Service(here.front, AssetStore(), pb.WorkerInfo)
+        server = GrpcServer(
+            "127.0.0.1:0", lambda grpc: decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, grpc), []
+        )
+        async with open_channel(await server.start()) as channel:
+            yield here, decode_pb2_grpc.DecodeServiceStub(channel)
+        await server.stop(0)
+
+
+def hello(incarnation: str = "life") -> pb.Command:
+    return pb.Command(hello=pb.AttachHello(gateway_id="g", worker_incarnation=incarnation))
+
+
+async def command(call: Any, **kind: Any) -> None:
+    await call.write(pb.Command(**kind))
+
+
+async def test_a_gateway_that_means_another_life_is_refused() -> None:
+    async with served() as (_, stub):
+        call = stub.Attach()
+        await call.write(hello("an earlier one"))
+        with pytest.raises(StaleIncarnation):
+            await asyncio.wait_for(call.read(), 10)
+
+
+async def test_a_gateway_that_hangs_up_takes_its_requests_with_it() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        await call.write(hello())
+        await command(call, submit=submit())
+        assert (await call.read()).HasField("hello")
+        here.engine.say(step([output("r.0", 3, [7])]))
+        assert (await call.read()).HasField("step")
+        call.cancel()
+        await asyncio.wait_for(here.front.drain(10), 10)
+        assert [type(error).__name__ for error in here.hand_over.ends] == ["Cancelled"]
+
+
+async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        await call.write(hello())
+        await command(call, submit=submit())
+        assert (await call.read()).HasField("hello")
+        await until(lambda: bool(here.engine.sent_of(AddRequest)))
+        here.front.refuse_new()
+        for position in range(3, 103):
+            here.engine.say(step([output("r.0", position, [7], is_last=position == 102)]))
+        await here.front.drain(10)
+        await here.front.hang_up(10)
+        events = [event async for event in _rest(call)]
+        assert kinds(events) == ["step"] * 100
+
+
+async def _rest(call: Any) -> AsyncIterator[pb.Event]:
+    while (event := await call.read()) is not grpc.aio.EOF:
+        yield event
+
+
+async def test_a_request_that_breaks_us_is_refused_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as (here, stub):
+
+        def break_once(*args: Any) -> None:
+            monkeypatch.undo()
+            raise KeyError("a bug of ours")
+
+        monkeypatch.setattr(here.front, "submit", break_once)
+        call = stub.Attach()
+        await call.write(hello())
+        await command(call, submit=submit("bad"))
+        await command(call, submit=submit("good"))
+        assert (await call.read()).HasField("hello")
+        assert error_of(await call.read()) == "InternalError"
+        here.engine.say(step([output("good.0", 3, [7], is_last=True)]))
+        assert (await call.read()).step.outputs[0].request_id == "good"
+
+
+async def test_an_asset_nobody_offered_is_not_found() -> None:
+    async with served() as (_, stub):
+        with pytest.raises(KvNotFound, match="no asset"):
+            async for _chunk in stub.GetAsset(pb.AssetRequest(digest=b"x")):
+                pass

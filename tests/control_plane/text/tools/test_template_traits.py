@@ -12,7 +12,7 @@ from control_plane.text.tools.template_traits import traits_of
 from tests.control_plane.text.tools import templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-DEMO = (Path(tandem_engine.demo.__file__).parent / "chat_template.jinja").read_text()
+DEMO = (Path(tandem_engine.demo.__file__).parent / "checkpoint" / "chat_template.jinja").read_text()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tandem_runtime.lifecycle import run
 
 PRELUDE = """
 import asyncio, logging, sys
-from runtime import errors, lifecycle, log
+from tandem_runtime import errors, lifecycle, log
 log.configure("decode", True)
 logger = log.get_logger("tests")
 def say(word): print(word, flush=True)
@@ -168,7 +168,9 @@ def test_lines_carry_service_request_and_fields_from_our_loggers_and_the_standar
 
 
 def test_for_people_lines_are_text() -> None:
-    code = "from runtime import log\nlog.configure('kv', False)\nlog.get_logger('x').info('offered', num_bytes=5)"
+    code = (
+        "from tandem_runtime import log\nlog.configure('kv', False)\nlog.get_logger('x').info('offered', num_bytes=5)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert "offered" in done.stderr
     assert "num_bytes=5" in done.stderr

@@ -29,7 +29,7 @@ UUID_B = "GPU-bbbbbbbb-0000-0000-0000-000000000001"
 PROBE = """
 import ctypes, json, os, sys
 from google.protobuf import json_format
-from runtime import memory, nvml
+from tandem_runtime import memory, nvml
 memory.FRESH_SECONDS = -1
 os.environ["NVML_STUB_OWN_PID"] = str(os.getpid())
 probe = memory.MemoryProbe(lambda: [os.getpid()])

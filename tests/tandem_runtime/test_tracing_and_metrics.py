@@ -115,7 +115,7 @@ async def test_the_environment_names_the_collector_when_the_setting_does_not(mon
 async def test_a_process_sends_its_last_spans_and_figures_as_it_ends() -> None:
     code = """
 import asyncio, sys
-from runtime import lifecycle, metrics, tracing
+from tandem_runtime import lifecycle, metrics, tracing
 tracing.configure("p", sys.argv[1]); metrics.configure("p", sys.argv[1])
 async def main(drain):
     metrics.meter().create_counter("tandem.tokens").add(3)
@@ -144,7 +144,7 @@ def test_a_collector_that_is_away_does_not_keep_a_process_from_ending() -> None:
 def test_off_costs_no_import_of_the_sdk_and_records_nothing() -> None:
     code = """
 import sys
-from runtime import metrics, tracing
+from tandem_runtime import metrics, tracing
 tracing.configure("x", None); metrics.configure("x", None)
 with tracing.tracer().start_as_current_span("s"):
     assert tracing.current_traceparent() == ""

@@ -1,6 +1,6 @@
-"""What does a call carry besides its message, and what does it raise?
+"""Adds trace, request id and a default deadline to every gRPC call, and raises typed errors.
 
-A channel of our own around gRPC's, rather than client interceptors: those put a queue and a task into each stream.
+Wraps gRPC's channel instead of using client interceptors: interceptors add a queue and a task to each stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc
 from tandem_runtime import errors, log, tracing
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""Of a unary call that is given none (law 5)."""
+"""The deadline of a unary call without a timeout (law 5)."""
 
 TRACEPARENT = "traceparent"
 REQUEST_ID = "tandem-request-id"
@@ -68,7 +68,7 @@ class TracedChannel(grpc.aio.Channel):
 
 
 class _Call:
-    """A running call; what is not about its failure is the wrapped call's own."""
+    """A running call. Translates failures; everything else is the wrapped call's."""
 
     def __init__(self, call: Any, translate: Translate) -> None:
         self._call = call
@@ -83,8 +83,8 @@ class _Call:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
-        except asyncio.InvalidStateError as error:  # what gRPC makes of a write to a call that is over
-            raise errors.Unavailable(f"the stream is over: {error}") from error
+        except asyncio.InvalidStateError as error:  # gRPC raises this for a write to a call that has ended
+            raise errors.Unavailable(f"the stream has ended: {error}") from error
 
     async def wait_for_connection(self) -> None:
         try:
@@ -125,6 +125,6 @@ class _StreamCall(_Call):
             raise self._translate(error) from error
 
 
-def _metadata(given: Any) -> tuple[tuple[str, Any], ...]:
+def _metadata(metadata: Any) -> tuple[tuple[str, Any], ...]:
     carried = ((TRACEPARENT, tracing.current_traceparent()), (REQUEST_ID, log.request_id()))
-    return (*(given or ()), *(pair for pair in carried if pair[1]))
+    return (*(metadata or ()), *(pair for pair in carried if pair[1]))

@@ -1,4 +1,4 @@
-"""How does one of our processes call another?"""
+"""Opens gRPC channels between Tandem's processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share one connection and its flow control
-    ("grpc.enable_http_proxy", 0),  # http_proxy is for the way out, not for the service next door
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one address share a connection and its flow control
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for traffic that leaves the fleet
 ]
 
 
@@ -37,7 +37,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def call_error(error: grpc.aio.AioRpcError) -> errors.TandemError:
-    """Return what a failed call means: the error its server sent along, else the one nearest to its status."""
+    """Return the error that the server sent with a failed call, else the error nearest to the call's status."""
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_METADATA and isinstance(value, bytes):
             return _from_bytes(value) or _from_status(error)

@@ -1,4 +1,4 @@
-"""What can go wrong, under which code, and which gRPC and HTTP status says so?
+"""Defines every typed error, with its code and its gRPC and HTTP status.
 
 TandemError
 ├── InvalidRequest          the caller's input is wrong

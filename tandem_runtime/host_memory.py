@@ -1,7 +1,4 @@
-"""How much memory does this process's part of the machine have, and how much is left?
-
-The cgroup's limit (v2 or v1) where there is one, the machine's own figures otherwise.
-"""
+"""Reads total and available host memory: the cgroup's limit (v2 or v1) if there is one, else the machine's."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive
 
 
 def host_memory(own_pids: Collection[int]) -> pb.HostMemory:
-    """Read host memory; `process_bytes` is what `own_pids` have resident."""
+    """Read host memory; `process_bytes` is the resident memory of `own_pids`."""
     machine = psutil.virtual_memory()
     total_bytes, available_bytes = machine.total, machine.available
     for limit_bytes, used_bytes in _limits():
@@ -41,7 +38,7 @@ def host_memory(own_pids: Collection[int]) -> pb.HostMemory:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield (limit, used without droppable file cache) of our cgroup and each one above it that has a limit."""
+    """Yield (limit, used bytes without droppable file cache) of each enclosing cgroup that has a limit."""
     for folder, version in _folders():
         limit_bytes = _read_number(folder / version.limit)
         used_bytes = _read_number(folder / version.usage)
@@ -50,7 +47,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _folders() -> Iterator[tuple[Path, _Version]]:
-    """Yield our memory cgroup's folders from the innermost up; those a container does not see are passed over."""
+    """Yield the folders of this process's memory cgroup, innermost first. Skips those that a container does not see."""
     for line in _lines(MEMBERSHIP):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -93,4 +90,4 @@ def _resident_bytes_of(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
-        return 0  # it ended between the list and the look
+        return 0  # the process has ended since it was listed

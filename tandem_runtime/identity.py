@@ -1,4 +1,4 @@
-"""Which life of which process on which host is this?"""
+"""Makes incarnation ids and host ids."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def new_incarnation() -> str:
-    """Return 16 random hex digits: one life of one process."""
+    """Return 16 random hex digits that name one life of one process."""
     return secrets.token_hex(8)
 
 
 def default_host_id() -> str:
-    """Return what processes have in common that can share memory and sockets: host name and boot.
+    """Return the id of this host: host name and boot id. Processes with one host id can share memory and sockets.
 
-    Containers have a name each and so count as hosts; equal names on two machines are told apart by the boot.
+    Each container has its own name and counts as a host. The boot id separates machines of one name.
     """
     try:
         return f"{socket.gethostname()}-{_BOOT_ID.read_text()[:8]}"

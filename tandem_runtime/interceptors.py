@@ -1,7 +1,9 @@
-"""What happens around every call a server answers?
+"""Wraps every gRPC call that a server answers.
 
-The caller's trace and request id are taken up; a unary call without a deadline gets one; a `TandemError` becomes its
-status with the whole error in the trailing metadata; anything else is logged and becomes INTERNAL with an incident id.
+- Continues the caller's trace and request id.
+- Gives a unary call without a deadline the default one.
+- Turns a `TandemError` into its status, with the whole error in the trailing metadata.
+- Logs any other exception and answers INTERNAL with an incident id.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _MAX_DETAILS_CHARACTERS = 500
-"""Of gRPC's status line; the metadata beside it holds the message whole."""
+"""The limit of gRPC's status line; the metadata holds the whole message."""
 
 _MAX_MESSAGE_CHARACTERS = 8000
-"""Metadata may have 64 KiB (`server._OPTIONS`); what is larger would break the call instead of explaining it."""
+"""Metadata is limited to 64 KiB (`server._OPTIONS`); a larger message would break the call."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps handlers of all four kinds."""
+    """Wraps the handlers of all four kinds of RPC."""
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -58,7 +60,7 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
         try:
             async with timeout:
                 return await inner(request, context)
-        except Exception as error:  # noqa: BLE001 - whatever it is becomes the call's status
+        except Exception as error:  # noqa: BLE001 - every exception becomes the call's status
             await _abort(context, method, _too_slow(method) if timeout.expired() else error)
 
     return answer
@@ -74,20 +76,20 @@ def _streaming(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIte
                     async for message in result:
                         yield message
             else:
-                await result  # a handler that writes to the context itself
-        except Exception as error:  # noqa: BLE001 - whatever it is becomes the call's status
+                await result  # the handler writes to the context itself
+        except Exception as error:  # noqa: BLE001 - every exception becomes the call's status
             await _abort(context, method, error)
 
     return answer
 
 
 def _closing(messages: Any) -> AbstractAsyncContextManager[Any]:
-    """End the handler's generator together with the call, not when the garbage collector finds it."""
+    """Close the handler's generator when the call ends, not when the garbage collector finds it."""
     return aclosing(messages) if hasattr(messages, "aclose") else nullcontext()
 
 
 def _take_up(context: Any) -> None:
-    """Make the caller's trace and request id those of this call's task, which gRPC starts for each call."""
+    """Bind the caller's trace and request id to this call's task. gRPC starts one task for each call."""
     metadata = dict(context.invocation_metadata() or ())
     tracing.attach(str(metadata.get(TRACEPARENT, "")))
     if request_id := metadata.get(REQUEST_ID):
@@ -96,7 +98,7 @@ def _take_up(context: Any) -> None:
 
 async def _abort(context: Any, method: str, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
-        raise error  # the handler has said its own status
+        raise error  # the handler has set the status
     if isinstance(error, grpc.aio.AioRpcError):
         error = call_error(error)
     if not isinstance(error, TandemError):

@@ -1,4 +1,4 @@
-r"""What may happen to a KV handle, when, and what does it change?
+r"""The state machine of a KV handle.
 
     AWAITED ----> RESERVED -> FILLING -> SEALED <-> LEASED(n) -> RELEASED
        \_____________\__________\___________\__________\-----> RELEASED | ABORTED | EXPIRED
@@ -10,16 +10,18 @@ r"""What may happen to a KV handle, when, and what does it change?
     renew       RESERVED, FILLING             the writer's lease is extended
     release     any that has not ended        a reader is done; -> RELEASED with the last one expected
     release_all any that has not ended        -> RELEASED
-    abort       any that has not ended        -> ABORTED, for a reason that every later caller is told
+    abort       any that has not ended        -> ABORTED, for a reason that every later caller receives
     expire      the clock                     lapsed readers are dropped; -> EXPIRED past the lease or the deadline
 
-AWAITED is a handle that somebody asked for before its writer reserved it: readers and releases may come first.
-Until it is closed a handle lives by its writer's lease, afterwards by the last lease of its readers, and never past
-its deadline. One that nobody has reserved lives by the last lease of any reader it had: its writer may be dead. Every
-edge taken twice is taken once; a call that comes too late is answered with the error that says why, or, where it only
-wanted the handle gone, with nothing; neither changes anything.
+AWAITED is a handle that a reader or a release named before its writer reserved it.
 
-There is no I/O here and no clock: times are arguments, in seconds since the epoch.
+Lifetime: until the handle is closed, the writer's lease; afterwards, the last lease of its readers; never past the
+deadline. A handle that was never reserved lives by the last lease of its readers, because its writer may be dead.
+
+All edges are idempotent. A late call changes nothing: it gets the error that says why, or no error if the call only
+ended the handle.
+
+The machine does no I/O and reads no clock: times are arguments, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from tandem_runtime.errors import (
 
 
 class HandleState(IntEnum):
-    """The states, with the numbers they have in `kv_transfer.proto`."""
+    """The states, numbered as in `kv_transfer.proto`."""
 
     AWAITED = kv.HANDLE_STATE_UNSPECIFIED
     RESERVED = kv.HANDLE_STATE_RESERVED
@@ -59,10 +61,10 @@ _ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIR
 
 
 class HandleMachine:
-    """One handle's life. Owned by the store of one KV service; everyone else reads its properties.
+    """One handle. Owned by the store of one KV service; others read its properties.
 
-    `reader_bound` handles are copies made for the readers of one host: they end with the last reader that came,
-    however many `num_readers` the original expects.
+    `reader_bound` handles are copies for the readers of one host. They end with the last reader that came, whatever
+    `num_readers` the original expects.
     """
 
     def __init__(self, name: str, num_readers: int, deadline: float, *, reader_bound: bool = False) -> None:
@@ -98,16 +100,16 @@ class HandleMachine:
 
     @property
     def leases(self) -> dict[str, float]:
-        """Until when each reader's lease lasts."""
+        """The end of each reader's lease."""
         return dict(self._leases)
 
     def is_reader(self, reader_id: str) -> bool:
-        """Whether that reader holds a lease now."""
+        """Return whether the reader holds a lease now."""
         return reader_id in self._leases
 
     @property
     def lease_until(self) -> float:
-        """When the handle ends unless somebody renews; see the module's docstring for whose lease counts when."""
+        """The time at which the handle ends without a renewal; see "Lifetime" above."""
         if self.closed is not None:
             return min(self.deadline, max([self._writer_until, *self._leases.values()]))
         return min(self.deadline, self._writer_until)
@@ -115,7 +117,7 @@ class HandleMachine:
     # ---------------------------------------------------------------------------------------------- the writer
 
     def reserve(self, now: float, writer: str, lease_seconds: float) -> bool:
-        """AWAITED -> RESERVED. False: `writer` has it already. Raises StaleIncarnation for another writer."""
+        """AWAITED -> RESERVED. False: `writer` has reserved it already. Raises StaleIncarnation for another writer."""
         self._refuse_if_ended()
         if self._phase is not HandleState.AWAITED:
             if writer != self._writer:
@@ -130,8 +132,8 @@ class HandleMachine:
     def seal(self, now: float, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> bool:
         """RESERVED | FILLING -> FILLING, or SEALED with `closed`. False: all of it was sealed before.
 
-        A slab is sealed once and for good: the same index again must be the same slab. Raises InvalidRequest for a
-        slab that differs, leaves a gap or comes after the close, and what ended the handle if it has ended.
+        A slab is sealed once: the same index again must be the same slab. Raises InvalidRequest for a slab that
+        differs, leaves a gap or comes after the close. Raises the handle's end if it has ended.
         """
         self._refuse_if_ended()
         if self._phase is HandleState.AWAITED:
@@ -152,7 +154,7 @@ class HandleMachine:
         return True
 
     def renew_writer(self, now: float) -> None:
-        """Extend the writer's lease; of no effect once the handle is closed: then it lives by its readers."""
+        """Extend the writer's lease. No effect on a closed handle, which lives by its readers' leases."""
         if self._phase in (HandleState.RESERVED, HandleState.FILLING):
             self._writer_until = max(self._writer_until, now + self._writer_lease_seconds)
 
@@ -161,8 +163,8 @@ class HandleMachine:
     def lease(self, now: float, reader_id: str, seconds: float) -> None:
         """Open or extend a reader's lease.
 
-        Raises KvNotFound for a reader that has released, Overloaded for one too many. Twice as many leases as
-        readers are allowed: the lease of a reader that died and was replaced has yet to run out.
+        Raises KvNotFound for a reader that has released, Overloaded for one too many. The limit is twice the number of
+        readers, because the lease of a reader that died and was replaced has yet to expire.
         """
         self._refuse_if_ended()
         if reader_id in self._released:
@@ -174,7 +176,7 @@ class HandleMachine:
         self._had_reader = True
 
     def release(self, reader_id: str) -> bool:
-        """A reader is done, or will never come; the last one expected ends the handle. False: nothing changed."""
+        """Release a reader, present or expected; the last expected one ends the handle. False: nothing changed."""
         if self.ended or reader_id in self._released:
             return False
         self._leases.pop(reader_id, None)
@@ -187,15 +189,15 @@ class HandleMachine:
     # --------------------------------------------------------------------------------------------------- ends
 
     def release_all(self) -> bool:
-        """Nobody needs the handle. False: it had ended."""
+        """End the handle for all readers. False: it had ended."""
         return self._end(HandleState.RELEASED, KvNotFound(f"{self.name} was released: nobody needs it any more"))
 
     def abort(self, reason: TandemError) -> bool:
-        """The handle will not be filled or read; `reason` is what every later caller is told. False: it had ended."""
+        """End the handle unfilled; every later caller receives `reason`. False: it had ended."""
         return self._end(HandleState.ABORTED, reason)
 
     def expire(self, now: float) -> bool:
-        """Let the clock act: drop lapsed readers, end what is past its lease or deadline. True: it ended now."""
+        """Drop lapsed readers, and end a handle past its lease or deadline. True: it ended now."""
         if self.ended:
             return False
         self._leases = {reader_id: until for reader_id, until in self._leases.items() if until > now}

@@ -1,4 +1,4 @@
-"""How does a process start, drain and end?"""
+"""Starts, drains and ends a process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     """Run `main` until it returns the process's exit status.
 
-    The first SIGTERM or SIGINT sets the event it is given: finish what runs, take nothing new. The second cancels it
-    (status 128 + signal), the third ends the process at once. What `main` raises is logged and makes status 1; a
-    refused setting makes status 2.
+    The first SIGTERM or SIGINT sets the event passed to `main`: finish running work, take none. The second cancels
+    `main` (status 128 + signal), the third ends the process at once. An exception of `main` is logged and gives status
+    1; a refused setting gives status 2.
     """
     _forget_what_is_loaded()
     try:
@@ -39,9 +39,9 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
 
 
 def _forget_what_is_loaded() -> None:
-    """Keep the garbage collector from going through what imports have left, which lives as long as we do.
+    """Exclude all objects of this moment from garbage collection: imports live as long as the process.
 
-    A pass over it takes 40 to 150 ms, in which no token of any stream would move.
+    A collection over them takes 40 to 150 ms, in which no stream would progress.
     """
     gc.collect()
     gc.freeze()

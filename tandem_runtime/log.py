@@ -1,7 +1,7 @@
-"""How does a process say what happens in it?
+"""Logs events with fields: `log.info("kv_pulled", num_blocks=12, seconds=0.004)`.
 
-An event name and fields: `log.info("kv_pulled", num_blocks=12, seconds=0.004)`. One line each on stderr, for people on
-a terminal, as JSON elsewhere, with the request id and the trace of the task that logs.
+One line per event on stderr: readable on a terminal, JSON elsewhere. Each line has the request id and the trace of the
+task that logs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def configure(
 ) -> None:
     """Send structlog's and the standard library's logs to stderr, `service` and `fields` with each line.
 
-    `json=None` means JSON unless stderr is a terminal. May be called again; the last call holds.
+    `json=None` means JSON unless stderr is a terminal. A later call replaces an earlier one.
     """
     as_json = not sys.stderr.isatty() if json is None else json
     shared = _shared_processors({"service": service, **(fields or {})})

@@ -1,4 +1,4 @@
-"""How much memory, of GPUs and of the host, can a worker report with its heartbeat?"""
+"""Reads the GPU and host memory that a worker reports in its heartbeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRESH_SECONDS = 0.5
 class MemoryProbe:
     """Reads the devices this process may use, and the host; never raises.
 
-    `own_pids` are the worker's processes: their memory is not foreign, and theirs is `process_bytes`.
+    `own_pids` are the worker's processes: `process_bytes` is their memory, and their GPU memory is not foreign.
     """
 
     def __init__(self, own_pids: Callable[[], Collection[int]]) -> None:

@@ -1,6 +1,6 @@
-"""Where do the figures of a process go?
+"""Exports the metrics of a process over OTLP.
 
-Nothing is imported beyond OpenTelemetry's API, and nothing is measured, until `configure` finds an endpoint.
+Until `configure` finds an endpoint, only OpenTelemetry's API is imported and nothing is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _meter: Meter = NoOpMeter("tandem")
 def configure(service: str, endpoint: str | None, *, instance_id: str | None = None) -> None:
     """Export metrics to the OTLP gRPC `endpoint`, else to OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere.
 
-    `instance_id` is the process's incarnation. What was configured before is flushed and replaced.
+    `instance_id` is the process's incarnation. An earlier configuration is flushed and replaced.
     """
     global _provider, _meter
     shutdown()
@@ -41,7 +41,7 @@ def meter() -> Meter:
 
 
 def shutdown() -> None:
-    """Send a last reading, for a few seconds at most, and measure nothing more."""
+    """Export a last reading within a few seconds, and stop measuring."""
     global _provider, _meter
     provider, _provider, _meter = _provider, None, NoOpMeter("tandem")
     if provider is not None:

@@ -1,11 +1,11 @@
-"""Which checkpoint is behind a model's name, and what else does tandem.toml say of that model?
+"""Maps model names to checkpoints and per-model settings of tandem.toml.
 
     [models."@cf/meta/llama-3.1-8b-instruct"]
-    source = "/models/llama"            a folder or a Hub id; the shipped table's if it is not said
+    source = "/models/llama"            a folder or a Hub id; default: the shipped table's
     revision = "0e9e39f"                of a Hub id: branch, tag or commit
-    dtype = "bfloat16"                  what it computes in: auto, float32, bfloat16 or float16
+    dtype = "bfloat16"                  compute dtype: auto, float32, bfloat16 or float16
     aliases = ["llama"]                 other names for it
-    wire_format = "openai"              how AI.run and /ai/run answer: native, or as OpenAI does
+    wire_format = "openai"              format of AI.run and /ai/run: native or openai
     prices = { input = 0.1, cached_input = 0.02, output = 0.3 }    US dollars for a million tokens each
 
 `tandem_runtime/models.toml` ships with Tandem in the same form; an entry of tandem.toml overrides the keys it names.
@@ -34,7 +34,7 @@ class ModelPrices:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """What is known of one model before any worker has loaded it."""
+    """Facts about one model that are known before a worker loads it."""
 
     name: str
     source: str = ""
@@ -44,9 +44,9 @@ class ModelEntry:
     dtype: DType = "auto"
     aliases: tuple[str, ...] = ()
     wire_format: WireFormat | None = None
-    """None: nothing is said, and the native one holds."""
+    """None: native."""
     prices: ModelPrices | None = None
-    """None: nothing is said, and the price of all other models holds."""
+    """None: the price of all other models."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """The models that have a name here; a name of tandem.toml goes before the same name of the shipped table."""
+    """The named models. A name of tandem.toml wins over the same name in the shipped table."""
 
     entries: tuple[ModelEntry, ...] = ()
     other_tasks: tuple[str, ...] = ()
@@ -63,17 +63,17 @@ class ModelTable:
     _by_name: Mapping[str, ModelEntry] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Later entries are tandem.toml's; a name of its own goes before an alias.
+        # Later entries are tandem.toml's; a name wins over an alias.
         aliases = {alias: entry for entry in self.entries for alias in entry.aliases}
         object.__setattr__(self, "_by_name", aliases | {entry.name: entry for entry in self.entries})
 
     @classmethod
     def from_toml(cls, value: Any) -> ModelTable:
-        """Read the file's table `models` over the shipped one; raises ValueError saying what would have been right."""
+        """Read the file's table `models` over the shipped one; raises ValueError with the remedy."""
         return _merged(SHIPPED, _read(value))
 
     def find(self, name: str) -> ModelEntry | None:
-        """Return the model that has this name or alias."""
+        """Return the model with this name or alias."""
         return self._by_name.get(name)
 
     def names_of(self, model_id: str) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class ModelTable:
         return next((entry for name in names if (entry := self.find(name)) is not None), None)
 
     def writes_text(self, name: str) -> bool:
-        """Return False for names that are known to be models of another task (embeddings, images, speech ...)."""
+        """Return False for names of models known to do another task (embeddings, images, speech, ...)."""
         return not name.startswith(self.other_tasks)
 
     def __str__(self) -> str:
@@ -97,32 +97,32 @@ class ModelTable:
 
 
 def _merged(shipped: ModelTable, own: Mapping[str, Mapping[str, Any]]) -> ModelTable:
-    given = {entry.name: entry for entry in shipped.entries}
-    own_names = {name for name, said in own.items() for name in (name, *said.get("aliases", ()))}
+    shipped_entries = {entry.name: entry for entry in shipped.entries}
+    own_names = {name for name, values in own.items() for name in (name, *values.get("aliases", ()))}
     kept = [
         replace(entry, aliases=tuple(alias for alias in entry.aliases if alias not in own_names))
         for entry in shipped.entries
         if entry.name not in own_names
     ]
-    made = [replace(given.get(name, ModelEntry(name)), **said) for name, said in own.items()]
+    made = [replace(shipped_entries.get(name, ModelEntry(name)), **values) for name, values in own.items()]
     return ModelTable((*kept, *made), shipped.other_tasks)
 
 
 def _read(value: Any) -> dict[str, dict[str, Any]]:
-    """Return what is said of each model, by field."""
+    """Return the fields of each model."""
     if not isinstance(value, dict):
         raise ValueError('give a table for each model: [models."NAME"]')
-    found = {name: _read_entry(name, said) for name, said in value.items()}
+    found = {name: _read_entry(name, values) for name, values in value.items()}
     _refuse_doubles(found)
     return found
 
 
-def _read_entry(name: str, said: Any) -> dict[str, Any]:
-    if not name or not isinstance(said, dict):
+def _read_entry(name: str, values: Any) -> dict[str, Any]:
+    if not name or not isinstance(values, dict):
         raise ValueError(f'{name or "a model without a name"} is no table; write [models."NAME"]')
-    if unknown := sorted(said.keys() - _READERS.keys()):
+    if unknown := sorted(values.keys() - _READERS.keys()):
         raise ValueError(f'[models."{name}"] has {", ".join(unknown)}; it knows {", ".join(sorted(_READERS))}')
-    return {key: _read_field(name, key, each) for key, each in said.items()}
+    return {key: _read_field(name, key, each) for key, each in values.items()}
 
 
 def _read_field(name: str, key: str, value: Any) -> Any:
@@ -134,8 +134,8 @@ def _read_field(name: str, key: str, value: Any) -> Any:
 
 def _refuse_doubles(found: Mapping[str, Mapping[str, Any]]) -> None:
     seen: set[str] = set()
-    for name, said in found.items():
-        for each in (name, *said.get("aliases", ())):
+    for name, values in found.items():
+        for each in (name, *values.get("aliases", ())):
             if each in seen:
                 raise ValueError(f"two models are called {each!r}; a name or alias is one model's")
             seen.add(each)

@@ -1,6 +1,6 @@
-"""What does NVML say about the GPUs this process may use?
+"""Reads the GPUs that this process may use through NVML.
 
-Blocking calls, a few milliseconds together. A figure that cannot be read stays 0 and is named in `Device.error`.
+The calls block for a few milliseconds in total. A figure that cannot be read stays 0 and is named in `Device.error`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tandem.v1 import types_pb2 as pb
 
 RETRY_SECONDS = 10.0
-"""How long a failed start of NVML is believed before it is tried again."""
+"""Seconds before a failed start of NVML is tried again."""
 
 
 class NvmlUnavailable(Exception):
@@ -22,7 +22,7 @@ class NvmlUnavailable(Exception):
 
 
 class Nvml:
-    """The library, started with the first reading, and again after it lost a GPU."""
+    """The NVML library. Starts with the first reading, and again after a GPU was lost."""
 
     def __init__(self) -> None:
         self._started = False
@@ -30,7 +30,7 @@ class Nvml:
         self._retry_at = 0.0
 
     def devices(self, own_pids: Collection[int]) -> list[pb.Device]:
-        """Read every visible device; raises NvmlUnavailable. `own_pids` are the processes that are not foreign."""
+        """Read every visible device; raises NvmlUnavailable. Memory of processes outside `own_pids` is foreign."""
         nvml = self._library()
         self._start(nvml)
         errors: list[Any] = []
@@ -64,9 +64,9 @@ class Nvml:
         self._started = True
 
     def _stop(self, nvml: Any) -> None:
-        """Let the next reading start NVML anew: this one will not recover."""
+        """Stop NVML; the next reading starts it again."""
         self._started = False
-        with contextlib.suppress(nvml.NVMLError):  # it may be as lost as the card
+        with contextlib.suppress(nvml.NVMLError):  # NVML may be lost together with the card
             nvml.nvmlShutdown()
 
 
@@ -117,7 +117,7 @@ def _index_of(nvml: Any, entry: str, count: int) -> int | None:
 
 
 def _read_device(nvml: Any, entry: str | int, own_pids: Collection[int], errors: list[Any]) -> pb.Device:
-    """Read what can be read; what cannot goes to `errors` too."""
+    """Read all figures of a device; each failure is appended to `errors`."""
     if isinstance(entry, str):
         return pb.Device(uuid=entry, error="MIG instances are not read")
     device = pb.Device(index=entry)
@@ -146,7 +146,7 @@ def _memory(nvml: Any, handle: Any, device: pb.Device, _: Collection[int]) -> No
 
 
 def _foreign(nvml: Any, handle: Any, device: pb.Device, own_pids: Collection[int]) -> None:
-    """A process that computes and draws is in both lists with the same figure."""
+    """Sum the memory of foreign processes. A process may be in both lists, with the same figure."""
     bytes_of: dict[int, int] = {}
     for processes in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
         for process in processes(handle):
@@ -200,7 +200,7 @@ _REASONS = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-_IDLE = 0x001  # low clocks because there is nothing to do: no throttling
+_IDLE = 0x001  # low clocks because the GPU is idle: not throttling
 
 
 def throttle_reasons(mask: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What do spans and metrics share on their way to the collector?"""
+"""Shared by the exporters of spans and metrics: endpoint, resource and shutdown."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 EXPORT_TIMEOUT_SECONDS = 3
 SHUTDOWN_TIMEOUT_SECONDS = 5
-"""A dead collector may hold up the end of a process so long, and no longer."""
+"""A dead collector delays the end of a process by at most this long."""
 
 _INSTANCE_ID = new_incarnation()
 
 
 def endpoint_for(signal: str, configured: str | None) -> str | None:
-    """Return where `signal` ("traces", "metrics") goes: the setting, else OpenTelemetry's own variables, else None."""
+    """Return the endpoint of `signal` ("traces", "metrics"): the setting, else OpenTelemetry's variables, else None."""
     specific = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
     return configured or specific or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
 
 
 def is_insecure(endpoint: str) -> bool:
-    """True unless the endpoint says https: collectors stand beside their processes."""
+    """Return True unless the endpoint is https."""
     return not endpoint.startswith("https://")
 
 

@@ -1,4 +1,4 @@
-"""Where on this machine do our files and sockets live?"""
+"""Locates Tandem's files and sockets on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 
 def state_dir(configured: str | Path | None = None) -> Path:
-    """Return the folder of what outlives a process, made if it is not there, readable by its user alone.
+    """Return the folder for persistent state. Creates it if missing, readable by its user only.
 
     The first of `configured`, TANDEM_STATE_DIR, XDG_STATE_HOME/tandem, ~/.local/state/tandem.
     """
@@ -26,7 +26,7 @@ def state_dir(configured: str | Path | None = None) -> Path:
 
 
 def runtime_dir(configured: str | Path | None = None) -> Path:
-    """Return the folder of sockets, made if it is not there; short, since Unix paths end at 108 bytes.
+    """Return the folder for sockets. Creates it if missing. Short, because Unix socket paths end at 108 bytes.
 
     The first of `configured`, TANDEM_RUNTIME_DIR, XDG_RUNTIME_DIR/tandem, /tmp/tandem-<uid>.
     """
@@ -40,7 +40,7 @@ def runtime_dir(configured: str | Path | None = None) -> Path:
 
 
 def socket_path(name: str, configured: str | Path | None = None) -> Path:
-    """Return `name` in the runtime folder; raises InvalidRequest if a Unix socket cannot have so long a path."""
+    """Return `name` in the runtime folder; raises InvalidRequest if the path is too long for a Unix socket."""
     path = runtime_dir(configured) / name
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
@@ -52,19 +52,19 @@ def socket_path(name: str, configured: str | Path | None = None) -> Path:
 
 
 def forget_dead_sockets(pattern: str, configured: str | Path | None = None) -> None:
-    """Remove sockets in the runtime folder that nobody listens at: of processes that were killed."""
+    """Remove the sockets of killed processes: sockets in the runtime folder without a listener."""
     for path in runtime_dir(configured).glob(pattern):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             try:
                 probe.connect(os.fspath(path))
-            except ConnectionRefusedError:  # asked and not looked up by process id: it may be another container's
+            except ConnectionRefusedError:  # not looked up by process id: the owner may be in another container
                 path.unlink(missing_ok=True)
             except OSError:
-                continue  # not ours to judge
+                continue  # some other state: leave the socket alone
 
 
 def _own_folder(path: Path, variable: str) -> Path:
-    """Make `path` with mode 0700; refuse one of someone else, who could read or replace what we put there."""
+    """Make `path` with mode 0700; refuse a folder of another user, who could read or replace its files."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How does a worker or KV service stay known to every control-plane replica?
+"""Keeps a worker or KV service registered with every control-plane replica.
 
 One task per replica, in these states:
 
@@ -6,7 +6,7 @@ One task per replica, in these states:
     away  --refused, no answer->  away, later registered  --beat unknown-->    away, at once
                                               registered  --no answer-->       away
 
-The replicas are the addresses given and those that replies name, for as long as some replica that answers names them.
+The replicas are the configured addresses and those named in replies of replicas that answer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DEFAULT_INTERVAL_SECONDS = 1.0
 
 
 class Registrar:
-    """Registers with each replica, beats each second, registers again where it is not known.
+    """Registers with each replica, sends a heartbeat each second, and registers again where it is unknown.
 
-    `load` is called on the event loop for every beat and must be quick. Owned by the process's main coroutine.
+    Calls `load` on the event loop for every heartbeat: it must be quick. Owned by the process's main coroutine.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Registrar:
         self._follow(self._given)
 
     async def wait_registered(self) -> None:
-        """Return once a replica knows us; the caller sets the deadline, for a worker may be first by long."""
+        """Return once a replica has accepted the registration. The caller sets the deadline."""
         await self._registered.wait()
 
     @property
@@ -70,16 +70,16 @@ class Registrar:
 
     @property
     def handle_key(self) -> bytes:
-        """What verifies handles' MACs; b"" before the first registration."""
+        """The key that verifies the MACs of handles; b"" before the first registration."""
         return self._handle_key
 
     @property
     def num_registered(self) -> int:
-        """How many replicas know us, as far as we know."""
+        """The number of replicas with a current registration."""
         return sum(replica.is_registered for replica in self._replicas.values())
 
     def kv_service(self) -> cp.KvServiceAddress | None:
-        """Return this host's KV service as the replica that answered last names it; None while there is none."""
+        """Return this host's KV service, from the latest reply of a replica; None while there is none."""
         for replica in sorted(self._replicas.values(), key=lambda replica: -replica.answered_at):
             for service in replica.kv_services:
                 if service.host_id == self._info.host_id:
@@ -87,19 +87,19 @@ class Registrar:
         return None
 
     def update_info(self, info: pb.WorkerInfo) -> None:
-        """Tell every replica at once what changed (the model's card, the KV service in use)."""
+        """Send changed facts to every replica at once (model card, KV service in use)."""
         assert info.incarnation == self._info.incarnation, "another incarnation is another process"
         self._info.CopyFrom(info)
         self.info_version += 1
         self.beat_now()
 
     def beat_now(self) -> None:
-        """Send a beat to every replica at once: the state changed, to DRAINING for example."""
+        """Send a heartbeat to every replica at once, after a change of state such as DRAINING."""
         for replica in self._replicas.values():
             replica.wake()
 
     async def stop(self) -> None:
-        """Deregister wherever we are known, and end. May be called more than once."""
+        """Deregister from every replica, and end. May be called more than once."""
         self._stopped = True
         replicas, self._replicas = list(self._replicas.values()), {}
         await asyncio.gather(*(replica.stop() for replica in replicas))
@@ -117,7 +117,7 @@ class Registrar:
         )
 
     def accepted(self, reply: cp.RegisterReply) -> None:
-        """Take up what a replica answered to Register. Called by that replica's task."""
+        """Apply a replica's answer to Register. Called by that replica's task."""
         if self._handle_key and reply.handle_key != self._handle_key:
             log.warning("handle_keys_differ", remedy="give every control-plane replica the same secret")
         self._handle_key = reply.handle_key
@@ -126,7 +126,7 @@ class Registrar:
             self._on_registered(reply)
 
     def reconcile(self) -> None:
-        """Follow replicas newly named; leave those that neither we nor any that answers name. Called by tasks."""
+        """Add newly named replicas; drop those that neither settings nor replies name. Called by tasks."""
         named = set(self._given).union(*(replica.named for replica in self._replicas.values()))
         self._follow(named)
         for address in self._replicas.keys() - named:
@@ -139,7 +139,7 @@ class Registrar:
 
 
 class _Replica:
-    """Our standing with one control-plane replica."""
+    """The registration with one control-plane replica."""
 
     def __init__(self, address: str, owner: Registrar) -> None:
         self.is_registered = False
@@ -162,7 +162,7 @@ class _Replica:
         self._woken.set()
 
     def leave(self) -> None:
-        """End without a word: the replica is gone."""
+        """End without a call: the replica is gone."""
         self._left = True
         self.wake()
 
@@ -181,7 +181,7 @@ class _Replica:
             except TandemError as error:
                 self._failed(error.message)
             except Exception as error:
-                log.exception("registration_broke", control_plane=self._address)
+                log.exception("registration_failed", control_plane=self._address)
                 self._failed(repr(error))
             await self._pause()
         await self._channel.close()
@@ -210,7 +210,7 @@ class _Replica:
         if reply.known:
             self._heard(reply)
         else:
-            log.info("not_known_any_more", control_plane=self._address)
+            log.info("reregister_required", control_plane=self._address)
             self.is_registered = False
 
     async def _deregister(self) -> None:
@@ -220,7 +220,7 @@ class _Replica:
                 cp.DeregisterRequest(worker_id=info.worker_id, incarnation=info.incarnation), timeout=GOODBYE_SECONDS
             )
         except TandemError as error:
-            log.info("left_without_goodbye", control_plane=self._address, reason=error.message)
+            log.info("deregister_failed", control_plane=self._address, reason=error.message)
 
     def _heard(self, reply: cp.RegisterReply | cp.HeartbeatReply) -> None:
         self.named = tuple(reply.replicas)

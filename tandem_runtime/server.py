@@ -1,4 +1,4 @@
-"""How does a process offer its gRPC services?"""
+"""Serves gRPC: health, reflection and the error interceptor around a process's services."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from grpc_reflection.v1alpha import reflection
 
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.interceptors import ErrorInterceptor
+from tandem_runtime.tasks import TaskSet
 
 _OPTIONS: list[tuple[str, int]] = [
-    ("grpc.so_reuseport", 0),  # else two servers share a port and each gets half of the calls
+    ("grpc.so_reuseport", 0),  # without it two servers share a port, and each gets half of the calls
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_metadata_size", 64 * 1024),
     ("grpc.absolute_max_metadata_size", 128 * 1024),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),  # our clients' keepalive pings are welcome at any rate
+    ("grpc.http2.max_ping_strikes", 0),  # accept our clients' keepalive pings at any rate
 ]
 
 
@@ -70,24 +71,22 @@ class GrpcServer:
         self._health.set(serving)
 
     async def stop(self, grace_seconds: float | None = None) -> None:
-        """Say NOT_SERVING, refuse new calls, wait so long for running ones, cancel the rest."""
+        """Report NOT_SERVING, refuse new calls, wait up to the grace period for running calls, cancel the rest."""
         await self._health.apply(serving=False)
         await self._server.stop(grace_seconds)
 
 
 class _Health:
-    """The health servicer; changes are applied in the order asked."""
+    """The health servicer; applies changes in the order of the calls."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.servicer = health.aio.HealthServicer()
         self._names = names
         self._order = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()
+        self._changes = TaskSet()
 
     def set(self, serving: bool) -> None:
-        change = asyncio.get_running_loop().create_task(self.apply(serving))
-        self._changes.add(change)
-        change.add_done_callback(self._changes.discard)
+        self._changes.spawn(self.apply(serving))
 
     async def apply(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

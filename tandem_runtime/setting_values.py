@@ -1,4 +1,4 @@
-"""How does the text of a flag, a variable or a TOML value become a setting's Python value?"""
+"""Parses the text of a flag, a variable or a TOML value into a setting's Python value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO = {"0", "false", "no", "off"}
 
 
 def from_text(kind: Any, text: str) -> Any:
-    """Read `text` as `kind`; raises ValueError that says what would have been right."""
+    """Read `text` as `kind`; raises ValueError with the accepted form."""
     if (inner := optional_of(kind)) is not None:
         return None if text == "" else from_text(inner, text)
     if is_list(kind):
@@ -24,7 +24,7 @@ def from_text(kind: Any, text: str) -> Any:
 
 
 def from_toml(kind: Any, value: Any) -> Any:
-    """Check that a TOML value fits `kind`; raises ValueError that says what would have been right."""
+    """Check that a TOML value fits `kind`; raises ValueError with the accepted form."""
     if (inner := optional_of(kind)) is not None:
         return from_toml(inner, value)
     if is_list(kind):
@@ -45,7 +45,7 @@ def from_toml(kind: Any, value: Any) -> Any:
 
 
 def placeholder(kind: Any) -> str:
-    """Return what `--help` shows where the value goes."""
+    """Return the placeholder that `--help` shows for the value."""
     if (inner := optional_of(kind)) is not None:
         return placeholder(inner)
     if is_list(kind):

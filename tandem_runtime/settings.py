@@ -1,9 +1,9 @@
-"""Where does each setting of a process come from: flag, variable, tandem.toml or default?
+"""Loads the settings of a process from flags, variables, tandem.toml and defaults.
 
     --field VALUE  >  TANDEM_<SERVICE>_<FIELD>  >  TANDEM_<FIELD>  >  tandem.toml  >  default
 
-`TANDEM_<FIELD>` and the top level of tandem.toml hold shared fields only; a service's own stand in its table. The file
-is `--config`, else `TANDEM_CONFIG`, else `tandem.toml` in the working directory.
+`TANDEM_<FIELD>` and the top level of tandem.toml hold shared fields only; other fields are in the service's table. The
+file is `--config`, else `TANDEM_CONFIG`, else `tandem.toml` in the working directory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 def setting(default: T, help: str, *, shared: bool = False, secret: bool = False, file_only: bool = False) -> T:
     """Declare a field of a settings dataclass: its default and one sentence with its unit.
 
-    A shared field means the same to every service. A secret one is never printed. One that is too
-    large for a flag or a variable stands in tandem.toml only, and its type reads it: a class method `from_toml`.
+    A shared field means the same to every service. A secret field is never printed. A field too large for a flag or a
+    variable is read from tandem.toml only, by its type's class method `from_toml`.
     """
     metadata: dict[str, object] = {"help": help, "shared": shared, "secret": secret, "file_only": file_only}
     if isinstance(default, list):
@@ -37,8 +37,8 @@ def setting(default: T, help: str, *, shared: bool = False, secret: bool = False
 def load_settings(cls: type[T], service: str, argv: Sequence[str] | None = None) -> T:
     """Build `cls`, a frozen dataclass of `setting` fields, for `service` ("prefill", "control", ...).
 
-    `argv` defaults to the process's arguments. A bad value, an unknown flag or an unknown key of the service's table
-    ends the process with status 2 and a sentence that names it and the remedy; so does a ValueError of `__post_init__`.
+    `argv` defaults to the process's arguments. A bad value, an unknown flag, an unknown key of the service's table
+    and a ValueError of `__post_init__` end the process with status 2 and a sentence that names the remedy.
     """
     fields = _fields_of(cls, service)
     parser = _parser(cls, service, fields)
@@ -52,7 +52,7 @@ def load_settings(cls: type[T], service: str, argv: Sequence[str] | None = None)
 
 
 def describe(settings: object) -> dict[str, str]:
-    """Return field names and values as an operator may see them: secrets only as set or not."""
+    """Return field names and values for operators; of secrets only whether they are set."""
     shown = {}
     for field in dataclasses.fields(cast(Any, settings)):
         value = getattr(settings, field.name)
@@ -89,7 +89,7 @@ class _Field:
         return self._checked(source, value, setting_values.from_toml)
 
     def _explained(self, source: str, value: Any) -> Any:
-        """Read what has parts: its own message names the part that does not fit."""
+        """Read a structured value; its error names the part that does not fit."""
         try:
             return setting_values.from_toml(self.kind, value)
         except ValueError as error:
@@ -123,10 +123,10 @@ def _fields_of(cls: type[Any], service: str) -> list[_Field]:
 
 
 def _look_up(field: _Field, flags: Mapping[str, Any], file: _File) -> list[Any]:
-    """Return the value that wins in a list, or nothing where the default holds."""
+    """Return the winning value in a list, or an empty list where the default applies."""
     if field.name in flags:
-        given = flags[field.name]
-        return [given if isinstance(given, bool) else field.parse(field.flag, given)]
+        value = flags[field.name]
+        return [value if isinstance(value, bool) else field.parse(field.flag, value)]
     for variable in () if field.file_only else field.variables:
         if variable in os.environ:
             return [field.parse(variable, os.environ[variable])]
@@ -143,7 +143,7 @@ class _File:
     service: str
 
     def values_of(self, field: _Field) -> list[Any]:
-        """Return the file's value in a list, or nothing; the service's table goes before the top level."""
+        """Return the file's value in a list, or an empty list; the service's table wins over the top level."""
         table = self.content.get(self.service, {})
         if field.name in table:
             return [field.accept(f"{field.name} in [{self.service}] of {self.path}", table[field.name])]

@@ -1,6 +1,6 @@
-"""Where do the spans of a request go, and how does its trace cross processes?
+"""Exports the spans of a process over OTLP, and carries traces across processes.
 
-Nothing is imported beyond OpenTelemetry's API, and nothing is recorded, until `configure` finds an endpoint.
+Until `configure` finds an endpoint, only OpenTelemetry's API is imported and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _tracer: trace.Tracer = trace.NoOpTracer()
 def configure(service: str, endpoint: str | None, *, instance_id: str | None = None) -> None:
     """Export spans to the OTLP gRPC `endpoint`, else to OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere.
 
-    `instance_id` is the process's incarnation. What was configured before is flushed and replaced.
+    `instance_id` is the process's incarnation. An earlier configuration is flushed and replaced.
     """
     global _provider, _tracer
     shutdown()
@@ -46,7 +46,7 @@ def is_configured() -> bool:
 
 
 def tracer() -> trace.Tracer:
-    """Return the tracer of this process; the spans of one that is not configured are no-ops."""
+    """Return the tracer of this process; its spans are no-ops until `configure`."""
     return _tracer
 
 
@@ -78,7 +78,7 @@ def record_span(
 ) -> None:
     """Record a finished child of the remote span `traceparent`; times are Unix nanoseconds.
 
-    Without a valid parent nothing is recorded: a span outside its request's trace would help nobody.
+    Records nothing without a valid parent.
     """
     if _provider is None:
         return
@@ -90,7 +90,7 @@ def record_span(
 
 
 def shutdown() -> None:
-    """Send what is still held, for a few seconds at most, and record nothing more."""
+    """Export pending spans within a few seconds, and stop recording."""
     global _provider, _tracer
     provider, _provider, _tracer = _provider, None, trace.NoOpTracer()
     if provider is not None:

@@ -1,4 +1,4 @@
-"""Which spans and metrics would a collector have got? A real OTLP gRPC receiver, in the test's process."""
+"""A real OTLP gRPC receiver in the test's process; collects spans and metrics."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What do all parties of a KV hand-over share: layouts, MACs, regions, and the client of the KV service?"""
+"""Shared by all parties of a KV hand-over: layouts, MACs, regions and the client of the KV service."""

@@ -1,8 +1,7 @@
-"""Which checksum do KV blocks carry, and how does it travel beside their bytes?
+"""Computes the checksums of KV blocks: xxh3-64 of each block.
 
-xxh3-64 of each block. The writer may put them into its slabs; where it has not, the sending side of `Read` makes them
-as it copies. Either way they arrive after the last chunk, in the trailing metadata `tandem-checksums-bin`: one
-little-endian uint64 per block sent, in block order.
+The writer may put checksums into its slabs; else the sender of `Read` computes them while it copies. They arrive
+after the last chunk, in the trailing metadata `tandem-checksums-bin`: a little-endian uint64 per block, in order.
 """
 
 from __future__ import annotations

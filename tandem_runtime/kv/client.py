@@ -1,7 +1,7 @@
-"""How does a worker talk to a KV service?
+"""The client of a KV service, for workers and gateways.
 
-Every call has a deadline and is repeated while the service cannot be reached: all of them are idempotent. What a
-client has reserved or watched it keeps renewing, until it is released, aborted, or known to have ended.
+Every call has a deadline and is repeated while the service cannot be reached; all calls are idempotent. The client
+renews the lease of each handle that it reserved or watches, until the handle is released, aborted or has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class KvClient:
-    """One worker's view of one KV service. `incarnation` is the worker's own."""
+    """Calls one KV service on behalf of one process; `incarnation` is that process's."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class KvClient:
         return reply
 
     async def seal(self, handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> HandleState:
-        """Make slabs visible; with `closed` (num_blocks, first_tokens) they are the last ones."""
+        """Make slabs visible. With `closed` (num_blocks, first_tokens) these slabs are the last."""
         return HandleState((await self._call(self._stub.Seal, seal_request(handle, slabs, closed))).state)
 
     def seal_line(self) -> SealLine:
@@ -78,8 +78,8 @@ class KvClient:
     async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended, None]:
         """Yield each handle of the region that has ended, for as long as the caller iterates.
 
-        Survives broken streams and the service's restarts. A handle may come more than once, and one that the
-        service has forgotten (it was restarted) comes as EXPIRED. The region is offered first, or awaited. Raises
+        Survives broken streams and restarts of the service. A handle may come more than once. A handle that a restarted
+        service has lost comes as EXPIRED. Waits until the region is offered. Raises
         StaleIncarnation.
         """
         listening = asyncio.create_task(self._listen(region_id))
@@ -99,7 +99,7 @@ class KvClient:
     ) -> AsyncGenerator[kv.WatchEvent, None]:
         """Yield slabs as they are sealed, from `first_block` of the block table on; the last event is `closed`.
 
-        May be called before the handle is reserved. The reader's lease is renewed from now until `release`. Raises
+        May be called before the handle is reserved. Renews the reader's lease until `release`. Raises
         what ended the handle, KvCorrupt if a block was left out, Unavailable when the service goes away,
         DeadlineExceeded at the handle's deadline.
         """
@@ -162,22 +162,22 @@ class KvClient:
     # -------------------------------------------------------------------------------------------------- the store
 
     async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
-        """Borrow what the store has of a prompt's blocks, for as long as a lease lasts or until `unload`."""
+        """Lease the blocks of a prompt that the store has, until `unload` or the end of the lease."""
         request.lease_ms = request.lease_ms or int(self._lease_seconds * 1000)
         return await self._call(self._stub.Load, request)
 
     async def unload(self, reader_id: str) -> None:
-        """Give back all that `load` lent to this reader; also right if it lent nothing."""
+        """Release all leases of this reader from `load`; harmless without any."""
         await self._call(self._stub.Unload, kv.UnloadRequest(reader_id=reader_id))
 
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
-        """Offer full blocks of a lent region; returns once those that are wanted have been copied."""
+        """Publish full blocks of a lent region; returns once the service has copied the blocks that it wants."""
         return await self._call(self._stub.Publish, request)
 
     async def read_blocks(self, request: kv.ReadBlocksRequest, into: Sequence[memoryview]) -> list[int]:
         """Copy the leading blocks that another host's store has, and return their checksums, verified here.
 
-        Blocks from the first one that does not match on are left out: their buffers hold anything.
+        Stops before the first block whose checksum differs; the buffers from there on are undefined.
         """
         call = self._stub.ReadBlocks(request, timeout=self._call_seconds)
         async with aclosing(messages_of(call)) as chunks:
@@ -197,19 +197,19 @@ class KvClient:
         return [HandleState(state) for state in reply.states]
 
     async def release(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
-        """Give back one reader's lease; also right for a reader that never watched and never will."""
+        """Release one reader's lease; harmless for a reader that never watches."""
         self._leases.let_go(handle, reader_id)
         request = kv.ReleaseRequest(handle=handle, reader_id=reader_id)
         return HandleState((await self._call(self._stub.Release, request)).state)
 
     async def release_all(self, handle: pb.KvHandle) -> HandleState:
-        """End the handle for everyone: nobody needs it any more."""
+        """End the handle for all readers."""
         self._leases.forget(handle)
         request = kv.ReleaseRequest(handle=handle, all=True)
         return HandleState((await self._call(self._stub.Release, request)).state)
 
     async def abort(self, handle: pb.KvHandle, reason: TandemError) -> HandleState:
-        """End a handle that will not be filled or read; its readers are told `reason` at once."""
+        """End a handle that will not be filled or read; its readers receive `reason` at once."""
         self._leases.forget(handle)
         request = kv.AbortRequest(handle=handle, reason=reason.to_proto())
         return HandleState((await self._call(self._stub.Abort, request)).state)
@@ -218,11 +218,11 @@ class KvClient:
         return await self._call(self._stub.Stats, pb.StatsRequest())
 
     async def open_link(self, request: kv.OpenLinkRequest) -> kv.OpenLinkReply:
-        """Ask in which ways another host's service may be read from."""
+        """Ask which transports another host's service offers."""
         return await self._call(self._stub.OpenLink, request)
 
     async def probe(self, num_bytes: int) -> None:
-        """Have so many zeroes sent, to see how long they take."""
+        """Measure a link: have `num_bytes` zeroes sent."""
         call = self._stub.Probe(kv.ProbeRequest(num_bytes=num_bytes), timeout=self._call_seconds)
         async with aclosing(messages_of(call)) as chunks:
             async for _ in chunks:
@@ -233,16 +233,16 @@ class KvClient:
         self._leases.hold(handle, reader_id)
 
     def let_go(self, handle: pb.KvHandle, reader_id: str) -> None:
-        """Stop renewing a reader's lease: it runs out."""
+        """Stop renewing a reader's lease; the lease then expires."""
         self._leases.let_go(handle, reader_id)
 
     async def close(self) -> None:
-        """Stop renewing and hang up; what is still leased then runs out."""
+        """Stop renewing and close the channel; remaining leases expire."""
         self._is_closed = True
         await self._leases.close()
         await self._channel.close()
 
-    # ------------------------------------------------------------------------------------------------ workings
+    # ------------------------------------------------------------------------------------------------ internals
 
     async def _call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
         """Call until it succeeds, is refused, or `call_seconds` have passed."""
@@ -278,7 +278,7 @@ class KvClient:
             await asyncio.sleep(next(delays))
 
     def _lost(self, handle: pb.KvHandle, reader_id: str, state: HandleState) -> None:
-        """A renewal found the handle ended or unknown; only its writer has something to free."""
+        """Report a handle that a renewal found ended or unknown; only its writer has blocks to free."""
         if reader_id == "":
             ended = HandleState.EXPIRED if state is HandleState.AWAITED else state
             self._gone.put_nowait(
@@ -289,7 +289,7 @@ class KvClient:
 def _check_complete(
     handle: pb.KvHandle, slabs: Sequence[kv.Slab], layout: pb.KvLayout, first_block: int, num_blocks: int
 ) -> None:
-    """A block that never came would be decoded as if it had: the one mistake nobody could see later."""
+    """Refuse a slab with missing blocks: decoding over them would give wrong tokens without an error."""
     missing = first_missing_block(slabs, layout, handle.num_tokens, first_block, num_blocks)
     if missing is not None:
         raise KvCorrupt(f"request {handle.request_id}: block {missing} of {num_blocks} is in no slab that was sent")

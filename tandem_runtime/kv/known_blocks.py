@@ -1,8 +1,8 @@
-"""Which blocks may a host's store have? Answered without asking it.
+"""Tells from shared memory, without a call, that a host's store does not have a block.
 
-The KV service keeps two tables of counters in shared memory, for its memory and its disk, a byte per bucket of block
-hashes, and counts every block in and out. Workers of the host map them read-only. Two zeroes say that the store had no
-such block a moment ago: then asking would be a call for nothing, before every first token.
+The KV service keeps two tables of counters in shared memory, one for DRAM and one for disk: a byte per bucket of block
+hashes. Every block is counted in and out. Workers of the host map the tables read-only. Two zeroes mean that the store
+did not have the block a moment ago; the worker then saves the call, which would delay the first token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tandem_runtime.kv.shared_region import SharedRegion
 REGION_ID = "known-blocks"
 _NUM_BUCKETS = 1 << 20
 _FULL = 255
-"""A bucket that has counted so far counts no more, up or down: it says "perhaps" for good."""
+"""A bucket at this count stays there: its blocks are possibly known from then on."""
 
 
 class BlockCounters:
-    """One tier's table. Written by one thread at a time; a count is wrong by nothing but buckets that are full."""
+    """The counters of one tier. One thread writes at a time. Counts are exact, except in full buckets."""
 
     def __init__(self, table: memoryview) -> None:
         self._table = table
@@ -43,7 +43,7 @@ class BlockCounters:
 
 
 class KnownBlocks:
-    """Both tables; `create` for the service's own, `map_read_only` for a worker's view of them."""
+    """Both tables: `create` for the service, `map_read_only` for a worker."""
 
     def __init__(self, region: SharedRegion) -> None:
         if region.total_bytes < 2 * _NUM_BUCKETS:
@@ -63,7 +63,7 @@ class KnownBlocks:
         return cls(SharedRegion.map_read_only(os.dup(fd), num_slots, generations_offset))
 
     def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
-        """Whether the store may have this block; False: it had not, a moment ago."""
+        """Return False if the store did not have this block a moment ago."""
         return self.memory.may_have(layout_digest, block_hash) or self.disk.may_have(layout_digest, block_hash)
 
     def close(self) -> None:
@@ -73,5 +73,5 @@ class KnownBlocks:
 
 
 def _bucket(layout_digest: bytes, block_hash: bytes) -> int:
-    """Both are digests: the sum of some of their bits is spread as evenly."""
+    """Return the bucket of a block. Keys are digests, so a sum of some of their bits is spread evenly."""
     return (int.from_bytes(layout_digest[:8], "little") + int.from_bytes(block_hash[:8], "little")) % _NUM_BUCKETS

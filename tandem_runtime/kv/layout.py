@@ -1,4 +1,4 @@
-"""Do two pools lay out their KV bytes alike, and can this build move them?"""
+"""Compares KV layouts, and refuses those that this build cannot move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_layout(ours: pb.KvLayout, theirs: pb.KvLayout) -> None:
 
 
 def check_supported(layout: pb.KvLayout) -> None:
-    """Raise Unsupported, by name, for what the protocol knows and this build does not move."""
+    """Raise Unsupported, with the name, for layouts that the protocol knows and this build cannot move."""
     if not layout.groups:
         raise InvalidRequest("the KV layout has no groups", field="layout.groups")
     for index, group in enumerate(layout.groups):
@@ -47,7 +47,7 @@ def check_supported(layout: pb.KvLayout) -> None:
 
 
 def check_memory_kind(extent: pb.Extent) -> None:
-    """Raise Unsupported, by name, for extents that are not in a shared-memory region."""
+    """Raise Unsupported, with the name, for extents outside a shared-memory region."""
     if extent.kind != pb.MEMORY_KIND_HOST:
         name = pb.MemoryKind.Name(extent.kind)
         raise Unsupported(f"extent in {name}; only MEMORY_KIND_HOST is built", field="slabs.extents.kind")

@@ -1,4 +1,4 @@
-"""Which leases does this process keep alive, and which has it lost?"""
+"""Renews the leases that this process holds, and reports those that have ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Lost = Callable[[pb.KvHandle, str, HandleState], None]
 
 _ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIRED})
 WRITER = ""
-"""The reader id under which a writer renews."""
+"""The reader id of a writer's renewals."""
 
 
 class LeaseKeeper:
-    """Renews every held lease each `interval_seconds`; those found ended are dropped and `lost` is told."""
+    """Renews every held lease each `interval_seconds`; drops those that have ended and calls `lost`."""
 
     def __init__(self, renew: Renew, lost: Lost, interval_seconds: float) -> None:
         self._renew = renew
@@ -63,7 +63,7 @@ class LeaseKeeper:
     async def _renew_all(self, handles: list[pb.KvHandle], reader_id: str) -> None:
         try:
             states = await self._renew(handles, reader_id)
-        except TandemError as error:  # the service may come back before the leases run out
+        except TandemError as error:  # the service may return before the leases expire
             log.warning("kv_leases_not_renewed", num_handles=len(handles), reason=error.message)
             return
         for handle, state in zip(handles, states, strict=True):
@@ -74,7 +74,7 @@ class LeaseKeeper:
 
 
 def _is_lost(handle: pb.KvHandle, reader_id: str, state: HandleState) -> bool:
-    """A reader may hold what is not reserved yet; a writer that is told AWAITED has been forgotten."""
+    """Return whether a renewal's answer means loss: AWAITED is normal for a reader, and a loss for a writer."""
     if state is HandleState.AWAITED:
         return reader_id == WRITER or time.time() * 1000 > handle.deadline_unix_ms
     return state in _ENDED

@@ -1,4 +1,4 @@
-"""Who minted this handle? HMAC-SHA256 over its fields, cut to 16 bytes (RFC 2104, section 5)."""
+"""Signs and verifies KV handles: HMAC-SHA256 over the fields, cut to 16 bytes (RFC 2104, section 5)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sign_handle(handle: pb.KvHandle, key: bytes) -> pb.KvHandle:
 
 
 def verify_handle(handle: pb.KvHandle, key: bytes) -> None:
-    """Raise Unauthenticated unless `handle` was signed with `key` and not changed since."""
+    """Raise Unauthenticated unless `handle` carries the MAC of its fields under `key`."""
     if not hmac.compare_digest(_mac(handle, key), handle.mac):
         raise Unauthenticated(
             f"the KV handle of request {handle.request_id!r} has a wrong MAC: "

@@ -1,6 +1,6 @@
-"""How do two processes of one host exchange small messages with descriptors?
+"""Exchanges small messages with file descriptors between two processes of one host.
 
-Unix SOCK_SEQPACKET: one packet is one JSON object, and at most one descriptor rides along (SCM_RIGHTS, unix(7)).
+Unix SOCK_SEQPACKET: one packet is one JSON object with at most one descriptor (SCM_RIGHTS, unix(7)).
 """
 
 from __future__ import annotations

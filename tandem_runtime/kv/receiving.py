@@ -1,4 +1,4 @@
-"""How does a stream of chunks become blocks in memory?"""
+"""Writes a stream of chunks into blocks in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem_runtime.kv.checksum import CHECKSUMS_METADATA, unpack_checksums
 
 
 async def messages_of(call: Any) -> AsyncGenerator[Any, None]:
-    """Yield a stream's messages; the call is over when the caller stops iterating."""
+    """Yield the messages of a stream; the call ends when the caller stops iterating."""
     try:
         async for message in call:
             yield message

@@ -1,4 +1,4 @@
-"""How does a KV service take regions and hand them out? See `tandem_runtime.kv.regions` for the messages."""
+"""Takes regions from workers and hands them out to readers. `tandem_runtime.kv.regions` lists the messages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandem_runtime.errors import InvalidRequest, TandemError
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
@@ -20,10 +21,10 @@ _BACKLOG = 64
 
 
 class RegionKeeper(Protocol):
-    """Who keeps the regions: the KV service's table. Called on the event loop."""
+    """The KV service's table of regions. Called on the event loop."""
 
     def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
-        """Keep a region; `fd` is the keeper's, also when it raises. `connection` names who lent it."""
+        """Keep a region. Takes ownership of `fd`, also when it raises. `connection` identifies the lender."""
 
     def owner_gone(self, region_id: str, connection: object) -> None:
         """The connection that lent the region has ended."""
@@ -38,10 +39,10 @@ class RegionServer:
     def __init__(self, path: Path, keeper: RegionKeeper) -> None:
         self.path = path
         self._keeper = keeper
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def start(self) -> None:
-        """Listen. The socket gets its name once it does: another service that starts removes those that refuse."""
+        """Listen. The socket is named only after it listens: a starting service removes sockets that refuse."""
         unnamed = self.path.with_suffix(".bind")
         unnamed.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -50,32 +51,24 @@ class RegionServer:
         unnamed.chmod(0o600)
         self._listener.listen(_BACKLOG)
         unnamed.replace(self.path)
-        self._spawn(self._accept())
+        self._tasks.spawn(self._accept())
 
     async def close(self) -> None:
-        """Stop listening, hang up on everyone, remove the socket."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Stop listening, close all connections and remove the socket."""
+        await self._tasks.cancel()
         self._listener.close()
         self.path.unlink(missing_ok=True)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             sock, _ = await loop.sock_accept(self._listener)
-            self._spawn(self._serve(PacketSocket(sock)))
+            self._tasks.spawn(self._serve(PacketSocket(sock)))
 
     async def _serve(self, connection: PacketSocket) -> None:
         lent: set[str] = set()
         try:
-            with contextlib.suppress(TandemError):  # the other end is gone, or was told what is wrong
+            with contextlib.suppress(TandemError):  # the peer has left, or has received the error
                 while (received := await connection.receive()) is not None:
                     await self._answer(connection, *received, lent)
         finally:

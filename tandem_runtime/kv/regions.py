@@ -1,9 +1,9 @@
-"""How does a worker lend its region to the KV service of its host, and how do readers get at it?
+"""Lends a worker's region to the KV service of its host, and fetches regions for readers.
 
-    offer {region_id, incarnation, sizes} + descriptor  ->  {ok}; the connection stays open: its end is the owner's end
+    offer {region_id, incarnation, sizes} + descriptor  ->  {ok}; the end of the connection is the end of the owner
     fetch {region_id}                                   ->  {ok, sizes} + a read-only descriptor
 
-Both over the service's Unix socket, which only its user can reach.
+Both use the service's Unix socket, which only its user can reach.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class RegionOffer:
-    """What an owner says of its region; slot i of its pool lies at `i * bytes_per_slot`."""
+    """Describes an owner's region; slot i of its pool lies at `i * bytes_per_slot`."""
 
     region_id: str
     incarnation: str
     num_bytes: int
-    """Of the whole region, generation table included."""
+    """The whole region, generation table included."""
     num_slots: int
     bytes_per_slot: int
     generations_offset: int
@@ -41,7 +41,7 @@ class RegionOffer:
 
 @dataclass(frozen=True)
 class RegionGrant:
-    """A region to map read-only. The descriptor is the receiver's to close."""
+    """A region to map read-only. The receiver closes the descriptor."""
 
     fd: int
     num_bytes: int
@@ -50,10 +50,9 @@ class RegionGrant:
 
 
 class RegionClient:
-    """A worker's side: offers its own region for as long as it lives, fetches those of others.
+    """The worker's side: offers its own region as long as it lives, and fetches the regions of others.
 
-    An offer survives the KV service: whenever the connection ends, the region is offered again, at `socket_path`, which
-    `move` may have changed.
+    Offers survive a restart of the KV service: when the connection ends, the region is offered again at `socket_path`.
     """
 
     def __init__(self, socket_path: str) -> None:
@@ -72,7 +71,7 @@ class RegionClient:
     ) -> None:
         """Lend a region; returns once the service has it. `fd` must stay open until `close`.
 
-        Raises Unavailable if no service answers, and what the service refuses; nothing is then offered.
+        Raises Unavailable if no service answers, or the service's refusal; the region is then not offered.
         """
         offer = RegionOffer(region_id, incarnation, num_bytes, num_slots, bytes_per_slot, generations_offset)
         connection = await self._offer_once(offer, fd)
@@ -91,11 +90,11 @@ class RegionClient:
         return RegionGrant(fd, answer["num_bytes"], answer["num_slots"], answer["generations_offset"])
 
     async def move(self, socket_path: str) -> None:
-        """The host's KV service is at another socket now: what is offered is offered there."""
+        """Offer the regions at another socket, that of the host's new KV service."""
         self._socket_path = socket_path
 
     async def close(self) -> None:
-        """Take the offers back. To the service this owner is then dead."""
+        """Withdraw the offers. The service then treats this owner as dead."""
         for region_id in list(self._offers):
             await self._withdraw(region_id)
 
@@ -139,7 +138,7 @@ class RegionClient:
 
 
 async def _until_closed(connection: PacketSocket) -> None:
-    """The service says nothing after its answer; whatever it sends is not for us."""
+    """Wait for the end of the connection. The service sends nothing after its answer."""
     while (received := await connection.receive()) is not None:
         if received[1] is not None:
             os.close(received[1])

@@ -1,9 +1,9 @@
-"""What is a region, as bytes?
+"""A shared-memory region of KV blocks, with a generation per slot.
 
     0 ............ blocks or extents ............ generations_offset ... num_slots x uint64 ... end
 
-One memfd: its owner writes, everyone else maps it read-only. A slot's generation grows when the slot is given up, so
-that a reader which compares it after copying knows whether it slept past its lease.
+A region is one memfd: its owner writes, all others map it read-only. A slot's generation grows when the slot is given
+up. A reader compares the generation after copying, and so detects that its lease had expired.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SharedRegion:
-    """A mapped region. Use `create` for one's own, `map_read_only` for another process's."""
+    """A mapped region: `create` for the owner, `map_read_only` for other processes."""
 
     def __init__(self, fd: int, mapping: mmap.mmap, num_slots: int, generations_offset: int) -> None:
         self.fd = fd
@@ -33,7 +33,7 @@ class SharedRegion:
 
     @classmethod
     def create(cls, name: str, num_bytes: int, num_slots: int) -> SharedRegion:
-        """Make a memfd of `num_bytes` and a generation table, its memory taken now, its size fixed for good."""
+        """Make a memfd of `num_bytes` and a generation table. Allocates its memory now and fixes its size."""
         generations_offset = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         total_bytes = generations_offset + 8 * num_slots
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -51,7 +51,7 @@ class SharedRegion:
 
     @classmethod
     def map_read_only(cls, fd: int, num_slots: int, generations_offset: int) -> SharedRegion:
-        """Map another process's region; the descriptor is this object's from now on, also when this raises."""
+        """Map another process's region. Takes ownership of the descriptor, also when it raises."""
         try:
             fix_size(fd)
             total_bytes = os.fstat(fd).st_size
@@ -99,7 +99,7 @@ class SharedRegion:
             )
 
     def close(self) -> None:
-        """Unmap the region; where a thread still sends from it or copies into it, that happens with its last view."""
+        """Unmap the region; while a thread still uses a view, the last view unmaps it."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self.fd)

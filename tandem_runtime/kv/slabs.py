@@ -1,4 +1,4 @@
-"""Which blocks of a prompt are handed over, which part of a slab does a reader need, and has it been given all?"""
+"""Computes which blocks of a prompt are handed over, and which of them a reader still misses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.v1 import types_pb2 as pb
 
 
 def first_handed_over(group: pb.KvGroup, num_tokens: int) -> int:
-    """Return the first block of a prompt's that the token which follows it sees in a group's layers."""
+    """Return the first block of a prompt that the next token attends to in a group's layers."""
     return max(0, num_tokens - group.window + 1) // group.tokens_per_block if group.window else 0
 
 
@@ -32,9 +32,9 @@ def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
 def first_missing_block(
     slabs: Sequence[kv.Slab], layout: pb.KvLayout, num_tokens: int, first_needed: int, num_blocks: int
 ) -> int | None:
-    """Return the first block in [first_needed, num_blocks) of which some layers are in no slab; None if all are.
+    """Return the first block in [first_needed, num_blocks) with layers in no slab; None if there is none.
 
-    Of groups with a window only the blocks that follow `first_handed_over` of a prompt of `num_tokens` are looked for.
+    In groups with a window, only blocks from `first_handed_over` of a prompt of `num_tokens` on are needed.
     """
     for index, group in enumerate(layout.groups):
         first_block = max(first_needed, first_handed_over(group, num_tokens))

@@ -1,4 +1,4 @@
-"""How are the rows made that a process answers `Tables` with?"""
+"""Builds the rows that a process answers `Tables` with, for the auditor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fill(table: _Table[Made], items: Sequence[Item], make_row: Callable[[Item], 
 
 
 def prompt_bytes(layout: pb.KvLayout, num_tokens: int) -> int:
-    """Return what a prompt of so many tokens takes of a pool while it is handed over."""
+    """Return the bytes of a pool that a prompt of `num_tokens` takes while it is handed over."""
     return sum(
         (-(-num_tokens // group.tokens_per_block) - first_handed_over(group, num_tokens)) * group.bytes_per_block
         for group in layout.groups

@@ -1,4 +1,4 @@
-"""How is chaos made? `python -m tests.chaos --minutes 15 --streams 500`, or --short; --seed N plays a run again."""
+"""Runs chaos: `python -m tests.chaos --minutes 15 --streams 500`, or --short; --seed N repeats a run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.chaos.runner import Run
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill, stop and restart the processes of a fleet while it is asked.")
-    parser.add_argument("--minutes", type=float, help="how long faults go on, at least; 15 unless told")
-    parser.add_argument("--streams", type=int, help="how many streams there are, at least; 500 unless told")
+    parser.add_argument("--minutes", type=float, help="how long faults go on, at least; 15 unless record")
+    parser.add_argument("--streams", type=int, help="how many streams there are, at least; 500 unless record")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="what all is drawn from")
     parser.add_argument("--short", action="store_true", help="the form of `make test`, half a minute")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
@@ -33,7 +33,7 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     torch.set_num_threads(1)
     run = Run(options, Path(tempfile.mkdtemp(prefix="tandem-chaos-")))
-    verdict = asyncio.run(run.play())
+    verdict = asyncio.run(run.run())
     print("\n".join(verdict.lines()), flush=True)
     if asked.json:
         asked.json.write_text(json.dumps(verdict.as_json(), indent=1))

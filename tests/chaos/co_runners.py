@@ -1,7 +1,6 @@
-"""How much of the machine do programs take that are none of ours?
+"""Measures how much of the machine other programs take.
 
-A pause is what the fleet made of it only where the fleet had the cores; a machine that is busy with something else
-makes pauses of its own.
+Pauses are attributed to the fleet only while other programs leave it the cores.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ class _Sample:
     at: float
     """time.monotonic()."""
     busy_seconds: float
-    """Of all cores since the machine started."""
+    """Busy seconds of all cores since boot."""
     by_process: dict[int, float]
-    """CPU seconds of ours so far."""
+    """CPU seconds of the run's own processes."""
 
 
-class Neighbours:
-    """Samples once a second how many cores were busy, and how many of them with us."""
+class CoRunners:
+    """Samples once a second how many cores are busy, and how many of those with the run's processes."""
 
     def __init__(self) -> None:
         self._samples: list[_Sample] = []
 
     async def watch(self) -> None:
-        """Go on until cancelled."""
+        """Sample until cancelled."""
         while True:
             self._samples.append(await asyncio.to_thread(_sample))
             await asyncio.sleep(_EVERY_SECONDS)
 
     def mean_cores(self, since: float = 0.0, until: float = float("inf")) -> float:
-        """Return how many cores others had between two times, a sample before and after included."""
+        """Return the mean cores of other programs between two times, including one sample before and after."""
         spans = [
             (one, other)
             for one, other in pairwise(self._samples)
@@ -64,6 +63,6 @@ def _sample() -> _Sample:
         try:
             used = process.cpu_times()
         except psutil.NoSuchProcess:
-            continue  # what it did in its last second counts as the others'
+            continue  # the last second of a process counts as other programs'
         by_process[process.pid] = used.user + used.system
     return _Sample(time.monotonic(), sum(times) - times.idle - times.iowait, by_process)

@@ -1,12 +1,12 @@
-"""What is done to the fleet, when, and to whom?
+"""Plans the faults of a run: which fault, when, and on which process.
 
     kill           -9: the whole service, a worker's front alone, or its engine alone; started again at once
     restart        SIGTERM: it drains and ends by itself; started again then
     stop           SIGSTOP, SIGCONT once its leases have run out
 
-Who is hit must have been up for some seconds since its last fault, for what runs to get on between two. A worker or KV
-service is stopped only while the other of its role is up: requests wait for one that comes again at once, not for one
-that sleeps. Both may be killed at once, unless `Options.spares_one` says otherwise.
+A service is eligible once it has been up for some seconds since its last fault. A worker or KV service is stopped only
+while the other one of its role is up: requests wait for a restarted service, not for a stopped one. Both may be killed
+at once, unless `Options.spares_one` is set.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DRAIN_SECONDS = 150.0
 
 @dataclass(eq=False)
 class Fault:
-    """Something that was done to one service; `at` and `over` are seconds since the storm began."""
+    """One fault of one service; `at` and `over` are seconds since the start of the schedule."""
 
     at: float
     kind: Kind
@@ -43,76 +43,76 @@ class Fault:
         return f"{self.at:6.1f} s  {self.kind:<12} {self.worker_id:<10} {end}"
 
 
-class Storm:
-    """Hits one service after the other, and is the supervisor that starts them again."""
+class FaultSchedule:
+    """Injects one fault after the other, and restarts the services like a supervisor."""
 
     def __init__(
         self,
         fleet: Fleet,
         start: Callable[[str], Service],
-        chance: random.Random,
+        rng: random.Random,
         options: Options,
     ) -> None:
         self.faults: list[Fault] = []
         self._fleet = fleet
         self._start = start
-        self._chance = chance
+        self._rng = rng
         self._options = options
         self._began = time.monotonic()
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    async def rage(self, is_over: Callable[[], bool]) -> None:
-        """Go on until it is over; then wait until everyone is up again. Raises what went wrong with a service."""
+    async def run(self, is_over: Callable[[], bool]) -> None:
+        """Inject faults until `is_over()`; then wait until all services are up. Raises the failure of a service."""
         self._began = time.monotonic()
         while not is_over():
-            await asyncio.sleep(self._chance.uniform(*self._options.pause_seconds))
-            self._hit()
-            self._raise_what_broke()
+            await asyncio.sleep(self._rng.uniform(*self._options.pause_seconds))
+            self._inject()
+            self._raise_failures()
         await asyncio.gather(*self._under_way.values())
         await self._fleet.ready()
 
     async def end(self) -> None:
-        """Let nothing that was begun go on, if the run was cut short; who sleeps is woken."""
+        """Cancel running faults after a run that was cut short; stopped processes are resumed."""
         for task in self._under_way.values():
             task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     @property
     def seconds(self) -> float:
-        """How long it has raged."""
+        """Seconds since the start of the schedule."""
         return time.monotonic() - self._began
 
-    def _hit(self) -> None:
-        """Draw a fault and a victim, of those who may be hit."""
-        [kind] = self._chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
-        seconds = self._chance.uniform(*self._options.stop_seconds)
-        victims = [worker_id for worker_id in sorted(self._fleet.services) if self._may_be_hit(worker_id, kind)]
+    def _inject(self) -> None:
+        """Pick a random fault and an eligible service."""
+        [kind] = self._rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        seconds = self._rng.uniform(*self._options.stop_seconds)
+        victims = [worker_id for worker_id in sorted(self._fleet.services) if self._is_eligible(worker_id, kind)]
         if not victims:
             return
-        fault = Fault(self.seconds, kind, self._chance.choice(victims))
+        fault = Fault(self.seconds, kind, self._rng.choice(victims))
         self.faults.append(fault)
-        self._under_way[fault.worker_id] = asyncio.create_task(self._see_to(fault, seconds))
+        self._under_way[fault.worker_id] = asyncio.create_task(self._carry_out(fault, seconds))
 
-    def _may_be_hit(self, worker_id: str, kind: Kind) -> bool:
+    def _is_eligible(self, worker_id: str, kind: Kind) -> bool:
         role = self._fleet.services[worker_id].role
         others = [other for other, service in self._fleet.services.items() if service.role == role]
         must_be_up = others if kind == "stop" or self._options.spares_one else [worker_id]
-        return all(map(self._is_up, must_be_up)) and self._has_rested(worker_id)
+        return all(map(self._is_up, must_be_up)) and self._is_past_rest(worker_id)
 
     def _is_up(self, worker_id: str) -> bool:
         task, worker = self._under_way.get(worker_id), self._fleet.registry.get(worker_id)
         return (task is None or task.done()) and worker is not None and worker.is_usable
 
-    def _has_rested(self, worker_id: str) -> bool:
+    def _is_past_rest(self, worker_id: str) -> bool:
         ends = [fault.over or 0.0 for fault in self.faults if fault.worker_id == worker_id]
         return not ends or self.seconds - ends[-1] > self._options.rest_seconds
 
-    def _raise_what_broke(self) -> None:
+    def _raise_failures(self) -> None:
         for task in self._under_way.values():
             if task.done():
                 task.result()
 
-    async def _see_to(self, fault: Fault, seconds: float) -> None:
+    async def _carry_out(self, fault: Fault, seconds: float) -> None:
         service = self._fleet.services[fault.worker_id]
         before = self._incarnation(fault.worker_id)
         engines = psutil.Process(service.process.pid).children()
@@ -125,7 +125,7 @@ class Storm:
         fault.over = self.seconds
 
     async def _end(self, fault: Fault, service: Service, engines: Sequence[psutil.Process]) -> None:
-        """Kill a service, or the half of it that is meant, or tell it to go; return once all of it is gone."""
+        """Kill a service, or its front or engine, or send SIGTERM; return once all its processes have ended."""
         if fault.kind in ("kill", "kill engine"):
             for engine in engines:
                 engine.kill()
@@ -147,14 +147,14 @@ class Storm:
                 process.resume()
 
     async def _until_up(self, worker_id: str, before: str | None) -> None:
-        """Wait until the control plane has heard of a service since now, of another life of it than `before`."""
+        """Wait until the control plane has inner of a service since now, of another life of it than `before`."""
         service, since = self._fleet.services[worker_id], time.monotonic()
 
         def is_up() -> bool:
             assert service.process.poll() is None, f"{worker_id} ended by itself:\n{service.tail()}"
             worker = self._fleet.registry.get(worker_id)
-            is_heard = worker is not None and worker.is_usable and worker.last_heartbeat > since
-            return is_heard and self._incarnation(worker_id) != before
+            has_beaten = worker is not None and worker.is_usable and worker.last_heartbeat > since
+            return has_beaten and self._incarnation(worker_id) != before
 
         await until(is_up, START_SECONDS, lambda: f"{worker_id} did not come up:\n{service.tail()}")
 

@@ -1,11 +1,11 @@
-"""What does the network do to a process's RPCs? Some come late, some unary ones come twice.
+"""Injects network faults into a process's RPCs: delays some, and sends some unary ones twice.
 
-The faults stand between tandem_runtime.channel and gRPC, where the code under test cannot see them:
+The faults are injected between tandem_runtime.channel and gRPC, invisible to the code under test:
 
     delayed          the request leaves late; a stream opens late, and some of its messages come late
     doubled          the server gets a second copy at the same time; the first answer counts
-    answer lost      the server has answered, nobody hears of it, the same request is sent again
-    late copy        a second copy comes when all is long over
+    answer lost      the server's answer is dropped, and the same request is sent again
+    late copy        a second copy arrives long after the end of the call
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ Call = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Injector:
-    """Draws the faults of one process from its seed, and counts them where kill -9 cannot take the count away."""
+    """Generates the faults of one process from its seed, and counts them in a file that survives kill -9."""
 
     def __init__(self, seed: str, counts: Path) -> None:
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._file = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._late: set[asyncio.Task[None]] = set()
 
     def installed(self) -> AbstractContextManager[Any]:
-        """Make every channel that is opened from now on a faulty one."""
+        """Make every channel opened from now on faulty."""
         return patch.object(tandem_runtime.channel, "TracedChannel", self._channel)
 
     def fault_of_a_call(self) -> str:
-        return self._counted(self._chance.choices(list(_UNARY), list(_UNARY.values()))[0])
+        return self._counted(self._rng.choices(list(_UNARY), list(_UNARY.values()))[0])
 
     def delay_of_a_message(self) -> float:
-        """Return how many seconds late a message of a stream comes; mostly 0."""
-        if self._chance.random() >= _STREAM_MESSAGES_DELAYED:
+        """Return the delay of a stream's message in seconds; mostly 0."""
+        if self._rng.random() >= _STREAM_MESSAGES_DELAYED:
             return 0.0
         self._counted("stream delayed")
         return self.delay()
 
     def delay(self) -> float:
-        return self._chance.random() ** 3 * _LONGEST_DELAY_SECONDS  # mostly short
+        return self._rng.random() ** 3 * _LONGEST_DELAY_SECONDS  # mostly short
 
     def send_a_copy(self, call: Call, *, is_late: bool) -> None:
-        seconds = self._chance.random() * _LONGEST_LATE_COPY_SECONDS if is_late else 0.0
+        seconds = self._rng.random() * _LONGEST_LATE_COPY_SECONDS if is_late else 0.0
         task = asyncio.create_task(self._copy(seconds, call))
         self._late.add(task)
         task.add_done_callback(self._late.discard)
@@ -71,7 +71,7 @@ class Injector:
         try:
             await call()
         except (TandemError, asyncio.CancelledError):
-            return  # whoever called is gone: nobody waits for a copy's answer
+            return  # the caller has left: nobody awaits the copy's answer
 
     def _channel(self, channel: grpc.aio.Channel, translate: Any) -> TracedChannel:
         return FaultyChannel(channel, translate, self)
@@ -83,13 +83,13 @@ class Injector:
 
 
 def counted(file: Path) -> Counter[str]:
-    """Return how many faults of each kind the processes that count into a file have had."""
+    """Return the number of faults of each kind in the file of counts."""
     letters = Counter(file.read_bytes()) if file.exists() else Counter[int]()
     return Counter({fault: letters[letter[0]] for fault, letter in _LETTERS.items()})
 
 
 class FaultyChannel(TracedChannel):
-    """A channel over a network that delays and doubles."""
+    """A channel over a network that delays and duplicates."""
 
     def __init__(self, channel: grpc.aio.Channel, translate: Any, injector: Injector) -> None:
         super().__init__(channel, translate)
@@ -109,7 +109,7 @@ class FaultyChannel(TracedChannel):
 
 
 class _FaultyUnary:
-    """A unary call that is to be awaited, once."""
+    """A unary call, to be awaited once."""
 
     def __init__(
         self, injector: Injector, call: Callable[..., Any], request: Any, timeout: float | None, rest: dict[str, Any]
@@ -137,12 +137,12 @@ class _FaultyUnary:
     async def _send(self) -> Any:
         try:
             return await self._call(self._request, timeout=self._timeout, **self._rest)
-        except grpc.aio.UsageError as error:  # the channel was closed meanwhile: gRPC cancels calls that are under way
+        except grpc.aio.UsageError as error:  # the channel was closed meanwhile: gRPC cancels running calls
             raise asyncio.CancelledError from error
 
 
 class _LateStream:
-    """A streaming call whose messages come late at times; the rest is the call's own."""
+    """A streaming call some of whose messages are delayed; everything else is the call's own."""
 
     def __init__(self, call: Any, injector: Injector) -> None:
         self._call = call

@@ -1,6 +1,6 @@
-"""How is a service started on a faulty network? `python -m tests.chaos.launch prefill_svc FLAGS...`
+"""Starts a service on a faulty network: `python -m tests.chaos.launch prefill_svc FLAGS...`
 
-TANDEM_CHAOS_SEED says which faults this life of the process has, TANDEM_CHAOS_COUNTS where they are counted.
+TANDEM_CHAOS_SEED seeds the faults of this process, TANDEM_CHAOS_COUNTS names the file of counts.
 """
 
 from __future__ import annotations

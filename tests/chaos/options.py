@@ -1,4 +1,4 @@
-"""How long, how many, how hard?"""
+"""The options of a run: duration, number of streams, rate of faults."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """One run of chaos; all that is drawn in it is drawn from `seed`."""
+    """The options of one run; all randomness comes from `seed`."""
 
     seed: int
     seconds: float = 900.0
-    """How long the faults go on, at least."""
+    """The minimum duration of the faults."""
     num_streams: int = 500
-    """How many streams there are, at least."""
+    """The minimum number of streams."""
     num_questions: int = 120
     num_clients: int = 18
-    longest_thought_seconds: float = 1.0
-    """What a client waits before it asks again, at the most."""
+    max_think_seconds: float = 1.0
+    """The longest pause of a client before its next request."""
     pause_seconds: tuple[float, float] = (2.0, 6.0)
-    """Between two faults."""
+    """Seconds between two faults."""
     rest_seconds: float = 3.0
-    """For which a service has been up before it is hit again."""
+    """Seconds that a service must be up before its next fault."""
     spares_one: bool = False
-    """Whether the other of a role has to be up for one to be hit."""
+    """Whether a fault needs the other service of the role to be up."""
     suspect_seconds: float = 3.0
     gone_seconds: float = 5.0
     lease_seconds: float = 10.0
@@ -32,22 +32,22 @@ class Options:
 
     @property
     def stop_seconds(self) -> tuple[float, float]:
-        """How long a stopped service sleeps: until its leases have run out, and it was forgotten."""
+        """Seconds that a service is stopped: until its leases have expired and the registry has dropped it."""
         return self.lease_seconds + 0.5, self.lease_seconds + 3.0
 
 
 def short(seed: int) -> Options:
-    """Return the form that is part of `make test`: quicker clocks, and more faults in the same time."""
+    """Return the short form for `make test`: shorter time-outs, and more faults in the same time."""
     return Options(
         seed,
         seconds=24.0,
         num_streams=60,
         num_questions=24,
         num_clients=16,
-        longest_thought_seconds=0.3,
+        max_think_seconds=0.3,
         pause_seconds=(0.5, 2.0),
         rest_seconds=1.0,
-        spares_one=True,  # a machine that is busy with other tests may take longer to start a worker than requests wait
+        spares_one=True,  # on a busy machine a worker may take longer to start than requests wait
         suspect_seconds=1.5,
         gone_seconds=2.5,
         lease_seconds=4.0,

@@ -1,7 +1,7 @@
-"""How long does a client see nothing when its decode worker is lost?
+"""Measures the pause that a client sees when its decode worker is lost.
 
-A loss is detected when the control plane hears of it (`Dispatcher.choice_failed`): the stream to a killed worker breaks
-at once, a stopped one is forgotten after its silence. The pause is from then to the next token at the client.
+The dispatcher detects the loss (`Dispatcher.choice_failed`): the stream to a killed worker breaks at once, a stopped
+worker is dropped after missing heartbeats. The pause lasts from then to the next token at the client.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class Pause:
     worker_id: str
     why: str
     num_tokens: int
-    """Of prompt and answer, when it was lost."""
+    """Tokens of prompt and answer when the worker was lost."""
     num_answer_tokens: int
     last_token_at: float
     detected_at: float
     had_another: bool
-    """Whether another decode worker was there to go on at, all the time."""
+    """Whether another decode worker was available all the time."""
     seconds: float | None = None
-    """From detection to the next token; None: there was none before the client left."""
+    """Seconds from detection to the next token; None if the client left before it."""
     num_cached_tokens: int | None = None
-    """Of those so far, at the worker where it went on; None if that was lost, too."""
+    """Cached tokens at the next worker; None if that worker was lost too."""
 
     @property
     def has_survived(self) -> bool:
-        """Whether the KV cache did: what remained to be computed is less than an eighth, or than four blocks."""
+        """Return whether the KV cache survived: less than an eighth, or than four blocks, had to be computed."""
         if self.num_cached_tokens is None:
             return False
         return self.num_tokens - self.num_cached_tokens <= max(64, self.num_tokens // 8)
 
 
 class Pauses:
-    """All pauses of a run; on the event loop of the control plane."""
+    """All pauses of a run. Runs on the control plane's event loop."""
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self.all: list[Pause] = []
@@ -61,18 +61,18 @@ class Pauses:
         registry.listen(self._fleet_changed)
 
     def watching(self, dispatcher: Dispatcher) -> AbstractContextManager[Any]:
-        """Hear of every loss while the context lasts."""
-        heard = dispatcher.choice_failed
+        """Record every loss while the context lasts."""
+        inner = dispatcher.choice_failed
 
         def choice_failed(plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
             if choice.tokens and not choice.is_over and not isinstance(error, Draining):
                 self._lost(plan, choice, leg, error)
-            heard(plan, choice, leg, error)
+            inner(plan, choice, leg, error)
 
         return patch.object(dispatcher, "choice_failed", choice_failed)
 
     def token_came(self, request_id: str, choice_index: int, num_answer_tokens: int) -> None:
-        """The client has so many tokens now; those that the lost worker had still sent end no pause."""
+        """Record tokens that the client received; tokens of the lost worker end no pause."""
         key, now = (request_id, choice_index), time.monotonic()
         self._last_token_at[key] = now
         pause = self._open.get(key)
@@ -80,7 +80,7 @@ class Pauses:
             pause.seconds = now - pause.detected_at
 
     def ended(self, flight: Flight) -> None:
-        """An answer came to its end: its last workers have said what they found cached."""
+        """Record the end of an answer, with the cached tokens that its last workers reported."""
         for choice in flight.choices:
             pause = self._open.pop((flight.request.request_id, choice.index), None)
             if pause is not None and choice.ledger is not None:
@@ -108,14 +108,14 @@ class Pauses:
         )
 
     def _fleet_changed(self, *_: object) -> None:
-        """Another worker that goes, too, while a stream waits, was none to go on at."""
+        """Drop workers that are lost while a stream waits: the stream could not continue there."""
         if not any(worker.is_usable for worker in self._registry.workers(pb.WORKER_ROLE_DECODE)):
             for pause in self._open.values():
                 pause.had_another = pause.had_another and pause.seconds is not None
 
 
 def quantiles(seconds: Sequence[float]) -> str:
-    """Return p50, p99 and the longest, in milliseconds."""
+    """Return p50, p99 and the maximum in milliseconds."""
     if not seconds:
         return "none"
     ordered = sorted(seconds)

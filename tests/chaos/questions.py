@@ -1,8 +1,7 @@
-"""What is asked, and what is the answer of a model that nobody disturbs?
+"""The requests of a run, with the answers of an undisturbed model.
 
-The reference is transformers' forward pass, one token after another, and the engine's sampler, which is a pure function
-(law 3). Only answers without a close call are asked for (decision 23): every token would have been chosen, were its
-logit lower by MARGIN, too.
+The reference is transformers' forward pass, token by token, with the engine's pure sampler (law 3).
+Questions whose answers have a close choice are left out: each token must also win with its logit lower by MARGIN.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Answer:
     tokens: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[float, ...]
-    """Of the tokens; empty if none were asked for."""
+    """Log probabilities of the tokens; empty if not requested."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, how to answer it, and the answer to each of its seeds."""
+    """A prompt with its sampling parameters and the answer to each of its seeds."""
 
     name: str
     prompt: tuple[int, ...]
@@ -54,7 +53,7 @@ class Question:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """Return the folder of the model that all is about: tiny, random, with room for long prompts."""
+    """Return the folder of the run's model: tiny, with random weights and a long context."""
     target = folder / MODEL_ID
     torch.manual_seed(9)
     config = CONFIGS["llama"]()
@@ -65,57 +64,57 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def make_questions(checkpoint: Path, seed: int, number: int) -> list[Question]:
-    """Return `number` questions, always the same for a seed."""
-    reference, chance = _Reference(checkpoint), random.Random(f"{seed} questions")
+    """Return `number` questions, the same for each seed."""
+    reference, rng = _Reference(checkpoint), random.Random(f"{seed} questions")
     questions: list[Question] = []
     while len(questions) < number:
-        prompt = _prompt(chance, questions)
-        sampling, num_choices = _sampling(chance)
-        seeds = tuple(chance.getrandbits(60) for _ in range(num_choices))
+        prompt = _prompt(rng, questions)
+        sampling, num_choices = _sampling(rng)
+        seeds = tuple(rng.getrandbits(60) for _ in range(num_choices))
         answers = [reference.answer(prompt, replace(sampling, seed=seed)) for seed in seeds]
         if all(answers):
             name = f"question {len(questions)}"
             clear = tuple(answer for answer in answers if answer is not None)
-            questions.append(_with_a_stop_token(chance, Question(name, prompt, sampling, seeds, clear)))
+            questions.append(_with_a_stop_token(rng, Question(name, prompt, sampling, seeds, clear)))
     return questions
 
 
-def _prompt(chance: random.Random, before: Sequence[Question]) -> tuple[int, ...]:
-    """Return a prompt, now and then the next turn of an earlier one: its beginning, its answer, and more."""
-    num_new = chance.randint(*chance.choice([(20, 60), (60, 200), (200, _LONGEST_PROMPT)]))
-    if before and chance.random() < 0.3:
-        earlier = chance.choice(before)
-        told = earlier.prompt + earlier.answers[0].tokens
-        if len(told) + 20 < _LONGEST_PROMPT:
-            return (*told, *chance.choices(_TOKEN_IDS, k=min(num_new, _LONGEST_PROMPT - len(told))))
-    return tuple(chance.choices(_TOKEN_IDS, k=num_new))
+def _prompt(rng: random.Random, before: Sequence[Question]) -> tuple[int, ...]:
+    """Return a prompt; some prompts are the next turn of an earlier one."""
+    num_new = rng.randint(*rng.choice([(20, 60), (60, 200), (200, _LONGEST_PROMPT)]))
+    if before and rng.random() < 0.3:
+        earlier = rng.choice(before)
+        record = earlier.prompt + earlier.answers[0].tokens
+        if len(record) + 20 < _LONGEST_PROMPT:
+            return (*record, *rng.choices(_TOKEN_IDS, k=min(num_new, _LONGEST_PROMPT - len(record))))
+    return tuple(rng.choices(_TOKEN_IDS, k=num_new))
 
 
-def _sampling(chance: random.Random) -> tuple[SamplingParams, int]:
-    """Return how to answer, and how many times."""
-    length = chance.randint(*chance.choice([(1, 8), (20, 80), (100, 250), (100, 250)]))
-    is_seeded = chance.random() < 0.5
+def _sampling(rng: random.Random) -> tuple[SamplingParams, int]:
+    """Return sampling parameters and seeds."""
+    length = rng.randint(*rng.choice([(1, 8), (20, 80), (100, 250), (100, 250)]))
+    is_seeded = rng.random() < 0.5
     sampling = SamplingParams(
         max_tokens=length,
-        temperature=chance.choice([0.5, 1.0, 1.5]) if is_seeded else 0.0,
-        top_k=chance.choice([0, 0, 40]) if is_seeded else 0,
-        num_logprobs=chance.choice([None, None, 0, 3]),
+        temperature=rng.choice([0.5, 1.0, 1.5]) if is_seeded else 0.0,
+        top_k=rng.choice([0, 0, 40]) if is_seeded else 0,
+        num_logprobs=rng.choice([None, None, 0, 3]),
     )
     penalties: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"frequency_penalty": 0.5, "presence_penalty": 0.4},
         {"logit_bias": {7: 2.0, 11: -100.0}},
     ]
-    if chance.random() < 0.3:
-        sampling = replace(sampling, **chance.choice(penalties))
-    return sampling, 2 if is_seeded and chance.random() < 0.25 else 1
+    if rng.random() < 0.3:
+        sampling = replace(sampling, **rng.choice(penalties))
+    return sampling, 2 if is_seeded and rng.random() < 0.25 else 1
 
 
-def _with_a_stop_token(chance: random.Random, question: Question) -> Question:
-    """Have a fifth of the answers end at a token that occurs in them."""
-    if chance.random() > 0.2:
+def _with_a_stop_token(rng: random.Random, question: Question) -> Question:
+    """Give a fifth of the questions a stop token that occurs in the answer."""
+    if rng.random() > 0.2:
         return question
-    stop = chance.choice(question.answers[0].tokens)
+    stop = rng.choice(question.answers[0].tokens)
     answers = tuple(_stopped(answer, stop) for answer in question.answers)
     return replace(question, sampling=replace(question.sampling, stop_token_ids=(stop,)), answers=answers)
 
@@ -128,13 +127,13 @@ def _stopped(answer: Answer, stop: int) -> Answer:
 
 
 class _Reference:
-    """The model as transformers runs it."""
+    """The model, run by transformers."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     def answer(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer | None:
-        """Return the answer; None if one of its tokens was a close call."""
+        """Return the answer; None if the choice of one of its tokens was too close."""
         tokens, logprobs = list(prompt), list[float]()
         cache, fresh = None, tokens
         with torch.inference_mode():
@@ -153,7 +152,7 @@ class _Reference:
 
 
 def _clear_choice(logits: torch.Tensor, draw: Draw) -> Sampled | None:
-    """Return the next token, if it would also be chosen were its logit a little lower."""
+    """Return the next token, if it would also win with a slightly lower logit."""
     [chosen] = sample(logits, [draw])[""]
     lowered = logits.clone()
     lowered[0, chosen.token_id] -= MARGIN

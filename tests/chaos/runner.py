@@ -1,4 +1,4 @@
-"""What happens in one run: a fleet on two hosts, clients that ask, and a storm over all of them?"""
+"""Runs chaos: a fleet on two hosts, clients that send requests, and a schedule of faults."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 import httpx
 import structlog
 
-from tests.chaos.asking import ask, new_told
-from tests.chaos.co_runners import Neighbours
-from tests.chaos.fault_schedule import Storm
-from tests.chaos.http_asking import HttpQuestion, HttpTold, ask_over_http, make_http_questions
+from tests.chaos.client import ask, new_record
+from tests.chaos.co_runners import CoRunners
+from tests.chaos.fault_schedule import FaultSchedule
+from tests.chaos.http_client import HttpQuestion, HttpStreamRecord, make_http_questions, send_over_http
 from tests.chaos.injection import Injector
 from tests.chaos.launch import COUNTS, SEED
 from tests.chaos.options import Options
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import Question, make_checkpoint, make_questions
-from tests.chaos.reported import Told
+from tests.chaos.stream_record import StreamRecord
 from tests.chaos.verdict import Verdict
 from tests.system.fleet import Fleet, Service, until
 
@@ -35,7 +35,7 @@ _LEAVING_SHARE = 0.2
 
 
 class Run:
-    """One run; `verdict` says what came of it, also if it was cut short."""
+    """One run of chaos; gives a verdict also if it was cut short."""
 
     def __init__(self, options: Options, folder: Path) -> None:
         self.options = options
@@ -49,29 +49,29 @@ class Run:
             audit_seconds=options.lease_seconds / 2,
         )
         self.pauses = Pauses(self.fleet.registry)
-        self.storm = Storm(self.fleet, self._start, self._chance("storm"), options)
-        self.neighbours = Neighbours()
-        self.told: list[Told] = []
-        self.told_over_http: list[HttpTold] = []
+        self.faults = FaultSchedule(self.fleet, self._start, self._rng("faults"), options)
+        self.co_runners = CoRunners()
+        self.records: list[StreamRecord] = []
+        self.http_records: list[HttpStreamRecord] = []
         self._lives = Counter[str]()
         self._numbers = count()
-        self._num_asked = 0
+        self._num_sent = 0
 
-    async def play(self) -> Verdict:
-        """Return what was held and what not."""
+    async def run(self) -> Verdict:
+        """Run, and return which laws held."""
         injector = Injector(f"{self.options.seed} control", self.counts)
         with logged_to(self.folder / "control.log"), injector.installed():
             async with self.fleet, httpx.AsyncClient(base_url=self.fleet.base_url, timeout=120) as http:
                 questions, http_questions = await self._prepare(http)
                 with self.pauses.watching(self.fleet.gateway.dispatcher):
-                    broke = await _broke(self._storm_and_clients(http, questions, http_questions))
-                await _broke(until(lambda: not self.fleet.gateway.dispatcher.background, 15))
-                left = await _broke(self.fleet.pools_are_full(4 * self.options.lease_seconds))
+                    failure = await _failure_of(self._faults_and_clients(http, questions, http_questions))
+                await _failure_of(until(lambda: not self.fleet.gateway.dispatcher.background, 15))
+                left = await _failure_of(self.fleet.pools_are_full(4 * self.options.lease_seconds))
                 audit = await self.fleet.gateway.auditor.verdict()
-                return Verdict(self, broke, left, audit)
+                return Verdict(self, failure, left, audit)
 
     async def _prepare(self, http: httpx.AsyncClient) -> tuple[list[Question], list[HttpQuestion]]:
-        """Start the fleet; meanwhile find out what its answers will be."""
+        """Start the fleet, and compute the expected answers meanwhile."""
         for host in _HOSTS:
             for role in ("kv", "prefill", "decode"):
                 self._start(f"{role}-{host}")
@@ -79,8 +79,8 @@ class Run:
         questions = await asyncio.to_thread(make_questions, self._checkpoint, options.seed, options.num_questions)
         await self.fleet.ready()
         await self.fleet.proven()
-        asked_over_http = questions[: max(4, len(questions) // 4)]
-        return questions, await make_http_questions(http, asked_over_http, self._chance("http questions"))
+        sent_over_http = questions[: max(4, len(questions) // 4)]
+        return questions, await make_http_questions(http, sent_over_http, self._rng("http questions"))
 
     def _start(self, worker_id: str) -> Service:
         """Start a service, or its next life."""
@@ -105,60 +105,60 @@ class Run:
         chunks = "96" if role == "prefill" else "128"
         return *model, "--num-kv-blocks", "448", "--max-num-seqs", "32", "--max-num-batched-tokens", chunks
 
-    async def _storm_and_clients(
+    async def _faults_and_clients(
         self, http: httpx.AsyncClient, questions: list[Question], http_questions: list[HttpQuestion]
     ) -> None:
         clients = [
             asyncio.create_task(self._client(number, http, questions, http_questions))
             for number in range(self.options.num_clients)
         ]
-        storm = asyncio.create_task(self.storm.rage(self._is_enough))
-        watch = asyncio.create_task(self.neighbours.watch())
+        fault_run = asyncio.create_task(self.faults.run(self._is_done))
+        watch = asyncio.create_task(self.co_runners.watch())
         try:
-            await asyncio.gather(storm, *clients)
+            await asyncio.gather(fault_run, *clients)
         finally:
-            for task in (storm, watch, *clients):
+            for task in (fault_run, watch, *clients):
                 task.cancel()
-            await asyncio.gather(storm, watch, *clients, return_exceptions=True)
-            await self.storm.end()
+            await asyncio.gather(fault_run, watch, *clients, return_exceptions=True)
+            await self.faults.end()
 
-    def _is_enough(self) -> bool:
-        return self.storm.seconds >= self.options.seconds and self._num_asked >= self.options.num_streams
+    def _is_done(self) -> bool:
+        return self.faults.seconds >= self.options.seconds and self._num_sent >= self.options.num_streams
 
     async def _client(
         self, client: int, http: httpx.AsyncClient, questions: list[Question], http_questions: list[HttpQuestion]
     ) -> None:
-        thoughts = self._chance(f"client {client}")
-        while not self._is_enough():
-            await asyncio.sleep(thoughts.random() * self.options.longest_thought_seconds)
+        rng = self._rng(f"client {client}")
+        while not self._is_done():
+            await asyncio.sleep(rng.random() * self.options.max_think_seconds)
             number = next(self._numbers)
-            self._num_asked += 1
-            chance = self._chance(f"stream {number}")
-            if chance.random() < _HTTP_SHARE:
-                await self._ask_over_http(http, chance, http_questions)
+            self._num_sent += 1
+            rng = self._rng(f"stream {number}")
+            if rng.random() < _HTTP_SHARE:
+                await self._send_over_http(http, rng, http_questions)
             else:
-                leaves = chance.random() < _LEAVING_SHARE
-                told = new_told(chance, f"chaos-{number}", questions, leaves=leaves)
-                await ask(self.fleet.gateway.dispatcher, told, chance, self.pauses)
-                self.told.append(told)  # one that is cut off, because the run is, tells nothing
+                leaves = rng.random() < _LEAVING_SHARE
+                record = new_record(rng, f"chaos-{number}", questions, leaves=leaves)
+                await ask(self.fleet.gateway.dispatcher, record, rng, self.pauses)
+                self.records.append(record)  # a stream that the end of the run cuts off is not recorded
 
-    async def _ask_over_http(
-        self, http: httpx.AsyncClient, chance: random.Random, questions: Sequence[HttpQuestion]
+    async def _send_over_http(
+        self, http: httpx.AsyncClient, rng: random.Random, questions: Sequence[HttpQuestion]
     ) -> None:
-        leave_after = chance.randrange(20) if chance.random() < _LEAVING_SHARE else None
-        told = HttpTold(chance.choice(questions), leave_after=leave_after)
+        leave_after = rng.randrange(20) if rng.random() < _LEAVING_SHARE else None
+        record = HttpStreamRecord(rng.choice(questions), leave_after=leave_after)
         try:
-            await ask_over_http(http, told)
+            await send_over_http(http, record)
         except httpx.HTTPError as error:
-            told.failure = repr(error)
-        self.told_over_http.append(told)
+            record.failure = repr(error)
+        self.http_records.append(record)
 
-    def _chance(self, of: str) -> random.Random:
+    def _rng(self, of: str) -> random.Random:
         return random.Random(f"{self.options.seed} {of}")
 
 
-async def _broke(steps: Coroutine[Any, Any, None]) -> str:
-    """Return why steps of the run could not be taken; the run goes on to its verdict."""
+async def _failure_of(steps: Coroutine[Any, Any, None]) -> str:
+    """Return the failure of the run's steps as text, "" without one; the verdict follows either way."""
     try:
         await steps
     except AssertionError as error:
@@ -168,7 +168,7 @@ async def _broke(steps: Coroutine[Any, Any, None]) -> str:
 
 @contextmanager
 def logged_to(file: Path) -> Iterator[None]:
-    """Send what the control plane, which runs in this process, logs to a file."""
+    """Write the logs of the control plane, which runs in this process, to a file."""
     with file.open("a") as lines:
         structlog.configure(
             processors=[

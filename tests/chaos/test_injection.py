@@ -1,4 +1,4 @@
-"""Does the faulty network do what chaos counts on, to calls that know nothing of it?"""
+"""Tests of the faulty network: calls that know nothing of it are delayed and duplicated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tandem_runtime.test_calls import Decode, decode_stub
 
 
 class Calls:
-    """A server's unary method that counts, and its stream of two chunks."""
+    """A server with a unary method that counts calls, and a stream of two chunks."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -37,7 +37,7 @@ class Calls:
     [("delayed", 1, 1), ("doubled", 2, None), ("answer lost", 2, 2), ("late copy", 2, 1)],
 )
 async def test_each_fault_of_a_unary_call(tmp_path: Path, fault: str, num_calls: int, answer: int | None) -> None:
-    """The caller gets one answer, that of a doubled call is of either."""
+    """The caller gets one answer of a duplicated call."""
     calls, injector = Calls(), Injector("1", tmp_path / "counts")
     with injector.installed(), patch.object(injector, "fault_of_a_call", lambda: fault):
         async with decode_stub(Decode(stats=calls.stats)) as stub:

@@ -1,4 +1,4 @@
-"""What was held, what was not, and where does one look?"""
+"""Prints which lines of a run held and which did not, and where to look."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from control_plane.audit.auditor import AuditReport
 from tests.chaos.co_runners import MAX_CORES
 from tests.chaos.injection import counted
 from tests.chaos.pauses import Pause, quantiles
-from tests.chaos.reported import STAGES, Told
+from tests.chaos.stream_record import STAGES, StreamRecord
 
 if TYPE_CHECKING:
     from tests.chaos.runner import Run
@@ -33,15 +33,15 @@ class Law:
 
 
 class Verdict:
-    """The table of a run, and the story of what went wrong in it."""
+    """The table of a run, and the details of its failures."""
 
-    def __init__(self, run: Run, broke: str, left: str, audit: AuditReport) -> None:
-        """`broke` says why a service did not come up again, `left` which pools did not become full, "" if they did."""
+    def __init__(self, run: Run, failure: str, left: str, audit: AuditReport) -> None:
+        """`failure`: why a service did not come up again; `left`: which pools did not become full; "" if none."""
         self._run = run
         orphans = [str(finding) for finding in audit.findings] + [str(why) for why in audit.unanswered.items()]
         self.laws = [
             *self._laws_of_streams(),
-            Law("every service came up again", "no" if broke else "yes", not broke, (broke,)),
+            Law("every service came up again", "no" if failure else "yes", not failure, (failure,)),
             Law("every pool is back to full", "no" if left else "yes", not left, (left,)),
             Law("kv_orphan_bytes", str(audit.orphan_bytes), not orphans, orphans),
             self._law_of_the_gateway(),
@@ -56,7 +56,7 @@ class Verdict:
     # ----------------------------------------------------------------------------------------------------- laws
 
     def _laws_of_streams(self) -> Iterator[Law]:
-        told, http = self._run.told, self._run.told_over_http
+        record, http = self._run.records, self._run.http_records
         yield self._law_of_each("requests that failed", lambda each: [repr(each.error)] if each.has_failed else [])
         yield self._law_of_each("streams with other tokens", lambda each: list(each.wrong_tokens()))
         yield self._law_of_each("streams with wrong usage", lambda each: list(each.wrong_usage()))
@@ -67,12 +67,12 @@ class Verdict:
         yield Law(
             "HTTP streams that failed or differ", f"{len(wrong)} of {len(http)}", not wrong, self._stories(http, wrong)
         )
-        assert told, "somebody has asked"
+        assert record, "somebody has asked"
 
-    def _law_of_each(self, name: str, wrong: Callable[[Told], Sequence[str]]) -> Law:
-        found = [(each, what) for each in self._run.told if (what := "; ".join(wrong(each)))]
+    def _law_of_each(self, name: str, wrong: Callable[[StreamRecord], Sequence[str]]) -> Law:
+        found = [(each, what) for each in self._run.records if (what := "; ".join(wrong(each)))]
         details = [self._story(each, what) for each, what in found[:_MAX_SHOWN]]
-        return Law(name, f"{len(found)} of {len(self._run.told)}", not found, details)
+        return Law(name, f"{len(found)} of {len(self._run.records)}", not found, details)
 
     def _law_of_the_gateway(self) -> Law:
         dispatcher = self._run.fleet.gateway.dispatcher
@@ -88,13 +88,13 @@ class Verdict:
         return Law("left in the control plane", found or "nothing", not found)
 
     def _law_of_stages(self) -> Law:
-        left = Counter(each.left_at for each in self._run.told if each.left_at is not None)
-        at_the_door = sum(each.was_at_the_door for each in self._run.told)
-        found = ", ".join(f"{stage} {left[stage]}" for stage in STAGES) + f"; at the door {at_the_door}"
+        left = Counter(each.left_at for each in self._run.records if each.left_at is not None)
+        left_queue = sum(each.left_admission_queue for each in self._run.records)
+        found = ", ".join(f"{stage} {left[stage]}" for stage in STAGES) + f"; in the admission queue {left_queue}"
         return Law("clients that left", found, min(left[s] for s in STAGES) >= self._run.options.least_left_per_stage)
 
     def _law_of_pauses(self) -> Law:
-        """The promise is for streams whose KV cache survived, and that had somewhere to go, on a machine of our own."""
+        """Judge only streams whose KV cache survived, with another worker available, on an otherwise idle machine."""
         promised = [p for p in self._run.pauses.all if p.has_survived and p.had_another and p.seconds is not None]
         judged = [pause for pause in promised if not self._had_busy_neighbours(pause)]
         seconds = sorted(pause.seconds or 0.0 for pause in judged)
@@ -106,17 +106,17 @@ class Verdict:
 
     def _had_busy_neighbours(self, pause: Pause) -> bool:
         until = pause.detected_at + (pause.seconds or 0.0)
-        return self._run.neighbours.mean_cores(pause.detected_at, until) > MAX_CORES
+        return self._run.co_runners.mean_cores(pause.detected_at, until) > MAX_CORES
 
     # ------------------------------------------------------------------------------------------------- the table
 
     def lines(self) -> Iterator[str]:
-        """Say all of it."""
+        """Yield the lines of the report."""
         run = self._run
-        yield f"seed {run.options.seed}: {run.storm.seconds:.0f} s, {len(run.storm.faults)} faults, " + _shortly(run)
+        yield f"seed {run.options.seed}: {run.faults.seconds:.0f} s, {len(run.faults.faults)} faults, " + _shortly(run)
         yield "network: " + ", ".join(f"{fault} {number}" for fault, number in counted(run.counts).items())
         all_pauses = [pause.seconds for pause in run.pauses.all if pause.seconds is not None]
-        yield f"other programs had {run.neighbours.mean_cores():.2f} cores of the machine"
+        yield f"other programs had {run.co_runners.mean_cores():.2f} cores of the machine"
         yield f"all pauses of streams whose decode worker was lost, {quantiles(all_pauses)}"
         yield ""
         for law in self.laws:
@@ -126,20 +126,20 @@ class Verdict:
 
     def _why(self) -> Iterator[str]:
         yield "\nfaults:"
-        yield from (str(fault) for fault in self._run.storm.faults)
+        yield from (str(fault) for fault in self._run.faults.faults)
         for law in self.laws:
             if not law.holds:
                 yield f"\n=== {law.name}"
                 yield from law.details
-        yield f"\nlogs: {self._run.folder}; play it again with --seed {self._run.options.seed}"
+        yield f"\nlogs: {self._run.folder}; repeat the run with --seed {self._run.options.seed}"
 
     def as_json(self) -> dict[str, Any]:
         run = self._run
         return {
             "seed": run.options.seed,
-            "seconds": round(run.storm.seconds, 1),
-            "faults": [vars(fault) for fault in run.storm.faults],
-            "neighbours_cores": round(run.neighbours.mean_cores(), 2),
+            "seconds": round(run.faults.seconds, 1),
+            "faults": [vars(fault) for fault in run.faults.faults],
+            "neighbours_cores": round(run.co_runners.mean_cores(), 2),
             "network": dict(counted(run.counts)),
             "pauses": [vars(pause) for pause in run.pauses.all],
             "laws": [{"name": law.name, "found": law.found, "holds": law.holds} for law in self.laws],
@@ -147,19 +147,19 @@ class Verdict:
 
     # --------------------------------------------------------------------------------------------------- stories
 
-    def _story(self, told: Told, what: str) -> str:
-        began = time.time() - self._run.storm.seconds
-        times = f"asked at {told.started - began:.1f} s, ended at {told.ended - began:.1f} s of the storm"
-        head = f"\n--- {told.request_id} ({told.question.name}): {what}\n{times}; route {told.route}"
-        pauses = [str(pause) for pause in self._run.pauses.all if pause.request_id == told.request_id]
-        return "\n".join([head, *pauses, *self._log_lines(told.request_id)])
+    def _story(self, record: StreamRecord, what: str) -> str:
+        began = time.time() - self._run.faults.seconds
+        times = f"asked at {record.started - began:.1f} s, ended at {record.ended - began:.1f} s of the fault_run"
+        head = f"\n--- {record.request_id} ({record.question.name}): {what}\n{times}; route {record.route}"
+        pauses = [str(pause) for pause in self._run.pauses.all if pause.request_id == record.request_id]
+        return "\n".join([head, *pauses, *self._log_lines(record.request_id)])
 
     def _stories(self, http: Sequence[Any], wrong: Sequence[str]) -> list[str]:
         ids = [each.request_id for each in http if each.failure][:_MAX_SHOWN]
         return ["\n".join(["\n--- " + what, *self._log_lines(name)]) for what, name in zip(wrong, ids, strict=False)]
 
     def _log_lines(self, request_id: str) -> list[str]:
-        """Return what all processes logged of a request."""
+        """Return the log lines of a request from all processes."""
         found = [f"{log.stem}: {line}" for log in self._logs() for line in _lines_about(log, request_id)]
         return found[-_MAX_LINES:]
 
@@ -168,13 +168,13 @@ class Verdict:
 
 
 def _shortly(run: Run) -> str:
-    kinds = Counter(fault.kind for fault in run.storm.faults)
+    kinds = Counter(fault.kind for fault in run.faults.faults)
     done = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
-    whole = sum(told.is_whole for told in run.told)
+    whole = sum(record.is_whole for record in run.records)
     migrated = len({(pause.request_id, pause.choice_index) for pause in run.pauses.all})
-    impatient = sum(told.error is not None and not told.has_failed for told in run.told)
+    impatient = sum(record.error is not None and not record.has_failed for record in run.records)
     return (
-        f"({done}); {len(run.told) + len(run.told_over_http)} streams, {len(run.told_over_http)} of them over HTTP; "
+        f"({done}); {len(run.records) + len(run.http_records)} streams, {len(run.http_records)} of them over HTTP; "
         f"{whole} answered whole, {migrated} migrated, {impatient} had passed deadlines of their own"
     )
 

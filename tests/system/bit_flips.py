@@ -1,4 +1,4 @@
-"""How do bits get flipped: in another process's memory, in a file, on a wire?"""
+"""Flips bits in another process's memory, in a file and on a connection."""
 
 from __future__ import annotations
 

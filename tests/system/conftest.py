@@ -1,4 +1,4 @@
-"""What do system tests run on?"""
+"""Fixtures of the system tests."""
 
 from __future__ import annotations
 

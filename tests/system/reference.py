@@ -1,4 +1,4 @@
-"""What would transformers answer?"""
+"""Reference answers, by transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a test read a stream as a client does?"""
+"""Reads a stream as a client does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the auditor find what real processes keep in vain, and nothing while they are merely busy?"""
+"""The auditor finds what real processes keep in vain, and nothing in a busy fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the code on the pages in docs/clients run as it stands, but for the address?"""
+"""The code on the pages in docs/clients runs unchanged, except for the address."""
 
 from __future__ import annotations
 

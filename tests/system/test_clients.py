@@ -1,4 +1,4 @@
-"""Do the clients that people already have work, streamed and not, with errors, and left half-way?"""
+"""Common clients work: streamed and not, with errors, and when they leave half-way."""
 
 from __future__ import annotations
 

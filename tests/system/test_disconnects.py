@@ -1,4 +1,4 @@
-"""Does decode stop for a client that has left, by the engine's own count of tokens?"""
+"""Decode stops for a client that has left, by the engine's own count of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the cases that others get wrong come out right, through every layer?"""
+"""Edge cases that other systems get wrong come out right through every layer."""
 
 from __future__ import annotations
 

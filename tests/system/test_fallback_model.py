@@ -1,4 +1,4 @@
-"""Does an existing Worker run at once, on the built-in model in the place of its own, and is it told so?"""
+"""An existing Cloudflare Worker runs at once on the built-in model, and a header names the substitute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do requests spread, and go on, while workers come and go?"""
+"""Requests spread and continue while workers join and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a flipped bit, wherever KV lies or travels, ever become a wrong token?"""
+"""A flipped bit never becomes a wrong token, wherever KV is stored or sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do generated requests break a real fleet? (Many more go to scripted workers: `make schemathesis`.)"""
+"""Generated requests do not break a real fleet. (`make schemathesis` sends more, to scripted workers.)"""
 
 from __future__ import annotations
 

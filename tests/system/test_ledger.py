@@ -1,4 +1,4 @@
-"""Do all sums of the ledger hold after a mixed load with cancellations and a killed worker, on both databases?
+"""All sums of the ledger hold after a mixed load with cancellations and a killed worker, on both databases.
 
 `make ledger` runs it with 2,000 requests.
 """

@@ -1,4 +1,4 @@
-"""Does a crowd of clients, many of whom leave, get right answers and leave nothing behind?"""
+"""Many clients, some of whom leave, get right answers and leave nothing behind."""
 
 from __future__ import annotations
 

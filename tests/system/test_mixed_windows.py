@@ -1,4 +1,4 @@
-"""Does a model of which only some layers have a window go through the whole system, in several groups of blocks?"""
+"""A model with sliding windows in some layers goes through the whole system, in several block groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the prices that tandem.toml gives a model reach answers, ledger and the lists that clients read?"""
+"""Prices of a model in tandem.toml reach answers, the ledger and the lists that clients read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the clients that Node.js programs and Workers have already work, streamed and not, with errors?"""
+"""Clients of Node.js programs and Cloudflare Workers work: streamed and not, and with errors."""
 
 from __future__ import annotations
 

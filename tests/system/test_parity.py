@@ -1,4 +1,4 @@
-"""Does the whole system say what transformers says, however a request goes through it?"""
+"""The whole system gives the same tokens as transformers, by every route."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ async def test_a_seed_gives_the_same_tokens_by_every_route_and_beside_any_neighb
         )
 
     alone = [(await world.run(sampled(route), route)).choices[0].tokens for route in ROUTES]
-    neighbours = [
+    co_runners = [
         world.run(token_request(world.model_id, world.prompt(20 + i), 30, seed=i, temperature=1.0)) for i in range(6)
     ]
-    crowded, *_ = await asyncio.gather(world.run(sampled("crowded")), *neighbours)
+    crowded, *_ = await asyncio.gather(world.run(sampled("crowded")), *co_runners)
     assert alone[0] == alone[1] == alone[2] == crowded.choices[0].tokens
     assert len(alone[0]) == NUM_TOKENS
 

@@ -1,6 +1,4 @@
-"""Do prompts find their beginnings in the host's store: after their worker has died, in a chat's next turn, and only
-for those who may?
-"""
+"""Prompts find their prefix in the host's store: after their worker has died, in a chat's next turn, per account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the log probabilities of an echoed prompt those that transformers computes?"""
+"""The log probabilities of an echoed prompt equal those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is the fleet itself again after the KV service or the control plane was restarted?"""
+"""The fleet recovers after a restart of the KV service or the control plane."""
 
 from __future__ import annotations
 

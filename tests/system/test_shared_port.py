@@ -1,4 +1,4 @@
-"""Do two gateways share one port, and one go without its clients' noticing?"""
+"""Two gateways share one port, and one can leave without failed requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a structured answer validate when the worker that writes it is killed?"""
+"""A structured answer validates when its decode worker is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the built-in model call tools for the clients that people have, also when a worker dies in the midst of it?"""
+"""The built-in model calls tools for common clients, also when a worker dies meanwhile."""
 
 from __future__ import annotations
 

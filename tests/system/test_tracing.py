@@ -1,4 +1,4 @@
-"""Is a request one trace over all processes, with a span per phase?"""
+"""A request is one trace over all processes, with a span per phase."""
 
 from __future__ import annotations
 

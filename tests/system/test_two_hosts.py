@@ -1,4 +1,4 @@
-"""Does the cache cross hosts, and does nothing stay behind on either?"""
+"""The cache crosses hosts, and nothing is left on either host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do errors, deadlines and traces survive the way from a real server through a real channel?"""
+"""Errors, deadlines and traces survive a real channel to a real server."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_a_write_to_a_stream_that_is_over_is_unavailable() -> None:
         assert await call.read() == pb.Event()
         assert await call.read() is grpc.aio.EOF
         await call.code()
-        with pytest.raises(errors.Unavailable, match="the stream is over"):
+        with pytest.raises(errors.Unavailable, match="the stream has ended"):
             await call.write(pb.Command())
 
 

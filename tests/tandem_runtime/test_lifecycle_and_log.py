@@ -1,4 +1,4 @@
-"""Does a real process drain, end with the right status and say what happened?"""
+"""A real process drains, ends with the right status and logs what happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the GPUs of a machine reported as they are, through NVML's own C interface, and the host where there are none?"""
+"""GPUs are reported through NVML's own C interface, and the host where there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a model's name lead to its checkpoint, and is a wrong table explained?"""
+"""A model's name leads to its checkpoint, and a wrong table is explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are our folders ours alone, and our names distinct?"""
+"""Folders belong to one user alone, and names are distinct."""
 
 from __future__ import annotations
 

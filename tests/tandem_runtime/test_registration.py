@@ -1,4 +1,4 @@
-"""Is a worker known to every control-plane replica, whichever of them starts, ends or restarts when?"""
+"""A worker is known to every control-plane replica, whichever of them starts, ends or restarts."""
 
 from __future__ import annotations
 

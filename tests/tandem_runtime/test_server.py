@@ -1,4 +1,4 @@
-"""Does a server listen only where it may, and say who it is and how it is?"""
+"""A server listens only where it may, and reports its identity and health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does each setting come from where it should, and is a wrong one explained?"""
+"""Each setting comes from the right source, and a wrong value is explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is one request one trace over processes, received by a real collector, and is tracing free when it is off?"""
+"""One request is one trace over processes, received by a real collector; tracing is free when off."""
 
 from __future__ import annotations
 

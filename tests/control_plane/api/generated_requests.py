@@ -14,12 +14,12 @@ from typing import Any
 import hypothesis
 import requests
 import schemathesis
-from control_plane.api.openapi.operation import EVENTS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
+from control_plane.api.openapi.operation import EVENTS
 from control_plane.api.services import HttpSettings
 from control_plane.app import create_app
 from control_plane.dispatch.submission import sampling_to_proto

@@ -7,8 +7,8 @@ from typing import Any
 
 import cloudflare
 import pytest
-from control_plane.api.openapi.document import document
 
+from control_plane.api.openapi.document import document
 from control_plane.app import create_app
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import ids_of

@@ -1,4 +1,4 @@
-"""Does the table say no only of what the store has not?"""
+"""The table of known blocks rules out only blocks that the store does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each edge of a handle's life, with literal times: leases last 10 s, the deadline is at 100."""
+"""Each edge of the handle's state machine, with literal times: leases last 10 s, the deadline is at 100."""
 
 from __future__ import annotations
 

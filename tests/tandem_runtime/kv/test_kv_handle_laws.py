@@ -1,4 +1,4 @@
-"""Whatever calls come in whatever order, a handle keeps its laws."""
+"""A handle keeps its invariants under any calls in any order."""
 
 from __future__ import annotations
 

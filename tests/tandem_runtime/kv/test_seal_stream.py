@@ -1,4 +1,4 @@
-"""Does every seal reach the KV service once it can be reached, by the stream or without it?"""
+"""Every seal reaches the KV service once it is reachable, with the stream or without it."""
 
 from __future__ import annotations
 

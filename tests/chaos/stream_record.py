@@ -1,4 +1,4 @@
-"""What was one client told, and was it right?"""
+"""Records what one client received, and compares it with the expected answer."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ Stage = Literal["queued", "prefilling", "between", "decoding"]
 STAGES: tuple[Stage, ...] = ("queued", "prefilling", "between", "decoding")
 
 SLACK_SECONDS = 2.0
-"""The gateway waits a second beyond a deadline for a worker's own word; the rest is for a busy machine."""
+"""The gateway waits one second beyond a deadline for the worker's answer; the rest is for a busy machine."""
 _LOGPROB_TOLERANCE = 1e-3
 
 
 @dataclass(eq=False)
-class Told:
-    """One stream as its client saw it. Times are time.time()."""
+class StreamRecord:
+    """One stream as its client received it. Times are Unix seconds."""
 
     request_id: str
     question: Question
     deadline: float
     is_impatient: bool = False
-    """Its deadline is so short that passing it is an answer, too."""
+    """The deadline is so short that exceeding it is an accepted outcome."""
     is_cacheable: bool = True
     leave_at: Stage | None = None
     left_at: Stage | None = None
-    """Where it was when its client left; None if it had ended by then."""
-    was_at_the_door: bool = False
-    """It left the queue in front of the gateway, rather than one of a worker."""
+    """The stage at which the client left; None if the stream had ended."""
+    left_admission_queue: bool = False
+    """The client left while the request was in the gateway's admission queue, not in a worker's queue."""
     started: float = field(default_factory=time.time)
     ended: float = 0.0
     tokens: list[list[int]] = field(default_factory=list)
@@ -54,14 +54,14 @@ class Told:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended with an error; at a deadline that was meant to pass, any that says so is right."""
+        """Return whether the stream failed. With a deadline meant to pass, the errors of a deadline are no failure."""
         if self.error is None:
             return False
-        says_so = isinstance(self.error, DeadlineExceeded | Overloaded | Unavailable)
-        return not (self.is_impatient and says_so and self.ended >= self.deadline - 0.1)
+        is_expected = isinstance(self.error, DeadlineExceeded | Overloaded | Unavailable)
+        return not (self.is_impatient and is_expected and self.ended >= self.deadline - 0.1)
 
     def wrong_tokens(self) -> Iterator[str]:
-        """Say which choices differ from the undisturbed run; one that was left must be a beginning of it."""
+        """Yield the choices that differ from the undisturbed run; a stream that was left must be a prefix of it."""
         for index, (answer, tokens) in enumerate(zip(self.question.answers, self.tokens, strict=True)):
             expected = answer.tokens if self.is_whole else answer.tokens[: len(tokens)]
             if tuple(tokens) != expected:
@@ -71,7 +71,7 @@ class Told:
             yield from self._wrong_logprobs(index, answer)
 
     def wrong_usage(self) -> Iterator[str]:
-        """Say what is wrong with what would be billed."""
+        """Yield what is wrong with the usage."""
         if self.usage is None or not self.is_whole:
             return
         usage, num_prompt = self.usage, len(self.question.prompt)
@@ -86,15 +86,15 @@ class Told:
 
     @property
     def was_late(self) -> bool:
-        """Whether it was still waiting when its deadline had passed."""
+        """Return whether the stream ended after its deadline."""
         return self.ended > self.deadline + SLACK_SECONDS
 
     def _wrong_logprobs(self, index: int, answer: Answer) -> Iterator[str]:
-        told = self.logprobs[index]
-        wanted = answer.logprobs if self.is_whole else answer.logprobs[: len(told)]
-        if len(told) != len(wanted):
-            yield f"choice {index} has {len(told)} log probabilities, not {len(wanted)}"
-        elif any(abs(one - other) > _LOGPROB_TOLERANCE for one, other in zip(told, wanted, strict=True)):
+        record = self.logprobs[index]
+        wanted = answer.logprobs if self.is_whole else answer.logprobs[: len(record)]
+        if len(record) != len(wanted):
+            yield f"choice {index} has {len(record)} log probabilities, not {len(wanted)}"
+        elif any(abs(one - other) > _LOGPROB_TOLERANCE for one, other in zip(record, wanted, strict=True)):
             yield f"choice {index} has other log probabilities"
 
 
@@ -102,4 +102,6 @@ def _difference(tokens: Sequence[int], expected: Sequence[int]) -> str:
     pairs = enumerate(zip(tokens, expected, strict=False))
     first = next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(expected)))
     shown = list(tokens[first : first + 5]), list(expected[first : first + 5])
-    return f"{len(tokens)} tokens, {len(expected)} expected; they differ from place {first} on: {shown[0]}, {shown[1]}"
+    return (
+        f"{len(tokens)} tokens, {len(expected)} expected; they differ from position {first} on: {shown[0]}, {shown[1]}"
+    )

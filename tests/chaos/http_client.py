@@ -1,4 +1,4 @@
-"""How does a client ask over HTTP, as OpenAI's do, and is the whole of the gateway exact, too?"""
+"""A client that sends requests over HTTP, as OpenAI's clients do, and checks that the answers are exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATH = "/v1/completions"
 
 @dataclass(frozen=True)
 class HttpQuestion:
-    """A body, and what the fleet answered to it before anything was done to it."""
+    """A body, and the fleet's answer to it before any fault."""
 
     body: Mapping[str, Any]
     texts: tuple[str, ...]
@@ -27,67 +27,67 @@ class HttpQuestion:
 
 
 @dataclass
-class HttpTold:
-    """What came of one."""
+class HttpStreamRecord:
+    """One stream over HTTP."""
 
     question: HttpQuestion
     request_id: str = ""
     leave_after: int | None = None
-    """Events after which the client hangs up; 0: before the first."""
+    """The number of events after which the client disconnects; 0: before the first."""
     has_left: bool = False
     failure: str = ""
 
     def differences(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: Mapping[str, Any]) -> str:
-        told = (tuple(texts), tuple(finish_reasons), usage["prompt_tokens"], usage["completion_tokens"])
+        record = (tuple(texts), tuple(finish_reasons), usage["prompt_tokens"], usage["completion_tokens"])
         expected = self.question
         wanted = (expected.texts, expected.finish_reasons, expected.num_prompt_tokens, expected.num_completion_tokens)
-        return "" if told == wanted else f"told {told}, undisturbed {wanted}"
+        return "" if record == wanted else f"record {record}, undisturbed {wanted}"
 
 
 async def make_http_questions(
-    http: httpx.AsyncClient, questions: Sequence[Question], chance: random.Random
+    http: httpx.AsyncClient, questions: Sequence[Question], rng: random.Random
 ) -> list[HttpQuestion]:
-    """Ask each question undisturbed; a third of them get a stop string that occurs in the answer."""
+    """Send each question undisturbed; a third of them get a stop string that occurs in the answer."""
     made = []
     for question in questions:
         body = _body(question)
-        told = await _whole(http, body)
-        if chance.random() < 0.4 and len(told.texts[0]) > 8:
-            start = chance.randrange(2, len(told.texts[0]) - 4)
-            told = await _whole(http, {**body, "stop": [told.texts[0][start : start + 2]]})
-        made.append(told)
+        record = await _whole(http, body)
+        if rng.random() < 0.4 and len(record.texts[0]) > 8:
+            start = rng.randrange(2, len(record.texts[0]) - 4)
+            record = await _whole(http, {**body, "stop": [record.texts[0][start : start + 2]]})
+        made.append(record)
     return made
 
 
-async def ask_over_http(http: httpx.AsyncClient, told: HttpTold) -> None:
-    """Stream the answer, and note in what it differs from the undisturbed one."""
-    texts, finish_reasons = [""] * len(told.question.texts), [""] * len(told.question.texts)
+async def send_over_http(http: httpx.AsyncClient, record: HttpStreamRecord) -> None:
+    """Stream the answer, and record how it differs from the undisturbed one."""
+    texts, finish_reasons = [""] * len(record.question.texts), [""] * len(record.question.texts)
     usage: Mapping[str, Any] = {}
     num_events = 0
-    body = {**told.question.body, "stream": True, "stream_options": {"include_usage": True}}
+    body = {**record.question.body, "stream": True, "stream_options": {"include_usage": True}}
     async with http.stream("POST", _PATH, json=body) as response:
-        told.request_id = response.headers.get("x-request-id", "")
+        record.request_id = response.headers.get("x-request-id", "")
         if response.status_code != 200:
-            told.failure = f"{response.status_code}: {(await response.aread()).decode()}"
+            record.failure = f"{response.status_code}: {(await response.aread()).decode()}"
             return
         async for line in response.aiter_lines():
-            if told.leave_after is not None and num_events >= told.leave_after:
-                told.has_left = True
+            if record.leave_after is not None and num_events >= record.leave_after:
+                record.has_left = True
                 return
             if line == "data: [DONE]":
-                told.failure = told.differences(texts, finish_reasons, usage)
+                record.failure = record.differences(texts, finish_reasons, usage)
                 return
             if line.startswith("data: "):
                 num_events += 1
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    told.failure = str(event["error"])
+                    record.failure = str(event["error"])
                     return
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     texts[choice["index"]] += choice["text"]
                     finish_reasons[choice["index"]] = choice["finish_reason"] or finish_reasons[choice["index"]]
-    told.failure = f"the stream ended without [DONE] after {num_events} events"
+    record.failure = f"the stream ended without [DONE] after {num_events} events"
 
 
 def _body(question: Question) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""A client that sends requests to the dispatcher, and may leave early."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from control_plane.cache_policy import EVERYTHING, NOTHING
+from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.request_stream import Flight
+from control_plane.generation import TokenDelta, TokenRequest
+from tandem_runtime.errors import TandemError
+from tests.chaos.pauses import Pauses
+from tests.chaos.questions import MODEL_ID, Question
+from tests.chaos.stream_record import STAGES, Stage, StreamRecord
+
+_PATIENCE_SECONDS = 90.0
+_IMPATIENT_SECONDS = (1.0, 4.0)
+
+
+def new_record(rng: random.Random, request_id: str, questions: list[Question], *, leaves: bool) -> StreamRecord:
+    """Pick one client's request, its deadline and whether the client leaves."""
+    leave_at: Stage | None = rng.choice(STAGES) if leaves else None
+    is_impatient = not leaves and rng.random() < 0.04
+    seconds = rng.uniform(*_IMPATIENT_SECONDS) if is_impatient else _PATIENCE_SECONDS
+    question = rng.choice([question for question in questions if _lasts_until(question, leave_at)])
+    return StreamRecord(
+        request_id,
+        question,
+        time.time() + seconds,
+        is_impatient=is_impatient,
+        is_cacheable=rng.random() < 0.8,
+        leave_at=leave_at,
+    )
+
+
+async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, pauses: Pauses) -> None:
+    """Send the request, and record the stream."""
+    request = TokenRequest(
+        request_id=record.request_id,
+        account=rng.choice(["one", "another"]),
+        model_id=MODEL_ID,
+        token_ids=record.question.prompt,
+        sampling=record.question.sampling,
+        choice_seeds=record.question.seeds,
+        deadline=record.deadline,
+        cache=EVERYTHING if record.is_cacheable else NOTHING,
+    )
+    try:
+        flight = await _submitted(dispatcher, request, record, rng)
+        if flight is not None:
+            await _listen(flight, record, rng, pauses)
+    except TandemError as error:
+        record.error = error
+    finally:
+        record.ended = time.time()
+
+
+async def _submitted(
+    dispatcher: Dispatcher, request: TokenRequest, record: StreamRecord, rng: random.Random
+) -> Flight | None:
+    """Return the running request; None if the client left while the request was queued."""
+    task = asyncio.create_task(dispatcher.submit(request))
+    if record.leave_at != "queued":
+        return await task
+    await asyncio.wait([task], timeout=rng.random() * 0.05)
+    if not task.done():
+        record.left_at = "queued"
+        record.left_admission_queue = len(dispatcher.waiting_room) > 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+    return task.result()  # the request was not queued for long: let it run
+
+
+async def _listen(flight: Flight, record: StreamRecord, rng: random.Random, pauses: Pauses) -> None:
+    record.route = flight.route
+    leave_after = _leave_after(record, rng)
+    try:
+        if leave_after == 0:
+            record.left_at = _stage(flight)
+            return
+        async for delta in flight:
+            _note(record, delta)
+            pauses.token_came(record.request_id, delta.choice_index, len(record.tokens[delta.choice_index]))
+            if leave_after is not None and sum(map(len, record.tokens)) >= leave_after:
+                record.left_at = _stage(flight)
+                return
+        record.usage = flight.usage
+        pauses.ended(flight)
+    finally:
+        record.route = dict(flight.route)
+        await flight.aclose()
+
+
+def _leave_after(record: StreamRecord, rng: random.Random) -> int | None:
+    """Return the number of tokens after which the client leaves."""
+    if record.leave_at == "decoding":
+        return rng.randint(2, min(40, len(record.question.answers[0].tokens) - 1))
+    return {"prefilling": 0, "between": 1}.get(record.leave_at or "")
+
+
+def _stage(flight: Flight) -> Stage:
+    """Return the stage of a request, from what its workers have sent."""
+    longest = max(len(choice.tokens) for choice in flight.choices)
+    return "prefilling" if longest == 0 else "between" if longest == 1 else "decoding"
+
+
+def _note(record: StreamRecord, delta: TokenDelta) -> None:
+    record.tokens[delta.choice_index] += delta.token_ids
+    record.logprobs[delta.choice_index] += [position.chosen.logprob for position in delta.logprobs]
+    record.finish_reasons[delta.choice_index] = delta.finish_reason
+
+
+def _lasts_until(question: Question, stage: Stage | None) -> bool:
+    """Return whether prompt and answer are long enough to leave at a stage."""
+    num_tokens = min(len(answer.tokens) for answer in question.answers)
+    least = {"prefilling": 2, "between": 8, "decoding": 8}.get(stage or "", 1)
+    return num_tokens >= least and (stage != "prefilling" or len(question.prompt) >= 60)

@@ -120,7 +120,7 @@ def _environment(config: EngineConfig) -> dict[str, str]:
     """Return the child's variables: this very package importable, OpenMP held to its threads from the start.
 
     Torch is asked for huge pages: the first pass over weights that have lain idle costs half as much more then
-    (measured: benchmarks/handover.py, its gap).
+    (measured: `python -m benchmarks.handover`, its gap).
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""How does a checkpoint of a Llama become a file that llama.cpp reads? Runs in llama.cpp's venv.
+"""Converts a Llama checkpoint to GGUF for llama.cpp. Runs in llama.cpp's venv.
 
 python -m benchmarks.peers.convert_gguf FOLDER FILE {f32,bf16}
 

@@ -1,4 +1,4 @@
-"""How does a checkpoint become what OpenVINO reads? Runs in the venv of optimum-intel.
+"""Converts a checkpoint for OpenVINO. Runs in the venv of optimum-intel.
 
 python -m benchmarks.peers.convert_openvino FOLDER TARGET
 """

@@ -1,4 +1,4 @@
-"""How do the engines that ours is measured beside get here? `make peers`; standard library only.
+"""Installs the peer engines: `make peers`. Standard library only.
 
 python -m benchmarks.peers.install [llama_cpp] [openvino] [--jobs N]
 

@@ -1,4 +1,4 @@
-"""How fast is llama.cpp? Its own batches through llama-cpp-python's low-level binding."""
+"""Runs llama.cpp: its own batches, through llama-cpp-python's low-level binding."""
 
 from __future__ import annotations
 

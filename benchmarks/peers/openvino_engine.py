@@ -1,4 +1,4 @@
-"""How fast is OpenVINO GenAI? Its ContinuousBatchingPipeline, stepped from here."""
+"""Runs OpenVINO GenAI: its ContinuousBatchingPipeline, stepped from here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does OpenVINO's continuous batching serve requests as they come? The little of HTTP that llama-server speaks too.
+"""Serves OpenVINO's continuous batching over the small part of HTTP that llama-server speaks too.
 
 python -m benchmarks.peers.openvino_server MODEL --port N --threads N --chunk TOKENS --cache-bytes N --max-num-seqs N
 
@@ -36,7 +36,7 @@ class _Request:
     handle: Any = None
     num_sent: int = 0
 
-    def tell(self, tokens: list[int]) -> None:
+    def add(self, tokens: list[int]) -> None:
         self.loop.call_soon_threadsafe(self.tokens.put_nowait, tokens)
 
 
@@ -80,10 +80,10 @@ class Stepper:
         while request.handle.can_read():
             tokens = [token for output in request.handle.read().values() for token in output.generated_ids]
             request.num_sent += len(tokens)
-            request.tell(tokens)
+            request.add(tokens)
         if request.num_sent < request.num_tokens:
             return True
-        request.tell([])
+        request.add([])
         return False
 
 

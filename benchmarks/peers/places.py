@@ -1,4 +1,4 @@
-"""Where do other engines live, and which are there? Standard library only."""
+"""Locates the installed peer engines. Standard library only."""
 
 from __future__ import annotations
 

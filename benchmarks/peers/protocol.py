@@ -1,4 +1,4 @@
-"""How does a process that holds one engine take orders? One JSON object per line, in and out; standard library only.
+"""The protocol of a process that holds one engine: one JSON object per line. Standard library only.
 
     load     {model, vocab_size, num_threads, cpus, max_batch, max_context,
               kv_bytes_per_token, settings}                                                  -> {}
@@ -38,7 +38,7 @@ class Load:
     max_context: int
     """Tokens per request, prompt and answer."""
     kv_bytes_per_token: int
-    """Of keys and values of all layers in float32, for engines that are told a size in bytes."""
+    """Bytes of keys and values of all layers in float32, for engines configured in bytes."""
     settings: Mapping[str, Any]
 
 
@@ -70,7 +70,7 @@ def serve(engine: Engine) -> None:
     for line in sys.stdin:
         try:
             answer = hands.carry_out(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - whatever it is, who asked is told
+        except Exception as error:  # noqa: BLE001 - the caller receives every error
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

@@ -1,4 +1,4 @@
-"""How fast is our own engine? Its core steps here as in its own process: scheduler, model and sampler."""
+"""Runs Tandem's engine: its core steps here as in its own process."""
 
 from __future__ import annotations
 

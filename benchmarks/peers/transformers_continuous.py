@@ -1,4 +1,4 @@
-"""How fast is continuous batching of transformers? Its own thread steps; between orders it is paused."""
+"""Runs continuous batching of transformers; its own thread steps, and pauses between commands."""
 
 from __future__ import annotations
 

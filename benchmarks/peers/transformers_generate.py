@@ -1,4 +1,4 @@
-"""How fast is `model.generate()` of transformers? A static batch, all of one length."""
+"""Runs `model.generate()` of transformers: a static batch of equal lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the parts of a profile make up its steps, and is the profiled engine the plain one?"""
+"""The parts of a profile add up to its steps, and the profiled engine computes what the plain one does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import random_model
-from benchmarks.command import Outcome
-from benchmarks.engine_profile import Plan, Profile, add, measure_phases, plot
-from benchmarks.timed_ops import PARTS, Stopwatch
+from benchmarks.engine_profile.__main__ import Plan, Profile, add, measure_phases, plot
+from benchmarks.engine_profile.timed_ops import PARTS, Stopwatch
+from benchmarks.lib import random_model
+from benchmarks.lib.command import Outcome
 from tandem_engine.ops.cpu import KernelsUnavailable
 
 
@@ -46,7 +46,7 @@ def test_figures_stand_under_shape_phase_and_part() -> None:
 
 
 def test_a_tiny_engine_is_profiled_and_drawn(tmp_path: Path) -> None:
-    from benchmarks.profiled_engine import ProfiledEngine
+    from benchmarks.engine_profile.profiled_engine import ProfiledEngine
 
     try:
         engine = ProfiledEngine(random_model.made(tmp_path, "tiny"), 1, 32, 512)

@@ -1,4 +1,4 @@
-"""Do engines in processes of their own take turns, and does one that fails leave the others alone?"""
+"""Engines in processes of their own take turns, and a failing one leaves the others alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine_process
-from benchmarks.engine_figures import Phase
-from benchmarks.engine_kinds import OURS, PEERS, EngineKind, available
-from benchmarks.engine_limits import Limits
-from benchmarks.engine_process import EngineFault, EngineProcess, Room
-from benchmarks.engine_turns import Plan, Stage, measure_phases, needed_bytes, teams
+from benchmarks.engine import process
+from benchmarks.engine.kinds import OURS, PEERS, EngineKind, available
+from benchmarks.engine.limits import Limits
+from benchmarks.engine.process import EngineFault, EngineProcess, Room
+from benchmarks.engine.stats import Phase
+from benchmarks.engine.turns import Plan, Stage, measure_phases, needed_bytes, teams
 
 _PLAN = Plan(num_rounds=3, num_steps=4, num_prompts=2, num_attempts=2, max_wait_seconds=0.0)
 _ROOM = Room((0,), 1, 64)
@@ -24,7 +24,7 @@ def _kind(name: str, **settings: object) -> EngineKind:
 
 @pytest.fixture(autouse=True)
 def _no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "made", lambda shape, form: Path(f"{shape}-{form}"))
+    monkeypatch.setattr(process, "made", lambda shape, form: Path(f"{shape}-{form}"))
 
 
 def test_contexts_pass_the_phases_length_half_way_and_fit_however_often_turns_are_repeated() -> None:
@@ -71,7 +71,7 @@ async def test_every_engine_takes_as_many_turns_and_one_that_fails_is_left_out(t
 async def test_an_engine_says_why_it_failed_and_takes_the_next_order(tmp_path: Path) -> None:
     engine = await EngineProcess.started(_kind("e", fails="prefill"), "tiny", _ROOM, tmp_path)
     try:
-        with pytest.raises(EngineFault, match="e, told to prefill: RuntimeError: no more"):
+        with pytest.raises(EngineFault, match="e, command prefill: RuntimeError: no more"):
             await engine.prefill(8, seed=1)
         await engine.hold(2, 8)
         assert await engine.decode(3) == [1.0, 1.0, 1.0]
@@ -80,9 +80,9 @@ async def test_an_engine_says_why_it_failed_and_takes_the_next_order(tmp_path: P
 
 
 async def test_an_engine_that_cannot_load_is_no_engine(tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match="told to load: RuntimeError: no more"):
+    with pytest.raises(EngineFault, match="command load: RuntimeError: no more"):
         await EngineProcess.started(_kind("e", fails="load"), "tiny", _ROOM, tmp_path)
-    with pytest.raises(EngineFault, match="told to load: it has ended"):
+    with pytest.raises(EngineFault, match="command load: it has ended"):
         await EngineProcess.started(_kind("gone", dies="load"), "tiny", _ROOM, tmp_path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.eviction import Trace, hit_rates, main, optimum, read_trace, replay
+from benchmarks.eviction.__main__ import Trace, hit_rates, main, optimum, read_trace, replay
 from kv_transfer_svc.blocks.policies import POLICIES
 
 

@@ -1,4 +1,4 @@
-"""Does the command keep to what it promises: its document, its prompts, and figures under the right name?"""
+"""The command measures what its documentation states, with the right prompts and figure names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.arrangements import Workload, arrangements
-from benchmarks.figures import STEPS, Answer
-from benchmarks.first_light import document
-from benchmarks.measuring import Measured
-from benchmarks.prompts import prompts
-from benchmarks.random_model import words
-from benchmarks.report import markdown
-from benchmarks.traces import AGGREGATED_STEPS, traces_of
+from benchmarks.first_light.__main__ import document
+from benchmarks.lib.arrangements import Workload, arrangements
+from benchmarks.lib.measuring import Measured
+from benchmarks.lib.prompts import prompts
+from benchmarks.lib.random_model import words
+from benchmarks.lib.report import markdown
+from benchmarks.lib.stats import STEPS, Answer
+from benchmarks.lib.traces import AGGREGATED_STEPS, traces_of
 from tandem_engine.demo import checkpoint_path
 from tests.otlp_sink import OtlpSink, ReceivedSpan
 

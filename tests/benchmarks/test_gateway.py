@@ -1,4 +1,4 @@
-"""Are the gateway's figures those of what was read, and does a short run go through?"""
+"""The gateway's figures follow from its readings, and a short run completes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gateway
-from benchmarks.command import Outcome
-from benchmarks.gateway_figures import Flat, Paced, Rate, Results, Slow, Two, enter, line
-from benchmarks.gateway_processes import Processes, native_request
-from benchmarks.sse_readers import Stream
-from benchmarks.stand_in_worker import Words
+from benchmarks.gateway import __main__
+from benchmarks.gateway.processes import Processes, native_request
+from benchmarks.gateway.sse_readers import Stream
+from benchmarks.gateway.stand_in_worker import Words
+from benchmarks.gateway.stats import Flat, Paced, Rate, Results, Slow, Two, enter, line
+from benchmarks.lib.command import Outcome
 from tandem_engine.demo import checkpoint_path
 
-_TINY = gateway._Size(
+_TINY = __main__._Size(
     num_rounds=1,
     seconds=0.3,
     num_idle=20,
@@ -55,7 +55,7 @@ def test_each_target_is_met_or_missed_by_its_own_figure() -> None:
         "two on one port: 1.80 times one (per CPU second of each": True,
         "2": True,
         "a client that does not read costs 1.0 MiB": True,
-        "4 of 4 were told why": False,
+        "4 of 4 received the reason": False,
         "memory grows by +2.0% in ten minutes": True,
     }
     rates = [target for target in outcome.targets if "bare app's rate" in target.text]
@@ -128,15 +128,15 @@ def test_through_the_gateway_the_stand_ins_words_are_the_answer(tmp_path: Path) 
 
 @pytest.mark.timeout(180)
 def test_a_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "_QUICK", _TINY)
-    monkeypatch.setattr(gateway, "_NUM_STREAMS", 16)
-    monkeypatch.setattr(gateway, "_WARM_SECONDS", 0.1)
+    monkeypatch.setattr(__main__, "_QUICK", _TINY)
+    monkeypatch.setattr(__main__, "_NUM_STREAMS", 16)
+    monkeypatch.setattr(__main__, "_WARM_SECONDS", 0.1)
     file = tmp_path / "figures.json"
-    assert gateway.main(["--quick", "--json", str(file)]) == 0
+    assert __main__.main(["--quick", "--json", str(file)]) == 0
     figures: dict[str, Any] = json.loads(file.read_text())["figures"]
     assert figures["native.per_second"] > 0 and figures["chat.of_ceiling"] > 0 and figures["two.ratio"] > 0
     assert figures["idle.num_streams"] == 20 and figures["flat.resident_bytes"] > 0
-    assert (figures["slow.num_told"], figures["slow.num_cut"]) == (4, 4)
+    assert (figures["slow.num_explained"], figures["slow.num_cut"]) == (4, 4)
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""Is the gap set against the decode step of the same answers, and the wait for the KV service against TTFT?"""
+"""The gap is compared with the decode step of the same answers, and the KV wait with TTFT."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.arrangements import Workload, one_core_each
-from benchmarks.command import Outcome
-from benchmarks.figures import Answer, Trace
-from benchmarks.handover import add, side_figures, targets
-from benchmarks.measuring import Measured, Sample
+from benchmarks.handover.__main__ import add, side_figures, targets
+from benchmarks.lib.arrangements import Workload, one_core_each
+from benchmarks.lib.command import Outcome
+from benchmarks.lib.measuring import Measured, Sample
+from benchmarks.lib.stats import Answer, Trace
 
 
 def _answer(gaps_ms: list[float], num_cached_tokens: int = 0, num_output_tokens: int | None = None) -> Answer:

@@ -1,4 +1,4 @@
-"""Would the statistics see a difference, and see none where there is none?"""
+"""The statistics find a difference, and find none where there is none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.command import Outcome
-from benchmarks.figures import Answer
-from benchmarks.isolation import Kind, Samples, add, in_random_order, num_hits_across
-from benchmarks.significance import compare
+from benchmarks.isolation.__main__ import Kind, Samples, add, in_random_order, num_hits_across
+from benchmarks.isolation.significance import compare
+from benchmarks.lib.command import Outcome
+from benchmarks.lib.stats import Answer
 
 _TIMES = st.lists(st.integers(1, 6).map(float), min_size=2, max_size=8)
 

@@ -1,4 +1,4 @@
-"""Are gaps, first tokens and goodput counted as they are described, and is nothing left of a run?"""
+"""Gaps, first tokens and goodput are counted as documented, and a run leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from benchmarks.isolation_itl_figures import (
+from benchmarks.isolation_itl.load import Load, calibrate, observe
+from benchmarks.isolation_itl.stats import (
     InTime,
     Observed,
     Prompt,
@@ -18,7 +19,6 @@ from benchmarks.isolation_itl_figures import (
     sheets,
     target,
 )
-from benchmarks.isolation_itl_load import Load, calibrate, observe
 
 _IN_TIME = InTime(ttft_seconds=2.0, itl_seconds=0.1)
 _LOAD = Load(

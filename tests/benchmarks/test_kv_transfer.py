@@ -1,4 +1,4 @@
-"""Are the figures of transfers what was measured, under the right names, and is every CPU second counted?"""
+"""Figures of transfers have the measured values and the right names, and count every CPU second."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from benchmarks.bare_socket import bare_socket
-from benchmarks.kv_transfer import MB, Measured, document_figures, ratios
-from benchmarks.kv_transfers import cpu_seconds
+from benchmarks.kv_transfer.__main__ import MB, Measured, document_figures, ratios
+from benchmarks.kv_transfer.bare_socket import bare_socket
+from benchmarks.kv_transfer.transfers import cpu_seconds
 
 
 def _by_subject(num_bytes: int) -> dict[str, Measured]:

@@ -1,4 +1,4 @@
-"""Is the plot of a training run drawn from what the run logged?"""
+"""The plot of a training run shows what the run logged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.loss_curve import main, read_curve
+from benchmarks.loss_curve.__main__ import main, read_curve
 
 
 def _run(folder: Path, rates: list[float], steps: list[int]) -> Path:

@@ -1,4 +1,4 @@
-"""Is what Linux says of a process's memory read right, and set against what is allowed?"""
+"""Linux's memory figures of a process are read correctly, and compared with the limits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory import Variant, Worker, sheets, targets
-from benchmarks.memory_readings import MB, Reading, read, weights_of
+from benchmarks.memory.__main__ import Variant, Worker, sheets, targets
+from benchmarks.memory.readings import MB, Reading, read, weights_of
 
 _SMAPS = """\
 7f0000000000-7f0000010000 rw-p 00000000 00:00 0

@@ -1,4 +1,4 @@
-"""Does a measurement leave others their memory?"""
+"""A measurement leaves memory to other programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from benchmarks.memory_need import check_memory, needed_bytes
+from benchmarks.lib.memory_need import check_memory, needed_bytes
 
 
 def test_need_grows_with_weights_and_workers() -> None:

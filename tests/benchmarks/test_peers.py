@@ -1,4 +1,4 @@
-"""Do peers get the same numbers as we do, and is what they serve what was asked?"""
+"""Peers get the same numbers as Tandem, and serve what was requested."""
 
 from __future__ import annotations
 

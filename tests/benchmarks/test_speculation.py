@@ -1,4 +1,4 @@
-"""Does the benchmark of speculation ask both sides the same, count alike, and notice another answer?"""
+"""The speculation benchmark sends both sides the same requests, and notices a different answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import speculation
-from benchmarks.speculation import Prompt, Task, main, measured
+from benchmarks.speculation import __main__
+from benchmarks.speculation.__main__ import Prompt, Task, main, measured
 from tests.tandem_engine.scheduling.harness import World
 from tests.tandem_engine.scheduling.test_drafted_steps import Script, seconds_of
 
@@ -40,10 +40,10 @@ def test_another_answer_ends_the_measurement(turns_are_steps: bool) -> None:
 
 
 def test_a_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tasks(is_quick: bool, say: Any) -> Any:
-        yield "@tandem/demo", [Task("copying", speculation._held_out("copying", 2), 0.0, 1.5)]
+    def tasks(is_quick: bool, progress: Any) -> Any:
+        yield "@tandem/demo", [Task("copying", __main__._held_out("copying", 2), 0.0, 1.5)]
 
-    monkeypatch.setattr(speculation, "_tasks", tasks)
+    monkeypatch.setattr(__main__, "_tasks", tasks)
     file = tmp_path / "figures.json"
     assert main(["--quick", "--json", str(file)]) == 0
     figures = json.loads(file.read_text())["figures"]

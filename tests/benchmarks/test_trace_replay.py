@@ -1,4 +1,4 @@
-"""Does the scaled trace have the structure of the real one, and is the real system set against the right cache?"""
+"""The scaled trace keeps the structure of the real one, and is compared with the right cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cached_prompt import NUM_PROMPT_TOKENS, check
-from benchmarks.cached_prompt import add as add_cached
-from benchmarks.command import Outcome
-from benchmarks.eviction import Trace, replay, trace_of
-from benchmarks.figures import Answer
-from benchmarks.mooncake import BLOCK_TOKENS, SCALE, TRACE_BLOCK_TOKENS, TraceRequest, read_requests
-from benchmarks.replaying import POOL_BLOCKS, Capacity, Played
-from benchmarks.trace_replay import add, main
+from benchmarks.eviction.__main__ import Trace, replay, trace_of
+from benchmarks.lib.command import Outcome
+from benchmarks.lib.stats import Answer
+from benchmarks.trace_replay.__main__ import add, main
+from benchmarks.trace_replay.cached_prompt import NUM_PROMPT_TOKENS, check
+from benchmarks.trace_replay.cached_prompt import add as add_cached
+from benchmarks.trace_replay.mooncake import BLOCK_TOKENS, SCALE, TRACE_BLOCK_TOKENS, TraceRequest, read_requests
+from benchmarks.trace_replay.replaying import POOL_BLOCKS, Capacity, Played
 from kv_transfer_svc.blocks.lru import LruPolicy
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 

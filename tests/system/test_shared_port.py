@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.gateway_processes import Processes, native_request
+from benchmarks.gateway.processes import Processes, native_request
 
 _NUM_CLIENTS = 40
 """The kernel chooses for each: that one of two gateways gets none of them happens once in a trillion times."""

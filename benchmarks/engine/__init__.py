@@ -1,0 +1,1 @@
+"""Compares the engine with its peers and with the limits of the machine."""

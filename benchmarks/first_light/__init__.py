@@ -1,0 +1,1 @@
+"""Measures one request step by step: disaggregated beside aggregated."""

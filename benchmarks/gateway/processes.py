@@ -1,0 +1,178 @@
+"""Starts the processes of a gateway measurement, each on its cores.
+
+The gateway, or what it is compared with, has a core of its own; stand-in worker and client have the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks.gateway.sse_readers import post
+from benchmarks.lib.served import clean_environment, free_ports
+from tandem_client.cli.child import last_lines
+from tandem_client.cli.parent_death import die_with_parent
+from tandem_engine.demo import MODEL_ID
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+_NUM_TRIES = 24
+
+
+ALL_CORES = sorted(os.sched_getaffinity(0))
+SERVER_CORES = ALL_CORES[-max(1, len(ALL_CORES) // 2) :]
+"""One for each server: one of two, else half of all."""
+OTHER_CORES = set(ALL_CORES) - set(SERVER_CORES) or set(ALL_CORES)
+"""The client's and the worker's."""
+TWO_SERVERS_CORES = SERVER_CORES if len(SERVER_CORES) > 1 else ALL_CORES
+"""Where two servers are measured: one for each, if need be among the client's and the worker's."""
+BESIDE_TWO_SERVERS = OTHER_CORES if len(SERVER_CORES) > 1 else set(ALL_CORES)
+
+
+class Child:
+    """One process and its threads, on some cores."""
+
+    def __init__(
+        self, name: str, arguments: list[str], folder: Path, variables: Mapping[str, str], cores: set[int]
+    ) -> None:
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                die_with_parent([sys.executable, "-m", *arguments]),
+                env=clean_environment(folder / "state", variables),
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.sched_setaffinity(self._process.pid, cores)  # before it has threads, which inherit it
+        self._stats = psutil.Process(self._process.pid)
+
+    @property
+    def cpu_seconds(self) -> float:
+        times = self._stats.cpu_times()
+        return times.user + times.system
+
+    @property
+    def resident_bytes(self) -> int:
+        resident: int = self._stats.memory_info().rss
+        return resident
+
+    def client_ports(self) -> set[int]:
+        """Return the far ports of this process's connections."""
+        return {each.raddr.port for each in self._stats.net_connections("tcp4") if each.raddr}
+
+    def num_logged(self, event: str) -> int:
+        """Return how often it has logged that event."""
+        return self._log.read_text().count(f'"event": "{event}"')
+
+    def check(self) -> None:
+        """Raise RuntimeError if it has ended."""
+        if self._process.poll() is not None:
+            tail = "\n".join(last_lines(self._log, 30))
+            raise RuntimeError(f"{self._log.stem} ended with exit code {self._process.returncode}:\n{tail}")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Processes:
+    """Gateways, a stand-in worker and the bare app, as they are asked for; all end with the `with`."""
+
+    def __init__(
+        self, folder: Path, server_cores: Sequence[int] = SERVER_CORES, other_cores: Collection[int] = OTHER_CORES
+    ) -> None:
+        """`server_cores`: one for each gateway, in turn; `other_cores`: the worker's."""
+        folder.mkdir()
+        self._folder = folder
+        self._server_cores, self._other_cores = server_cores, set(other_cores)
+        self._children: list[Child] = []
+        self._http_port, self._bare_port, *self._grpc_ports = free_ports(4)
+        self.gateways: list[Child] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in reversed(self._children):
+            child.stop()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where gateways answer HTTP."""
+        return "127.0.0.1", self._http_port
+
+    def gateway(self, *flags: str) -> Child:
+        """Start a gateway; a second one shares the first one's port, and needs --reuse-port as that one did."""
+        index = len(self.gateways)
+        variables = {
+            "TANDEM_CONTROL_LISTEN": f"127.0.0.1:{self._http_port}",
+            "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[index]}",
+        }
+        core = self._server_cores[index % len(self._server_cores)]
+        self.gateways.append(self._child(f"gateway-{index}", ["control_plane", *flags], variables, {core}))
+        return self.gateways[-1]
+
+    def stand_in(self, token_seconds: float = 0.0) -> Child:
+        """Start the worker that emits tokens, and wait until every gateway has answered with some."""
+        control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
+        arguments = ["benchmarks.gateway.stand_in_worker", *control, "--token-seconds", f"{token_seconds:g}"]
+        child = self._child("stand-in", arguments, {}, self._other_cores)
+        # Each try is a connection of its own, and the kernel's choice: so many good ones have asked every gateway.
+        for _ in range(1 if len(self.gateways) == 1 else _NUM_TRIES):
+            self._wait(f"http://127.0.0.1:{self._http_port}/readyz")
+        return child
+
+    def bare(self) -> tuple[Child, tuple[str, int]]:
+        """Start the bare app, on the first gateway's core; return also its address."""
+        child = self._child("bare", ["benchmarks.gateway.bare_sse", str(self._bare_port)], {}, {self._server_cores[0]})
+        self._wait(f"http://127.0.0.1:{self._bare_port}/", min_status=400)
+        return child, ("127.0.0.1", self._bare_port)
+
+    def _child(self, name: str, arguments: list[str], variables: Mapping[str, str], cores: set[int]) -> Child:
+        child = Child(name, arguments, self._folder, variables, cores)
+        self._children.append(child)
+        return child
+
+    def _wait(self, url: str, min_status: int = 200) -> None:
+        """Wait until `url` answers with 2xx, or at all."""
+        deadline = time.monotonic() + _START_SECONDS
+        with httpx.Client(trust_env=False, timeout=5.0) as client:
+            while time.monotonic() < deadline:
+                for child in self._children:
+                    child.check()
+                try:
+                    status = client.get(url).status_code
+                    if status < 300 or status in range(min_status, 500):
+                        return
+                except httpx.TransportError:
+                    pass  # nobody listens yet
+                time.sleep(_POLL_SECONDS)
+        raise RuntimeError(f"{url} did not answer within {_START_SECONDS:g} s")
+
+
+def native_request(num_tokens: int) -> bytes:
+    """Return a call of `AI.run` over REST."""
+    body = {"prompt": "hello", "raw": True, "stream": True, "max_tokens": num_tokens}
+    return post(f"/client/v4/accounts/benchmark/ai/run/{MODEL_ID}", body)
+
+
+def chat_request(num_tokens: int) -> bytes:
+    """Return one of OpenAI's chat completions."""
+    messages = [{"role": "user", "content": "hello"}]
+    return post(
+        "/v1/chat/completions", {"model": MODEL_ID, "messages": messages, "stream": True, "max_tokens": num_tokens}
+    )

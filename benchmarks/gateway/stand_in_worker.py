@@ -1,0 +1,256 @@
+"""A decode worker without a model: emits tokens at once, behind the real protocol.
+
+`python -m benchmarks.gateway.stand_in_worker CONTROL ...` registers at these gRPC addresses as a worker of the built-in
+model. Each step gives every request one token; all requests of a gateway are in one StepBatch, as with an engine. Steps
+follow each other as fast as the gateway reads, or every `--token-seconds`. A token is a function of its position, so a
+reader can check the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from tandem.v1 import decode_pb2_grpc
+from tandem.v1 import types_pb2 as pb
+from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_engine.demo import MODEL_ID, checkpoint_path
+from tandem_runtime import identity, lifecycle, log
+from tandem_runtime.registration import Registrar
+from tandem_runtime.server import GrpcServer
+
+CONTEXT_LENGTH = 1 << 20
+"""Tokens; an answer may be as long as a measurement."""
+BLOCK_SIZE = 16
+_NUM_BLOCKS = 1 << 30
+_NUM_WORDS = 509
+_NUM_TURNS = 16
+"""With a pace, a sixteenth of the requests has a token in each step."""
+_ASSETS = ("tokenizer.json", "tokenizer_config.json")
+
+
+class Words:
+    """The tokens of every answer: words of one token each, whole characters, in an order that positions give."""
+
+    def __init__(self, folder: Path) -> None:
+        vocabulary: dict[str, int] = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+        words = {token[1:]: token_id for token, token_id in vocabulary.items() if _is_word(token)}
+        chosen = sorted(words, key=lambda word: words[word])[:_NUM_WORDS]
+        self.token_ids = [words[word] for word in chosen]
+        self.texts = [f" {word}" for word in chosen]
+
+    def token_id(self, position: int) -> int:
+        return self.token_ids[position % len(self.token_ids)]
+
+    def text(self, first: int, num_tokens: int) -> str:
+        """Return the text of an answer whose first token stands at position `first`."""
+        return "".join(self.texts[place % len(self.texts)] for place in range(first, first + num_tokens))
+
+
+def _is_word(token: str) -> bool:
+    return token[0] == "Ġ" and len(token) > 2 and token[1:].isascii() and token[1:].isalpha()
+
+
+def model_card() -> pb.ModelCard:
+    """Return the built-in model's card, with room for longer answers; no weights are read."""
+    folder = checkpoint_path()
+    config = json.loads((folder / "config.json").read_text())
+    files = {name: (folder / name).read_bytes() for name in _ASSETS}
+    assets = [
+        pb.Asset(name=name, digest=hashlib.blake2b(content, digest_size=16).digest(), num_bytes=len(content))
+        for name, content in files.items()
+    ]
+    return pb.ModelCard(
+        model_id=MODEL_ID,
+        fingerprint=pb.Fingerprint(weights_digest="stand-in", numerics_class="stand-in", digest=b"stand-in worker."),
+        block_size=BLOCK_SIZE,
+        context_length=CONTEXT_LENGTH,
+        vocab_size=config["vocab_size"],
+        eos_token_ids=[config["eos_token_id"]],
+        chat_template=(folder / "chat_template.jinja").read_text(),
+        assets=assets,
+        architecture=config["architectures"][0],
+        created_unix_seconds=int(time.time()),
+        task="text-generation",
+    )
+
+
+class _Answer:
+    """One request: its output message, sent again with the next token in each step."""
+
+    def __init__(self, submit: pb.Submit, words: Words) -> None:
+        self._words = words
+        self._submit = submit
+        self._position = len(submit.token_ids)
+        self._end = submit.num_prompt_tokens + submit.sampling.max_tokens
+        self._output = pb.TokenOutput(
+            request_id=submit.request_id, attempt=submit.attempt, choice_index=submit.choice_index, token_ids=[0]
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self._position >= self._end
+
+    def next(self) -> pb.TokenOutput:
+        output = self._output
+        output.position = self._position
+        output.token_ids[0] = self._words.token_id(self._position)
+        self._position += 1
+        if self.is_over:
+            output.finish_reason = pb.FINISH_REASON_LENGTH
+            output.ledger.num_prompt_tokens = self._submit.num_prompt_tokens
+            output.ledger.num_computed_tokens = self._submit.num_prompt_tokens
+            output.ledger.num_generated_tokens = self._submit.sampling.max_tokens
+        return output
+
+
+class _Gateway:
+    """One Attach stream: its requests, and the steps that report them."""
+
+    def __init__(self, words: Words, token_seconds: float) -> None:
+        self._words = words
+        self._num_turns = _NUM_TURNS if token_seconds else 1
+        self._pause_seconds = token_seconds / self._num_turns
+        self._running: list[dict[tuple[str, int], _Answer]] = [{} for _ in range(self._num_turns)]
+        self._replies: list[pb.Event] = []
+        self._asked = asyncio.Event()
+        self._step = 0
+        self._next_step_at = 0.0
+
+    async def read(self, commands: AsyncIterator[pb.Command]) -> None:
+        async for command in commands:
+            if command.WhichOneof("kind") == "submit":
+                self._submit(command.submit)
+            elif command.WhichOneof("kind") == "cancel":
+                for turn in self._running:
+                    turn.pop((command.cancel.request_id, command.cancel.attempt), None)
+
+    async def events(self) -> AsyncIterator[pb.Event]:
+        """Yield replies and steps, for ever; a step is made once the one before it was taken."""
+        while True:
+            replies, self._replies = self._replies, []
+            for reply in replies:
+                yield reply
+            now = asyncio.get_running_loop().time()
+            if now >= self._next_step_at:  # else it was woken by what was asked
+                self._next_step_at = now + self._pause_seconds
+                if outputs := self._outputs():
+                    yield pb.Event(step=pb.StepBatch(step=self._step, outputs=outputs))
+            await self._wait()
+
+    def load(self) -> int:
+        """Return how many requests run."""
+        return sum(map(len, self._running))
+
+    def _submit(self, submit: pb.Submit) -> None:
+        self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
+        turn = min(self._running, key=len)
+        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words)
+        self._asked.set()
+
+    def _outputs(self) -> list[pb.TokenOutput]:
+        self._step += 1
+        turn = self._running[self._step % self._num_turns]
+        outputs = [answer.next() for answer in turn.values()]
+        for request in [request for request, answer in turn.items() if answer.is_over]:
+            del turn[request]
+        return outputs
+
+    async def _wait(self) -> None:
+        """Wait until the next step may be made, or something was asked; let the reader of commands in meanwhile."""
+        if self._pause_seconds or not self.load():
+            try:
+                async with asyncio.timeout_at(self._next_step_at if self.load() else None):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
+        else:
+            await asyncio.sleep(0)
+        self._asked.clear()
+
+
+class StandIn(decode_pb2_grpc.DecodeServiceServicer):
+    """tandem.v1.DecodeService, as a gateway needs it."""
+
+    def __init__(self, token_seconds: float) -> None:
+        self._token_seconds = token_seconds
+        self._words = Words(checkpoint_path())
+        self._gateways: set[_Gateway] = set()
+        self.info = pb.WorkerInfo(
+            worker_id="stand-in",
+            incarnation=identity.new_incarnation(),
+            role=pb.WORKER_ROLE_DECODE,
+            host_id=identity.default_host_id(),
+            card=model_card(),
+        )
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
+        gateway = _Gateway(self._words, self._token_seconds)
+        self._gateways.add(gateway)
+        reader = asyncio.create_task(gateway.read(request_iterator))
+        try:
+            yield pb.Event(hello=pb.AttachHello(worker_incarnation=self.info.incarnation))
+            async for event in gateway.events():
+                yield event
+        finally:
+            reader.cancel()
+            self._gateways.discard(gateway)
+
+    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
+        (name,) = [asset.name for asset in self.info.card.assets if asset.digest == request.digest]
+        yield pb.Chunk(data=(checkpoint_path() / name).read_bytes())
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return pb.StatsReply(info=self.info, load=self.load())
+
+    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
+        return TablesReply(incarnation=self.info.incarnation)
+
+    def load(self) -> pb.LoadReport:
+        pool = pb.KvPool(num_total_blocks=_NUM_BLOCKS, num_free_blocks=_NUM_BLOCKS, tokens_per_block=BLOCK_SIZE)
+        num_running = sum(gateway.load() for gateway in self._gateways)
+        return pb.LoadReport(state=pb.WORKER_STATE_READY, kv=pool, num_running=num_running)
+
+
+async def serve(control: list[str], token_seconds: float, drain: asyncio.Event) -> int:
+    """Register and answer until `drain` is set."""
+    worker = StandIn(token_seconds)
+
+    def register(server: Any) -> None:
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+
+    server = GrpcServer("127.0.0.1:0", register, ["tandem.v1.DecodeService"])
+    worker.info.address = await server.start()
+    server.set_serving(True)
+    registrar = Registrar(control, worker.info, worker.load)
+    registrar.start()
+    try:
+        await drain.wait()
+    finally:
+        await registrar.stop()
+        await server.stop(0)
+    return 0
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.gateway.stand_in_worker", description=__doc__.splitlines()[0]
+    )
+    options.add_argument("control", nargs="+", metavar="CONTROL", help="gRPC addresses of gateways")
+    options.add_argument(
+        "--token-seconds", type=float, default=0.0, help="how often each request has a token; 0: at once"
+    )
+    given = options.parse_args()
+    log.configure("tandem-stand-in", level="warning")
+    return lifecycle.run(lambda drain: serve(given.control, given.token_seconds, drain))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

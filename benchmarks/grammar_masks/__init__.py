@@ -1,0 +1,1 @@
+"""Measures the share of a decode step that grammar masks take."""

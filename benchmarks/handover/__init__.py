@@ -1,0 +1,1 @@
+"""Measures the gap between token one and token two: disaggregated beside aggregated."""

@@ -1,0 +1,1 @@
+"""Checks that the time to first token does not reveal the prompts of other accounts."""

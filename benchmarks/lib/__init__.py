@@ -1,0 +1,1 @@
+"""Shared by the benchmarks: commands, conditions, statistics, reports, random models and served fleets."""

@@ -1,0 +1,111 @@
+"""Makes Llamas of a given size with random weights, in seconds. Run as a module with a folder and a shape.
+
+Their weights are random, so their answers mean nothing, but their speed is that of a real model of the shape.
+Each token is one word, so each token brings text.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.served import ROOT
+
+_ALL_SHAPES: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SHAPE_M: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "vocab_size": 32_000,
+    "hidden_size": 1280,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""Shape M of the engine's measurements: 507 million parameters."""
+
+SHAPE_S: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "vocab_size": 32_000,
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""103 million parameters."""
+
+TINY: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "vocab_size": 2000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""A third of a million parameters: as good as no work. A block of 8 tokens takes one page of a store, 4 KiB."""
+
+SHAPES = {"0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY}
+
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
+
+
+def made(folder: Path, shape: str) -> Path:
+    """Return the checkpoint of that shape below `folder`, made where it is not there yet.
+
+    In a process of its own: torch's threads have no place in one that measures.
+    """
+    target = folder / f"random-llama-{shape}"
+    if not target.exists():
+        subprocess.run([sys.executable, "-m", "benchmarks.lib.random_model", str(target), shape], cwd=ROOT, check=True)
+    return target
+
+
+def make(folder: Path, shape: str) -> None:
+    """Write the checkpoint (bf16, safetensors) and its tokenizer; always the same."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(1)
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(LlamaConfig(**SHAPES[shape], dtype="bfloat16")).save_pretrained(folder)
+    _save_tokenizer(folder, SHAPES[shape]["vocab_size"])
+
+
+def words(count: int) -> list[str]:
+    """Return that many different made-up words of three syllables."""
+    chance = random.Random(1)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(chance.choices(_SYLLABLES, k=3))] = None
+    return list(found)
+
+
+def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    entries = ["<s>", "</s>", *(f"Ġ{word}" for word in words(vocab_size - 2))]
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,127 @@
+"""Starts a whole Tandem for a measurement, and stops it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import httpx
+
+from tandem_client.cli.child import last_lines
+from tandem_client.cli.fleet import parse_fleet
+from tandem_client.cli.parent_death import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_SECONDS = 240.0
+_STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+
+
+class Served:
+    """`tandem up` in a process of its own, on free ports, with a state folder of its own.
+
+    `async with Served(folder, flags, env, roles) as served:` returns once a worker of every role is ready and `/readyz`
+    says yes. That alone is not enough: decode serves by itself while prefill is still loading.
+    """
+
+    def __init__(
+        self, folder: Path, flags: tuple[str, ...], environment: Mapping[str, str], roles: Collection[str]
+    ) -> None:
+        http_port, grpc_port = free_ports(2)
+        self.base_url = f"http://127.0.0.1:{http_port}"
+        self._folder = folder
+        self._roles = frozenset(roles)
+        self._command = [sys.executable, "-m", "tandem_client.cli", "up", *flags]
+        self._command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
+        self._environment = clean_environment(folder / "state", environment)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def model(self) -> str:
+        """What the services call the model; known once entered."""
+        return self._model
+
+    async def __aenter__(self) -> Served:
+        self._folder.mkdir()
+        with self._log.open("wb") as log:
+            # No tandem.toml of whoever measures is found in a folder of our own.
+            self._process = await asyncio.create_subprocess_exec(
+                *die_with_parent(self._command),
+                env=self._environment,
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                self._model = await self._wait_ready()
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"tandem up was not ready in {_START_SECONDS:g} s:\n{self._tail()}") from error
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "tandem-up.log"
+
+    async def _wait_ready(self) -> str:
+        assert self._process is not None, "started before"
+        async with httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=5.0) as client:
+            while self._process.returncode is None:
+                try:
+                    if await self._is_ready(client):
+                        model: str = (await client.get("/v1/models")).json()["data"][0]["id"]
+                        return model
+                except httpx.TransportError:
+                    pass  # nobody listens yet
+                await asyncio.sleep(_POLL_SECONDS)
+        raise RuntimeError(f"tandem up ended with exit code {self._process.returncode}:\n{self._tail()}")
+
+    async def _is_ready(self, client: httpx.AsyncClient) -> bool:
+        fleet = parse_fleet((await client.get("/v1/workers")).json())
+        ready = {member.role for member in fleet if member.state == "ready" and not member.suspected}
+        return ready >= self._roles and (await client.get("/readyz")).is_success
+
+    async def _stop(self) -> None:
+        """Drain by SIGTERM to the supervisor alone; it ends what it started."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            process.send_signal(signal.SIGTERM)  # the second one does not wait
+            await process.wait()
+
+    def _tail(self) -> str:
+        return "\n".join(last_lines(self._log, 30))
+
+
+def clean_environment(state_dir: Path, ours: Mapping[str, str]) -> dict[str, str]:
+    """Return our variables over the surroundings', without any that would change what is measured."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "OTEL_", "OMP_"))}
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
+    return {**kept, "PYTHONPATH": paths, "TANDEM_STATE_DIR": str(state_dir), **ours}
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,1 @@
+"""Plots the loss of the built-in model's training."""

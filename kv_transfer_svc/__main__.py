@@ -1,4 +1,4 @@
-"""`python -m kv_transfer_svc`: run the KV service of a host; see --help."""
+"""`python -m kv_transfer_svc`: runs the KV service of a host; see --help."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where do slabs of other hosts lie while readers of this host copy them?
+"""Memory for slabs pulled from other hosts, until the readers of this host have copied them.
 
-One region of our own, cut into pages; an extent is a run of pages, and its slot is its first page. Freeing an extent
-raises its slot's generation, so that a reader which comes late knows.
+The arena is one region, cut into pages. An extent is a run of pages, and its slot is the first page. Freeing an extent
+raises the generation of its slot, so a late reader notices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_WAITING = 1024
 
 
 class ExtentAllocator:
-    """Runs of pages: the first hole that fits is used, neighbouring holes become one."""
+    """Allocates runs of pages: uses the first hole that fits and merges neighbouring holes."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -68,9 +68,9 @@ class _Waiting:
 
 
 class Arena:
-    """Extents for pulled blocks. All of a pull's blocks are granted at once, first come, first served:
+    """Extents for pulled blocks. All blocks of a pull are granted at once, first come, first served.
 
-    pulls that took their blocks one by one could each hold half of what the other waits for.
+    Pulls that allocate block by block can deadlock, each holding memory that the other waits for.
     """
 
     def __init__(self, region_id: str, num_bytes: int) -> None:
@@ -94,9 +94,9 @@ class Arena:
         return self._num_used_pages * PAGE_BYTES
 
     async def allocate(self, sizes: Sequence[int]) -> list[pb.Extent]:
-        """Return one extent per size, waiting until all fit; the caller frees them.
+        """Return one extent per size; wait until all fit. The caller frees them.
 
-        Raises Overloaded if they can never fit, or too many wait already.
+        Raises Overloaded if they can never fit, or if 1,024 pulls wait already.
         """
         num_pages = sum(map(_pages, sizes))
         if num_pages > self._allocator.num_pages:
@@ -124,7 +124,7 @@ class Arena:
 
     @staticmethod
     def held_bytes(extent: pb.Extent) -> int:
-        """Return what an extent takes of the arena: whole pages."""
+        """Return the bytes of an extent in whole pages."""
         return _pages(extent.num_bytes) * PAGE_BYTES
 
     def close(self) -> None:
@@ -139,16 +139,16 @@ class Arena:
 
     def _grant(self) -> None:
         while self._waiting:
-            if self._waiting[0].granted.cancelled():  # its task has yet to wake up and withdraw it
+            if self._waiting[0].granted.cancelled():  # its task has not run yet to withdraw it
                 self._waiting.popleft()
                 continue
-            extents = self._try(self._waiting[0].sizes)
+            extents = self._try_allocate(self._waiting[0].sizes)
             if extents is None:
                 return
             self._waiting.popleft().granted.set_result(extents)
 
-    def _try(self, sizes: Sequence[int]) -> list[pb.Extent] | None:
-        """Take extents for all sizes, or none of them."""
+    def _try_allocate(self, sizes: Sequence[int]) -> list[pb.Extent] | None:
+        """Allocate extents for all sizes, or for none."""
         starts: list[int] = []
         for size in sizes:
             start = self._allocator.allocate(_pages(size))

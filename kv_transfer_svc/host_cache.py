@@ -1,10 +1,11 @@
-"""How do workers fill this host's store of blocks, and take from it?
+"""Keeps this host's stored blocks: workers publish blocks and load them.
 
-    publish   blocks of a worker's region --copied--> DRAM        --when it is full--> disk
-    load      DRAM, lent; before that: disk --read and verified--> DRAM, another host --read and verified--> DRAM
+    publish   a worker's region --copy--> memory --when memory is full--> disk
+    load      memory, under a lease; missing blocks come first: disk --read, verify--> memory,
+              another host --read, verify--> memory
 
-Every block is verified where its bytes come from elsewhere, and nothing that fails is served. What takes time (copies,
-the disk, another host) is done off the event loop and finished also if whoever asked is gone.
+Bytes from disk or from another host are always verified, and a block that fails is never served. Slow work (copies,
+disk, another host) runs off the event loop, and goes on to its end when the caller leaves.
 """
 
 from __future__ import annotations
@@ -12,41 +13,44 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
-from kv_transfer_svc.blocks.allocator import Extent, Room
-from kv_transfer_svc.blocks.block import Known, Leased
+from kv_transfer_svc.blocks.allocator import BlockAllocator, Extent
+from kv_transfer_svc.blocks.block import BlockKey, Known, LeasedBlock
 from kv_transfer_svc.blocks.block_store import BlockStore
-from kv_transfer_svc.blocks.keys import BlockKey
 from kv_transfer_svc.blocks.quotas import Quotas
 from kv_transfer_svc.disk.disk_tier import DiskTier
-from kv_transfer_svc.offered import Offered, block_keys
 from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.transport.source import BlockSource
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import TandemError
+from tandem_runtime.errors import InvalidRequest, KvCorrupt, TandemError
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.kv.known_blocks import REGION_ID, KnownBlocks
+from tandem_runtime.kv.layout import check_memory_kind
+from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
 FetchBlocks = Callable[[str, Sequence[BlockKey], Sequence[memoryview]], Awaitable[list[int]]]
-"""Reads a chain's blocks from the KV service at an address; returns the checksums of the leading ones that came."""
+"""Reads a chain's blocks from the KV service at an address; returns the checksums of the leading blocks received."""
 
 _MAX_LEASE_SECONDS = 60.0
 _HEADROOM_SHARE = 16
-"""With a disk tier one part in so many is kept free, so that a new block need not wait for others to be written."""
+"""With a disk tier 1/16 of memory is kept free, so that a new block need not wait for writes to disk."""
+_MAX_BLOCKS_PER_CALL = 4096
 
 
-class PromptCache:
+class HostCache:
     """The host's stored blocks, in memory and on disk. Runs on the event loop; the only caller of `blocks`."""
 
     def __init__(
         self,
-        room: Room,
+        allocator: BlockAllocator,
         disk: DiskTier | None,
         regions: RegionTable,
         region_id: str,
@@ -55,10 +59,10 @@ class PromptCache:
         quotas: Quotas | None = None,
         verify_kv: bool = False,
     ) -> None:
-        headroom_bytes = room.total_bytes // _HEADROOM_SHARE if disk is not None else 0
+        headroom_bytes = allocator.total_bytes // _HEADROOM_SHARE if disk is not None else 0
         self.known = KnownBlocks.create()
         self.blocks = BlockStore(
-            room,
+            allocator,
             quotas=quotas,
             demote=self._demote if disk is not None else None,
             headroom_bytes=headroom_bytes,
@@ -73,40 +77,40 @@ class PromptCache:
         self._region_id = region_id
         self._clock = clock
         self._verify_kv = verify_kv
-        self._tasks: set[asyncio.Task[int]] = set()
-        regions.add_own(region_id, room.region)
+        self._tasks = TaskSet()
+        regions.add_own(region_id, allocator.region)
         regions.add_own(REGION_ID, self.known.region)
 
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
-        """Copy what is wanted of a worker's blocks. Raises InvalidRequest for extents that are not in its region."""
-        offered = Offered(request, self._regions)
+        """Copy the blocks of a worker that the store lacks. Raises InvalidRequest for extents outside the region."""
+        published = PublishedBlocks(request, self._regions)
         begun = self.blocks.begin(
-            offered.keys, offered.sizes, request.account_tag, self._clock(), parent=offered.parent
+            published.keys, published.sizes, request.account_tag, self._clock(), parent=published.parent
         )
         num_known = sum(isinstance(each, Known) for each in begun)
-        wanted = [(index, extent) for index, extent in enumerate(begun) if isinstance(extent, Extent)]
-        num_stored = await self._finish(self._copy(offered, wanted)) if wanted else 0
-        num_refused = len(offered.keys) - num_known - num_stored
+        missing = [(index, extent) for index, extent in enumerate(begun) if isinstance(extent, Extent)]
+        num_stored = await self._finish(self._copy(published, missing)) if missing else 0
+        num_refused = len(published.keys) - num_known - num_stored
         return kv.PublishReply(num_stored=num_stored, num_known=num_known, num_refused=num_refused)
 
-    async def _copy(self, offered: Offered, wanted: Sequence[tuple[int, Extent]]) -> int:
-        views = [self._view(extent) for _, extent in wanted]
+    async def _copy(self, published: PublishedBlocks, missing: Sequence[tuple[int, Extent]]) -> int:
+        views = [self._view(extent) for _, extent in missing]
         checksums: list[int] = []
         try:
-            checksums = await asyncio.to_thread(offered.copy, [index for index, _ in wanted], views)
+            checksums = await asyncio.to_thread(published.copy, [index for index, _ in missing], views)
         finally:
             for view in views:
                 view.release()
-        if offered.num_corrupt:
-            self.counters["memory_corrupt"] += offered.num_corrupt
-            log.error("offered_block_corrupt", num_blocks=offered.num_corrupt)
-        return self._settle([(offered.keys[index], extent) for index, extent in wanted], checksums)
+        if published.num_corrupt:
+            self.counters["memory_corrupt"] += published.num_corrupt
+            log.error("published_block_corrupt", num_blocks=published.num_corrupt)
+        return self._settle([(published.keys[index], extent) for index, extent in missing], checksums)
 
     # ---------------------------------------------------------------------------------------------------- load
 
     async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
-        """Lend the longest run of a chain that can be had here."""
-        keys = block_keys(request.layout_digest, request.group, request.block_hashes)
+        """Lease to the reader the longest available run of a chain: from memory, from disk, then from another host."""
+        keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
         reply = kv.LoadReply(num_from_memory=self.blocks.find_run(keys))
         num_here = reply.num_from_memory
         if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
@@ -124,8 +128,8 @@ class PromptCache:
 
     @asynccontextmanager
     async def lent(self, request: kv.ReadBlocksRequest) -> AsyncIterator[BlockSource]:
-        """Lend the longest run of a chain to another host's service, to be sent once."""
-        keys = block_keys(request.layout_digest, request.group, request.block_hashes)
+        """Lease the longest run of a chain for one transfer to another host's service."""
+        keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
         reader_id = f"remote/{secrets.token_hex(8)}"
         num_here = self.blocks.find_run(keys)
         if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
@@ -139,13 +143,13 @@ class PromptCache:
             self.unload(reader_id)
 
     def unload(self, reader_id: str) -> None:
-        """Take back what was lent to a reader; no harm if nothing was."""
+        """End a reader's lease, if there is one."""
         self.blocks.release(reader_id)
 
     async def _promote(self, keys: Sequence[BlockKey], first: int, bytes_per_block: int) -> int:
-        """Bring a run of blocks from disk into memory; return how many are there now."""
+        """Read a run of blocks from disk into memory; return how many are in memory now."""
         disk = self.disk
-        assert disk is not None, "asked only where there is a disk tier"
+        assert disk is not None, "called only with a disk tier"
         run = keys[first : next((i for i in range(first, len(keys)) if keys[i] not in disk), len(keys))]
         taken = self._begin(keys, first, len(run), bytes_per_block)
         views = [self._view(extent) for _, extent in taken]
@@ -163,8 +167,8 @@ class PromptCache:
         return self.blocks.find_run(keys[first:])
 
     async def _fetch(self, keys: Sequence[BlockKey], first: int, request: kv.LoadRequest) -> int:
-        """Bring a run of blocks from another host's service into memory; return how many are there now."""
-        assert self.fetch is not None, "asked only where there is a way"
+        """Read a run of blocks from another host's service into memory; return how many are in memory now."""
+        assert self.fetch is not None, "called only where `fetch` is set"
         taken = self._begin(keys, first, len(keys) - first, request.bytes_per_block)
         views = [self._view(extent) for _, extent in taken]
         checksums: list[int] = []
@@ -172,7 +176,7 @@ class PromptCache:
             checksums = await self.fetch(request.source_address, [key for key, _ in taken], views)
         except TandemError as error:
             self.counters["fetch_failures"] += 1
-            log.info("blocks_not_fetched", source=request.source_address, error=error.message)
+            log.info("blocks_fetch_failed", source=request.source_address, error=error.message)
         finally:
             for view in views:
                 view.release()
@@ -182,19 +186,19 @@ class PromptCache:
     def _begin(
         self, keys: Sequence[BlockKey], first: int, count: int, bytes_per_block: int
     ) -> list[tuple[BlockKey, Extent]]:
-        """Take room for a run of blocks that are not in memory; the leading ones that there is room for."""
+        """Allocate a run of blocks that are not in memory; return the leading blocks that fit."""
         run = keys[first : first + count]
         parent = keys[first - 1] if first else None
         begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
         return [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
 
     async def _run(
-        self, keys: Sequence[BlockKey], leased: Sequence[Leased | None]
-    ) -> Sequence[tuple[BlockKey, Leased]]:
-        """Return the leading blocks that are lent; with --verify-kv, up to the first that is not what was sealed."""
-        run: list[tuple[BlockKey, Leased]] = []
+        self, keys: Sequence[BlockKey], leased: Sequence[LeasedBlock | None]
+    ) -> Sequence[tuple[BlockKey, LeasedBlock]]:
+        """Return the leading blocks under lease; with --verify-kv, up to the first corrupt one."""
+        run: list[tuple[BlockKey, LeasedBlock]] = []
         for key, each in zip(keys, leased, strict=False):
-            if each is None:  # evicted since it was found
+            if each is None:  # evicted since `find_run`
                 break
             if self._verify_kv and await asyncio.to_thread(self._checksum, each.extent) != each.checksum:
                 self.counters["memory_corrupt"] += 1
@@ -204,7 +208,7 @@ class PromptCache:
             run.append((key, each))
         return run
 
-    def _stored(self, index: int, key: BlockKey, leased: Leased) -> kv.StoredBlock:
+    def _stored(self, index: int, key: BlockKey, leased: LeasedBlock) -> kv.StoredBlock:
         extent = leased.extent
         return kv.StoredBlock(
             index=index,
@@ -223,12 +227,12 @@ class PromptCache:
     # ------------------------------------------------------------------------------------------------ demoting
 
     def _demote(self, key: BlockKey, extent: Extent, checksum: int) -> bool:
-        """Copy a block to disk before it is forgotten; the store's callback. False: there is no way, let it go."""
+        """Copy a block to disk before its eviction; the store's callback. False: no copy is made, evict at once."""
         disk = self.disk
         if disk is None:
             return False
         if key in disk:
-            return False  # a copy is there: nothing to wait for
+            return False  # already on disk: nothing to wait for
         view = self._view(extent)
 
         def written(is_kept: bool) -> None:
@@ -240,43 +244,40 @@ class PromptCache:
             return False
         return True
 
-    # ---------------------------------------------------------------------------------------------- the clock
+    # ---------------------------------------------------------------------------------------------- life cycle
 
     def sweep(self) -> None:
-        """Let the clock act; called by the service's timer."""
+        """End expired leases; called by the service's timer."""
         self.blocks.expire(self._clock())
 
     def orphan_bytes(self) -> int:
         return self.blocks.orphan_bytes(self._clock())
 
     async def open(self) -> None:
-        """Own the disk tier's folder; a service that cannot goes on without."""
+        """Open the disk tier; after a failure the service runs without one."""
         if self.disk is None:
             return
         try:
             await self.disk.open()
         except TandemError as error:
-            log.warning("no_disk_tier", error=error.message)
+            log.warning("disk_tier_unavailable", error=error.message)
             self.disk = None
 
     async def close(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.join()
         if self.disk is not None:
             await self.disk.close()
-        self.blocks.room.close()
+        self.blocks.allocator.close()
         self.known.close()
 
-    # ----------------------------------------------------------------------------------------------- workings
+    # ----------------------------------------------------------------------------------------------- helpers
 
-    async def _finish(self, work: Awaitable[int]) -> int:
-        """Wait for work that goes on to its end whoever leaves: blocks that are begun must be sealed or discarded."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+    async def _finish(self, work: Coroutine[Any, Any, int]) -> int:
+        """Wait for work that a cancel does not stop: blocks that are begun must be sealed or discarded."""
+        return await asyncio.shield(self._tasks.spawn(work))
 
     def _settle(self, taken: Sequence[tuple[BlockKey, Extent]], checksums: Sequence[int]) -> int:
-        """Seal the leading blocks, whose bytes came, and discard the others; return how many were sealed."""
+        """Seal the leading blocks, one per checksum, and discard the others; return how many were sealed."""
         for (key, extent), checksum in zip(taken, checksums, strict=False):
             self.blocks.seal(key, extent, checksum)
         for key, extent in taken[len(checksums) :]:
@@ -284,8 +285,67 @@ class PromptCache:
         return len(checksums)
 
     def _view(self, extent: Extent) -> memoryview:
-        return self.blocks.room.region.view(extent.offset, extent.num_bytes)
+        return self.blocks.allocator.region.view(extent.offset, extent.num_bytes)
 
     def _checksum(self, extent: Extent) -> int:
         with self._view(extent) as view:
             return block_checksum(view)
+
+
+class PublishedBlocks:
+    """The blocks of one Publish, all of one region. Raises InvalidRequest for extents outside the region."""
+
+    def __init__(self, request: kv.PublishRequest, regions: RegionTable) -> None:
+        digest, group = request.layout_digest, request.group
+        self.keys = _block_keys(digest, group, [block.block_hash for block in request.blocks])
+        self.parent = BlockKey(digest, group, request.parent_hash) if request.parent_hash else None
+        self._extents = [block.extent for block in request.blocks]
+        self._checksums = [block.checksum for block in request.blocks]
+        self.num_corrupt = 0
+        if self._extents:
+            self._memory = regions.lent(self._extents[0].region_id, request.incarnation).memory
+            self._check(self._memory)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [extent.num_bytes for extent in self._extents]
+
+    def copy(self, indices: Sequence[int], into: Sequence[memoryview]) -> list[int]:
+        """Copy blocks in order and return their checksums; stop at the first block whose slot was reused.
+
+        A block that differs from its checksum is counted in `num_corrupt` and also ends the run, since a block without
+        its predecessor is useless. Called in a thread.
+        """
+        checksums: list[int] = []
+        for index, view in zip(indices, into, strict=True):
+            extent = self._extents[index]
+            try:
+                content = self._memory.copy_out(extent, 0, extent.num_bytes)
+            except (KvCorrupt, ValueError):  # the slot was reused, or the owner is dead and its memory unmapped
+                break
+            view[:] = content
+            checksum = block_checksum(content)
+            if self._checksums[index] not in (0, checksum):
+                self.num_corrupt += 1
+                break
+            checksums.append(checksum)
+        return checksums
+
+    def _check(self, memory: SharedRegion) -> None:
+        region_id = self._extents[0].region_id
+        for extent in self._extents:
+            check_memory_kind(extent)
+            is_inside = extent.slot < memory.num_slots and extent.offset + extent.num_bytes <= memory.generations_offset
+            if extent.region_id != region_id or not is_inside or not extent.num_bytes:
+                raise InvalidRequest(
+                    f"a block of {extent.num_bytes} bytes at byte {extent.offset}, slot {extent.slot}, is not in "
+                    f"region {region_id}",
+                    field="blocks.extent",
+                )
+
+
+def _block_keys(layout_digest: bytes, group: int, hashes: Sequence[bytes]) -> list[BlockKey]:
+    """Return the keys of a chain's blocks; raises InvalidRequest for too many hashes or hashes of another length."""
+    if len(hashes) > _MAX_BLOCKS_PER_CALL:
+        raise InvalidRequest(f"{len(hashes)} blocks in one call; ask for {_MAX_BLOCKS_PER_CALL} at most")
+    return [BlockKey(layout_digest, group, block_hash) for block_hash in hashes]

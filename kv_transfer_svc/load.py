@@ -1,4 +1,4 @@
-"""What does this service say of itself?"""
+"""Builds the load report of a KV service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.host_cache import PromptCache
+from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.store import HandleStore
 from tandem.v1 import types_pb2 as pb
 
@@ -24,7 +24,7 @@ COUNTERS = (
     "link_fallbacks",
     "checksum_failures",
 )
-"""Totals since start. `handles_<state>` counts the handles that came to a state; bytes are those between services."""
+"""Totals since start. `handles_<state>` counts handles that reached a state; `bytes_` counts between services."""
 
 _STORE_COUNTERS = (
     "hits",
@@ -40,9 +40,9 @@ _CACHE_COUNTERS = ("blocks_loaded", "fetch_failures", "memory_corrupt")
 
 
 def load_report(
-    store: HandleStore, arena: Arena, prompt_cache: PromptCache | None, links: Sequence[pb.KvLink] = ()
+    store: HandleStore, arena: Arena, host_cache: HostCache | None, links: Sequence[pb.KvLink] = ()
 ) -> pb.LoadReport:
-    """Return the service's figures as they are now."""
+    """Return the service's current load."""
     state = pb.WORKER_STATE_DRAINING if store.draining else pb.WORKER_STATE_READY
     report = pb.LoadReport(
         state=state,
@@ -54,18 +54,18 @@ def load_report(
             num_handles=store.num_live,
             num_regions=len(store.regions),
             leased_bytes=store.leased_bytes,
-            orphan_bytes=store.orphan_bytes + (prompt_cache.orphan_bytes() if prompt_cache is not None else 0),
+            orphan_bytes=store.orphan_bytes + (host_cache.orphan_bytes() if host_cache is not None else 0),
             links=links,
         ),
     )
-    if prompt_cache is not None:
-        report.kv_service.store.CopyFrom(_store_load(prompt_cache))
-        report.counters.update(_store_counters(prompt_cache))
+    if host_cache is not None:
+        report.kv_service.store.CopyFrom(_store_load(host_cache))
+        report.counters.update(_store_counters(host_cache))
     return report
 
 
-def _store_load(cache: PromptCache) -> pb.KvStoreLoad:
-    memory = cache.blocks.figures()
+def _store_load(cache: HostCache) -> pb.KvStoreLoad:
+    memory = cache.blocks.stats()
     load = pb.KvStoreLoad(
         total_bytes=memory.total_bytes,
         free_bytes=memory.free_bytes,
@@ -75,7 +75,7 @@ def _store_load(cache: PromptCache) -> pb.KvStoreLoad:
         num_blocks=memory.num_blocks,
     )
     if cache.disk is not None:
-        disk = cache.disk.figures()
+        disk = cache.disk.stats()
         load.disk_budget_bytes, load.disk_bytes, load.num_disk_blocks = (
             disk.budget_bytes,
             disk.num_bytes,
@@ -84,12 +84,12 @@ def _store_load(cache: PromptCache) -> pb.KvStoreLoad:
     return load
 
 
-def _store_counters(cache: PromptCache) -> dict[str, float]:
+def _store_counters(cache: HostCache) -> dict[str, float]:
     """Return totals since start, in blocks."""
-    memory = cache.blocks.figures().flat()
+    memory = cache.blocks.stats().flat()
     counters = {f"store_{name}": float(memory[name]) for name in _STORE_COUNTERS}
     counters |= {f"store_{name}": float(cache.counters[name]) for name in _CACHE_COUNTERS}
     if cache.disk is not None:
-        of_disk = asdict(cache.disk.figures().counters)
-        counters |= {f"disk_{name.removeprefix('disk_')}": float(number) for name, number in of_disk.items()}
+        disk_counters = asdict(cache.disk.stats().counters)
+        counters |= {f"disk_{name.removeprefix('disk_')}": float(number) for name, number in disk_counters.items()}
     return counters

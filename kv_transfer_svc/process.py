@@ -1,4 +1,4 @@
-"""How does a KV service start, serve and drain?"""
+"""The process of a KV service: start, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.allocator import Room
+from kv_transfer_svc.blocks.allocator import BlockAllocator
 from kv_transfer_svc.blocks.quotas import Quotas
 from kv_transfer_svc.disk import DiskTier
-from kv_transfer_svc.host_cache import PromptCache
+from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.load import load_report
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.settings import KvSettings
 from kv_transfer_svc.store import HandleStore
-from kv_transfer_svc.transport import gauges
 from kv_transfer_svc.transport.data_server import DataServer
 from kv_transfer_svc.transport.links import Links
+from kv_transfer_svc.transport.stats import export_gauges
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import paths
@@ -45,7 +45,7 @@ class KvProcess:
         self._settings = settings
         self._arena = Arena(f"arena-{incarnation}", settings.arena_bytes)
         self._store = HandleStore(lease_seconds=settings.lease_seconds, max_handles=settings.max_handles)
-        self._prompt_cache = _prompt_cache(settings, self._store, incarnation)
+        self._host_cache = _host_cache(settings, self._store, incarnation)
         links = Links(
             incarnation,
             self._handle_key,
@@ -61,7 +61,7 @@ class KvProcess:
             incarnation,
             self._handle_key,
             self._stats,
-            self._prompt_cache,
+            self._host_cache,
             links,
             verify_kv=settings.verify_kv,
         )
@@ -76,27 +76,27 @@ class KvProcess:
         )
         self._data = DataServer(
             settings.data_address,
-            self._service.offer.tokens.verify,
+            self._service.handshake.tokens.verify,
             self._service.open_source,
             insecure=settings.insecure,
         )
-        gauges.export(links.report)
+        export_gauges(links.report)
         self._memory = MemoryProbe(lambda: [os.getpid()])
         self._info = self._describe(incarnation)
         self._registrar = Registrar(settings.control, self._info, self._load)
 
     async def run(self, drain: asyncio.Event) -> int:
-        """Serve until `drain` is set, then until what is held has ended."""
+        """Serve until `drain` is set, then until every handle has ended."""
         await self._regions.start()
-        if self._prompt_cache is not None:
-            self._prompt_cache.fetch = self._service.puller.fetch_blocks
-            await self._prompt_cache.open()
+        if self._host_cache is not None:
+            self._host_cache.fetch = self._service.puller.fetch_blocks
+            await self._host_cache.open()
         sweeper = asyncio.create_task(self._sweep())
         try:
             bound = await self._server.start()
             self._info.address = self._settings.advertise or bound
-            self._service.listens_at(self._info.address)
-            await self._offer_links()
+            self._service.set_address(self._info.address)
+            await self._open_transports()
             self._registrar.update_info(self._info)
             self._registrar.start()
             self._server.set_serving(True)
@@ -108,22 +108,22 @@ class KvProcess:
             await self._close()
         return 0
 
-    async def _offer_links(self) -> None:
-        """Open the ways to read from here other than gRPC that the settings allow."""
-        settings, offer = self._settings, self._service.offer
-        offer.host_id = self._info.host_id
+    async def _open_transports(self) -> None:
+        """Offer to peers the transports beside gRPC that the settings allow."""
+        settings, handshake = self._settings, self._service.handshake
+        handshake.host_id = self._info.host_id
         if "shm" in settings.transports:
-            offer.kv_socket = str(self._regions.path)
+            handshake.kv_socket = str(self._regions.path)
         if "tcp" in settings.transports:
             _, port = split_address(await self._data.start())
             host, _ = split_address(self._info.address)
-            offer.tcp_address = settings.data_advertise or f"{host}:{port}"
+            handshake.tcp_address = settings.data_advertise or f"{host}:{port}"
 
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(self._settings.drain_seconds):
                 draining = asyncio.create_task(self._service.drained())
-                await asyncio.sleep(0)  # it has begun when the control plane hears of it
+                await asyncio.sleep(0)  # the drain has begun before the next heartbeat
                 self._registrar.beat_now()
                 await draining
         except TimeoutError:
@@ -136,12 +136,12 @@ class KvProcess:
         await self._data.stop()
         await self._server.stop(_GRACE_SECONDS)
         self._store.regions.close()
-        if self._prompt_cache is not None:
-            await self._prompt_cache.close()
+        if self._host_cache is not None:
+            await self._host_cache.close()
         self._arena.close()
 
     async def _sweep(self) -> None:
-        """The clock of all leases. Its own task: nothing that waits for a lease may stop it."""
+        """Expire leases on a timer. A task of its own, so that no wait can delay it."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._service.sweep()
@@ -162,7 +162,7 @@ class KvProcess:
         return self._registrar.handle_key
 
     def _load(self) -> pb.LoadReport:
-        report = load_report(self._store, self._arena, self._prompt_cache, self._service.puller.links.report())
+        report = load_report(self._store, self._arena, self._host_cache, self._service.puller.links.report())
         report.memory.CopyFrom(self._memory.report())
         return report
 
@@ -170,15 +170,15 @@ class KvProcess:
         return pb.StatsReply(info=self._info, load=self._load())
 
 
-def _prompt_cache(settings: KvSettings, store: HandleStore, incarnation: str) -> PromptCache | None:
-    """Return the store of blocks that the settings ask for."""
+def _host_cache(settings: KvSettings, store: HandleStore, incarnation: str) -> HostCache | None:
+    """Return the host cache that the settings describe; None with --store-bytes 0."""
     if not settings.store_bytes:
         return None
     disk = None
     if settings.disk_bytes:
         disk = DiskTier(Path(settings.disk_dir or paths.state_dir() / "kv-disk"), settings.disk_bytes)
-    return PromptCache(
-        Room(settings.store_bytes),
+    return HostCache(
+        BlockAllocator(settings.store_bytes),
         disk,
         store.regions,
         f"store-{incarnation}",
@@ -189,7 +189,7 @@ def _prompt_cache(settings: KvSettings, store: HandleStore, incarnation: str) ->
 
 
 async def _first_of(wanted: object, sweeper: asyncio.Task[None]) -> None:
-    """Wait for `wanted`; a sweeper that breaks ends the process, for without it no lease would ever run out."""
+    """Wait for `wanted`. A failure of the sweeper ends the process: without the sweeper no lease would expire."""
     task = asyncio.ensure_future(wanted)  # type: ignore[call-overload]
     try:
         await asyncio.wait({task, sweeper}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,13 +1,14 @@
-"""Which regions does this service hold, and who lent them?"""
+"""Tracks the memory regions that this service maps, and the events that their owners must receive."""
 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kv_transfer_svc.owner_log import OwnerLog
+from kv_transfer_svc.handle_record import Broadcast
+from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
@@ -16,10 +17,64 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _MAX_GONE = 1024
+_KEPT_SECONDS = 60.0
+
+
+@dataclass
+class _Entry:
+    number: int
+    time: float
+    num_bytes: int
+    ended: kv.OwnerEvent.Ended
+
+
+class OwnerLog:
+    """The ended handles of one region, in order.
+
+    An entry is kept for 60 s after it was sent, since a sent message may not have been received. An owner that
+    connects again receives every kept entry.
+    """
+
+    def __init__(self) -> None:
+        self.changed = Broadcast()
+        self._entries: deque[_Entry] = deque()
+        self._next_number = 0
+        self._next_unsent = 0
+
+    def append(self, ended: kv.OwnerEvent.Ended, num_bytes: int, now: float) -> None:
+        self._entries.append(_Entry(self._next_number, now, num_bytes, ended))
+        self._next_number += 1
+        self.changed.fire()
+
+    def since(self, number: int) -> Iterator[tuple[int, kv.OwnerEvent.Ended]]:
+        """Yield (number, event) from `number` on."""
+        return ((entry.number, entry.ended) for entry in list(self._entries) if entry.number >= number)
+
+    def sent(self, number: int) -> None:
+        self._next_unsent = max(self._next_unsent, number + 1)
+
+    def prune(self, now: float) -> None:
+        while self._entries and self._entries[0].number < self._next_unsent:
+            if now - self._entries[0].time < _KEPT_SECONDS:
+                return
+            self._entries.popleft()
+
+    def unsent_bytes(self, before: float) -> int:
+        """Return the bytes of handles that ended before `before` and were not sent to their owner yet."""
+        return sum(entry.num_bytes for entry in self._unsent() if entry.time < before)
+
+    def unsent(self) -> list[tuple[kv.OwnerEvent.Ended, int]]:
+        """Return the events not sent yet, each with the bytes that the owner still keeps."""
+        return [(entry.ended, entry.num_bytes) for entry in self._unsent()]
+
+    def _unsent(self) -> Iterator[_Entry]:
+        return (entry for entry in self._entries if entry.number >= self._next_unsent)
 
 
 @dataclass
 class LentRegion:
+    """A region that a worker lent to this service."""
+
     offer: RegionOffer
     memory: SharedRegion
     connection: object
@@ -28,7 +83,7 @@ class LentRegion:
 
 
 class RegionTable:
-    """Regions by id; `on_lost` is told what was lent by an owner that is dead. Implements RegionKeeper."""
+    """Regions by id. Calls `on_lost` with each region whose owner died. Implements RegionKeeper."""
 
     def __init__(self, on_lost: Callable[[RegionOffer], None]) -> None:
         self._on_lost = on_lost
@@ -43,19 +98,21 @@ class RegionTable:
         return iter(list(self._lent.values()))
 
     def add_own(self, region_id: str, memory: SharedRegion) -> None:
-        """Hand out a region of this service itself (the arena)."""
+        """Add a region of this service itself, such as the arena."""
         self._own[region_id] = memory
 
     def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
         known = self._lent.get(offer.region_id)
         if known is not None and known.offer == offer:
             os.close(fd)
-            known.connection = connection  # its old connection may still be ending
+            known.connection = connection  # the old connection may still be closing
             return
         memory = SharedRegion.map_read_only(fd, offer.num_slots, offer.generations_offset)
         if offer.region_id in self._own or offer.bytes_per_slot * offer.num_slots > memory.total_bytes:
             memory.close()
-            raise InvalidRequest(f"region {offer.region_id}: its name is taken, or its slots reach past its end")
+            raise InvalidRequest(
+                f"region {offer.region_id}: the name is taken, or the slots reach past the end of the region"
+            )
         if known is not None:
             self._lose(known)
         self._lent[offer.region_id] = LentRegion(offer, memory, connection)
@@ -69,27 +126,27 @@ class RegionTable:
             self._lose(region)
 
     def is_gone(self, incarnation: str) -> bool:
-        """Whether a worker has lent a region here and is dead, or has hung up: it will reserve nothing."""
+        """Whether a worker that lent a region here has died or disconnected, and will reserve nothing."""
         return incarnation in self._gone
 
     def grant(self, region_id: str) -> RegionGrant:
         memory = self.memory(region_id)
-        # Opened anew, since a duplicate of the owner's descriptor would let readers write.
+        # Opened again: a duplicate of the owner's descriptor would let readers write.
         fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
         return RegionGrant(fd, memory.total_bytes, memory.num_slots, memory.generations_offset)
 
     def memory(self, region_id: str) -> SharedRegion:
-        """Return a mapped region; raises KvNotFound if it is not, or no longer, held."""
+        """Return a mapped region; raises KvNotFound if the region is not mapped here."""
         if region_id in self._own:
             return self._own[region_id]
         return self.lent(region_id).memory
 
     def lent(self, region_id: str, incarnation: str = "") -> LentRegion:
-        """Return a worker's region; raises KvNotFound, or StaleIncarnation if another life of the worker lent it."""
+        """Return a worker's region; raises KvNotFound, or StaleIncarnation if another incarnation lent the region."""
         region = self._lent.get(region_id)
         if region is None:
             raise KvNotFound(
-                f"no region {region_id} here: its worker is gone or has yet to offer it", field="region_id"
+                f"no region {region_id} here: its worker is gone or has not offered the region yet", field="region_id"
             )
         if incarnation and incarnation != region.offer.incarnation:
             raise StaleIncarnation(

@@ -1,7 +1,7 @@
-"""What does the KV service answer?
+"""The RPCs of the KV service.
 
-Handles whose holder is this service are kept in its store; for another service's handle it is the reader's agent:
-bytes are pulled here first, releases and aborts are passed on.
+The store keeps the handles whose holder is this service. For a handle of another service, this service acts for the
+readers of its host: it pulls the bytes, and forwards releases and aborts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.host_cache import PromptCache
+from kv_transfer_svc.handle_record import HandleRecord, handle_name
+from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.puller import Puller
-from kv_transfer_svc.reading import slab_source, source_chunks
-from kv_transfer_svc.record import Record, handle_name
 from kv_transfer_svc.slab_checks import verify_checksums
 from kv_transfer_svc.store import HandleStore
 from kv_transfer_svc.tables import kv_tables
+from kv_transfer_svc.transport.handshake import LinkHandshake
 from kv_transfer_svc.transport.links import Links
-from kv_transfer_svc.transport.offer import LinkOffer
-from kv_transfer_svc.transport.source import BlockSource, Source, Zeroes
+from kv_transfer_svc.transport.source import BlockSource, ProbeSource, Source, slab_source, source_chunks
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import tables_pb2 as tables
@@ -46,7 +45,7 @@ SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 
 
 class KvTransferService(kv_grpc.KvTransferServiceServicer):
-    """The servicer. `listens_at` must be called before handles arrive."""
+    """The servicer. Call `set_address` before handles arrive."""
 
     def __init__(
         self,
@@ -55,35 +54,35 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         incarnation: str,
         handle_key: Callable[[], bytes],
         stats: Callable[[], pb.StatsReply],
-        prompt_cache: PromptCache | None,
+        host_cache: HostCache | None,
         links: Links | None = None,
         *,
         verify_kv: bool = False,
     ) -> None:
         self.incarnation = incarnation
         self.store = store
-        self.offer = LinkOffer(incarnation, handle_key, store.clock)
+        self.handshake = LinkHandshake(incarnation, handle_key, store.clock)
         self.puller = Puller(store, arena, links or Links(incarnation, handle_key, lease_seconds=store.lease_seconds))
         self._handle_key = handle_key
         self._stats = stats
-        self.prompt_cache = prompt_cache
+        self.host_cache = host_cache
         self._verify_kv = verify_kv
         self._address = ""
         store.regions.add_own(arena.region_id, arena.region)
 
-    def listens_at(self, address: str) -> None:
-        """Say what handles call this service: the address it advertises."""
+    def set_address(self, address: str) -> None:
+        """Set the advertised address, which names this service in handles."""
         self._address = address
 
     def sweep(self) -> None:
-        """Let the clock act; called by a timer of its own, never by a request."""
+        """Expire leases and handles; called by a timer, never by a request."""
         self.puller.sweep()
-        if self.prompt_cache is not None:
-            self.prompt_cache.sweep()
+        if self.host_cache is not None:
+            self.host_cache.sweep()
         self.store.sweep()
 
     async def drained(self) -> None:
-        """Take no new handles; return once those that are here have ended or run out."""
+        """Accept no new handles; return once all current handles have ended or expired."""
         self.store.drain()
         while True:
             ended = self.store.ended.next()
@@ -144,60 +143,60 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         for chunk in source_chunks(source):
             self.store.counters["bytes_served"] += len(chunk.data)
             yield chunk
-        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.verdict())),))
+        context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.finish())),))
 
     # -------------------------------------------------------------------------------------- other hosts' services
 
     async def OpenLink(self, request: kv.OpenLinkRequest, context: Any) -> kv.OpenLinkReply:
-        return self.offer.answer(request)
+        return self.handshake.answer(request)
 
     async def Probe(self, request: kv.ProbeRequest, context: Any) -> AsyncIterator[pb.Chunk]:
-        for chunk in source_chunks(Zeroes(request.num_bytes)):
+        for chunk in source_chunks(ProbeSource(request.num_bytes)):
             yield chunk
 
     @asynccontextmanager
     async def open_source(self, request: kv.DataRequest) -> AsyncIterator[Source]:
-        """Yield what a data connection is sent for a request; raises what the RPC of the same kind would."""
+        """Yield the bytes to send on a data connection; raises as the RPC of the same kind does."""
         kind = request.WhichOneof("kind")
         if kind == "slab":
             source = self._slab_source(request.slab)
             yield source
             self.store.counters["bytes_served"] += source.num_bytes
         elif kind == "probe":
-            yield Zeroes(request.probe.num_bytes)
-        elif kind == "blocks" and self.prompt_cache is not None:
-            async with self.prompt_cache.lent(request.blocks) as blocks:
+            yield ProbeSource(request.probe.num_bytes)
+        elif kind == "blocks" and self.host_cache is not None:
+            async with self.host_cache.lent(request.blocks) as blocks:
                 yield blocks
                 self.store.counters["bytes_served"] += blocks.num_bytes
         elif kind == "blocks":
-            yield Zeroes(0)
+            yield ProbeSource(0)
         else:
             raise Unsupported(f"data connections carry slabs, blocks and probes, not {kind}", field="kind")
 
     # ------------------------------------------------------------------------------------- the host's stored blocks
 
     async def Publish(self, request: kv.PublishRequest, context: Any) -> kv.PublishReply:
-        if self.prompt_cache is None:
+        if self.host_cache is None:
             return kv.PublishReply(num_refused=len(request.blocks))
-        return await self.prompt_cache.publish(request)
+        return await self.host_cache.publish(request)
 
     async def Load(self, request: kv.LoadRequest, context: Any) -> kv.LoadReply:
-        return await self.prompt_cache.load(request) if self.prompt_cache is not None else kv.LoadReply()
+        return await self.host_cache.load(request) if self.host_cache is not None else kv.LoadReply()
 
     async def Unload(self, request: kv.UnloadRequest, context: Any) -> kv.UnloadReply:
-        if self.prompt_cache is not None:
-            self.prompt_cache.unload(request.reader_id)
+        if self.host_cache is not None:
+            self.host_cache.unload(request.reader_id)
         return kv.UnloadReply()
 
     async def ReadBlocks(self, request: kv.ReadBlocksRequest, context: Any) -> AsyncIterator[pb.Chunk]:
-        if self.prompt_cache is None:
+        if self.host_cache is None:
             return
-        async with self.prompt_cache.lent(request) as source:
+        async with self.host_cache.lent(request) as source:
             for chunk in source_chunks(source):
                 yield chunk
-            context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.verdict())),))
+            context.set_trailing_metadata(((CHECKSUMS_METADATA, pack_checksums(source.finish())),))
 
-    # ------------------------------------------------------------------------------------------- either of them
+    # --------------------------------------------------------------------------------- the writer and the reader
 
     async def Renew(self, request: kv.RenewRequest, context: Any) -> kv.RenewReply:
         states = [self._renew(handle, request.reader_id) for handle in request.handles]
@@ -227,15 +226,19 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         return self._stats()
 
     async def Tables(self, request: tables.TablesRequest, context: Any) -> tables.TablesReply:
-        return kv_tables(self.incarnation, self.store, self.puller, self.prompt_cache, request.max_rows)
+        return kv_tables(self.incarnation, self.store, self.puller, self.host_cache, request.max_rows)
 
-    # ------------------------------------------------------------------------------------------------- workings
+    # ------------------------------------------------------------------------------------------------- helpers
 
     def _is_held_here(self, handle: pb.KvHandle) -> bool:
-        """Raises Unauthenticated unless the control plane minted it, StaleIncarnation if an earlier life held it."""
+        """Return whether this service is the holder.
+
+        Raises Unauthenticated unless the control plane minted the handle, StaleIncarnation if an earlier incarnation
+        of this service held it.
+        """
         key = self._handle_key()
         if not key:
-            raise Unavailable("this KV service has yet to register with a control plane: it cannot verify handles")
+            raise Unavailable("this KV service has not registered with a control plane yet: it cannot verify handles")
         verify_handle(handle, key)
         if handle.holder_incarnation == self.incarnation or not handle.holder_address:
             return True
@@ -249,15 +252,15 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             )
         return True
 
-    def _find(self, handle: pb.KvHandle) -> Record:
+    def _find(self, handle: pb.KvHandle) -> HandleRecord:
         if not self._is_held_here(handle):
             raise InvalidRequest(
                 f"the {handle_name(handle)} is held by {handle.holder_address}", field="holder_address"
             )
         return self.store.find(handle)
 
-    def _watched(self, request: kv.WatchRequest) -> Record:
-        """Return the record that a reader watches, lent to it."""
+    def _watched(self, request: kv.WatchRequest) -> HandleRecord:
+        """Return the record that a reader watches, under a lease."""
         if not self._is_held_here(request.handle):
             return self.puller.watch(request)
         record = self.store.find_or_await(request.handle)
@@ -273,7 +276,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             )
         return slab_source(trimmed, record, self.store.regions.memory)
 
-    def _slab(self, request: kv.ReadRequest) -> tuple[kv.Slab, Record]:
+    def _slab(self, request: kv.ReadRequest) -> tuple[kv.Slab, HandleRecord]:
         records = [self.store.find(request.handle)] if self._is_held_here(request.handle) else []
         for record in records or self._copies_of(request):
             if record.machine.end_error is not None:
@@ -284,7 +287,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             f"the {handle_name(request.handle)} has no sealed slab {request.slab_index} here", field="slab_index"
         )
 
-    def _copies_of(self, request: kv.ReadRequest) -> list[Record]:
+    def _copies_of(self, request: kv.ReadRequest) -> list[HandleRecord]:
         return [record for record in self.store.copies(request.handle) if record.machine.is_reader(request.reader_id)]
 
     def _renew(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
@@ -304,8 +307,10 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         except KvNotFound:
             return HandleState.AWAITED
 
-    async def _end(self, handle: pb.KvHandle, here: Callable[[Record], None], there: Callable[[], Any]) -> HandleState:
-        """Release or abort. A handle that cannot be here any more has the state that was wanted: gone."""
+    async def _end(
+        self, handle: pb.KvHandle, here: Callable[[HandleRecord], None], there: Callable[[], Any]
+    ) -> HandleState:
+        """Release or abort. A handle that can no longer be here counts as ended, which is the wanted state."""
         try:
             if not self._is_held_here(handle):
                 state: HandleState = await there()
@@ -316,8 +321,8 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         here(record)
         return record.machine.state
 
-    async def _verify_slabs(self, record: Record, request: kv.SealRequest) -> None:
-        """On one host checksums are verified by sample, or all with --verify-kv, then off the event loop."""
+    async def _verify_slabs(self, record: HandleRecord, request: kv.SealRequest) -> None:
+        """Verify checksums: a sample on the event loop, or with --verify-kv all of them in a thread."""
         if record.machine.ended or not record.region_id:
             return
         memory = self.store.regions.memory(record.region_id)

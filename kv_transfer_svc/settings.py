@@ -1,4 +1,4 @@
-"""What can be set on a KV service?"""
+"""The settings of a KV service."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ _MIN_ARENA_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class KvSettings:
-    """Settings of the KV service of one host; each field is a flag, a variable and a key of tandem.toml."""
+    """Settings of one host's KV service; each field is a flag, a variable and a key of tandem.toml."""
 
     control: tuple[str, ...] = setting(
         ("127.0.0.1:8643",), "gRPC addresses of the control plane's processes", shared=True
     )
     listen: str = setting("127.0.0.1:0", "address the gRPC server listens on; port 0 takes a free one")
-    advertise: str = setting("", "address that others dial, where it differs from the one listened on")
+    advertise: str = setting("", "address that others dial, if it differs from the listen address")
     transports: tuple[str, ...] = setting(
-        TRANSPORTS, "ways to move KV between hosts, of shm, tcp and grpc; never without grpc"
+        TRANSPORTS, "transports for KV from other services: shm, tcp, grpc; grpc is required"
     )
     data_listen: str = setting(
         "", "address for raw TCP data connections; the host of --listen and a free port if empty"
     )
-    data_advertise: str = setting("", "address others dial for data; the host of --advertise if empty")
+    data_advertise: str = setting("", "address that others dial for data; the host of --advertise if empty")
     insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
-    host_id: str = setting("", "name of this host; lets one machine play several", shared=True)
-    worker_id: str = setting("", "stable name of this service; made from role, host and process id if empty")
-    arena_bytes: int = setting(256 << 20, "bytes for KV pulled from other hosts, taken at start")
-    store_bytes: int = setting(256 << 20, "bytes for KV blocks kept for later prompts, taken at start; 0: keep none")
-    disk_bytes: int = setting(0, "bytes on disk for blocks that memory has no room for; 0: no disk tier")
+    host_id: str = setting("", "name of this host; different names let one machine act as several hosts", shared=True)
+    worker_id: str = setting("", "stable name of this service; built from role, host and process id if empty")
+    arena_bytes: int = setting(256 << 20, "bytes for KV pulled from other hosts, allocated at start")
+    store_bytes: int = setting(
+        256 << 20, "bytes for KV blocks kept for later prompts, allocated at start; 0: keep none"
+    )
+    disk_bytes: int = setting(0, "bytes on disk for blocks evicted from memory; 0: no disk tier")
     disk_dir: str = setting("", "folder of the disk tier; `kv-disk` in the state directory if empty")
     account_bytes: int | None = setting(
-        None, "most bytes in memory that one account's blocks may take; no limit if unset"
+        None, "maximum bytes in memory for the blocks of one account; no limit if unset"
     )
-    lease_seconds: float = setting(10.0, "how long a reader's lease lasts unless it is renewed")
-    max_handles: int = setting(65_536, "handles kept at once; more are refused as overload")
-    verify_kv: bool = setting(False, "verify every block of this host against its checksum, not a sample", shared=True)
-    drain_seconds: float = setting(120.0, "how long handles may take to end after SIGTERM")
+    lease_seconds: float = setting(10.0, "seconds until a reader's lease expires without renewal")
+    max_handles: int = setting(65_536, "maximum handles at once; more are refused as overload")
+    verify_kv: bool = setting(
+        False, "verify every block of this host against its checksum, not only a sample", shared=True
+    )
+    drain_seconds: float = setting(120.0, "seconds that handles may take to end after SIGTERM")
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     @property
     def data_address(self) -> str:
-        """Where data connections are taken."""
+        """The address that data connections are accepted on."""
         return self.data_listen or f"{self.listen.rpartition(':')[0]}:0"
 
     def __post_init__(self) -> None:
@@ -55,7 +59,7 @@ class KvSettings:
             raise ValueError(f"--store-bytes {self.store_bytes} is too small; give at least {_MIN_ARENA_BYTES}, or 0")
         if "grpc" not in self.transports or not set(self.transports) <= set(TRANSPORTS):
             raise ValueError(
-                f"--transports {','.join(self.transports)} must be of {','.join(TRANSPORTS)}, and grpc among them, "
+                f"--transports {','.join(self.transports)} must be of {','.join(TRANSPORTS)} and include grpc, "
                 "which always works"
             )
         if self.lease_seconds <= 0:

@@ -1,4 +1,4 @@
-"""Is what a writer seals really in its region, in the layout it reserved?"""
+"""Checks that a sealed slab lies in the writer's region and matches the reserved layout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tandem_runtime.kv.layout import check_memory_kind
 from tandem_runtime.kv.shared_region import SharedRegion
 
 MAX_SLAB_BLOCKS = 4096
-"""Their checksums travel in metadata, which gRPC bounds."""
+"""Their checksums travel in metadata, whose size gRPC limits."""
 
 
 def block_part_bytes(group: pb.KvGroup, num_layers: int) -> int:
-    """Bytes of one block that belong to a run of layers; layers come first in a block's order."""
+    """Return the bytes of a run of layers in one block; layers come first in a block's order."""
     return group.bytes_per_block * num_layers // len(group.layers)
 
 
 def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: SharedRegion) -> None:
-    """Raise InvalidRequest, naming the field, unless the slab's extents are blocks of that region and layout."""
+    """Raise InvalidRequest, with the field, unless the slab's extents are blocks of the region and the layout."""
     if slab.group >= len(layout.groups):
         raise InvalidRequest(f"slab {slab.index}: the layout has no group {slab.group}", field="slabs.group")
     group = layout.groups[slab.group]
@@ -43,7 +43,7 @@ def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: Share
     if slab.checksums and len(slab.checksums) != slab.num_blocks:
         raise InvalidRequest(f"slab {slab.index}: one checksum per block, or none", field="slabs.checksums")
     num_bytes, num_slots, total_bytes = block_part_bytes(group, slab.num_layers), memory.num_slots, memory.total_bytes
-    for extent in slab.extents:  # a thousand of them, as decode waits
+    for extent in slab.extents:  # hot: about 1,000 extents while decode waits
         if (
             extent.kind != pb.MEMORY_KIND_HOST
             or extent.region_id != region_id
@@ -58,11 +58,12 @@ def _refuse_extent(index: int, extent: pb.Extent, region_id: str, num_bytes: int
     check_memory_kind(extent)
     if extent.region_id != region_id:
         raise InvalidRequest(
-            f"slab {index}: an extent in region {extent.region_id}, reserved was {region_id}", field="extents.region_id"
+            f"slab {index}: an extent in region {extent.region_id}, the handle reserved region {region_id}",
+            field="extents.region_id",
         )
     if extent.num_bytes != num_bytes:
         raise InvalidRequest(
-            f"slab {index}: an extent of {extent.num_bytes} bytes, the layout says {num_bytes}",
+            f"slab {index}: an extent of {extent.num_bytes} bytes, the layout has {num_bytes}",
             field="extents.num_bytes",
         )
     raise InvalidRequest(
@@ -72,7 +73,7 @@ def _refuse_extent(index: int, extent: pb.Extent, region_id: str, num_bytes: int
 
 
 def verify_checksums(slabs: Sequence[kv.Slab], memory: SharedRegion, *, all_blocks: bool) -> None:
-    """Compare checksums with the bytes in the region, of one block per slab or of all; raises KvCorrupt."""
+    """Compare checksums with the bytes in the region, for one block per slab or for all; raises KvCorrupt."""
     for slab in slabs:
         pairs = list(zip(slab.extents, slab.checksums, strict=False))
         for extent, checksum in pairs if all_blocks else pairs[:1]:

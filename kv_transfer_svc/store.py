@@ -1,6 +1,6 @@
-"""Which handles does this service keep, and what becomes of them?
+"""Keeps the KV handles of this service, from reservation to their end.
 
-The store is the only writer of records. It lives on the event loop and does no I/O; `sweep` is called by a timer.
+The store is the only writer of records. It runs on the event loop and does no I/O; a timer calls `sweep`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kv_transfer_svc.broadcast import Broadcast
-from kv_transfer_svc.record import Record, handle_name
+from kv_transfer_svc.handle_record import Broadcast, HandleRecord, handle_name
 from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.slab_checks import check_slab
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -34,7 +33,7 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _SWEEP_SLACK_SECONDS = 1.0
-"""How late a sweep may be before what it should have ended counts as orphaned."""
+"""How late a sweep may be before a handle past its lease counts as orphaned."""
 
 _PRUNE_SECONDS = 10.0
 
@@ -42,12 +41,12 @@ _START = time.time() - time.monotonic()
 
 
 def steady_unix_seconds() -> float:
-    """Seconds since the epoch that never jump, whatever is done to the machine's clock."""
+    """Return seconds since the epoch, unaffected by changes of the machine's clock."""
     return _START + time.monotonic()
 
 
 class HandleStore:
-    """Handles held here (`records`), and copies of other services' handles made for readers of this host."""
+    """Handles held here, and copies of other services' handles for readers of this host."""
 
     def __init__(
         self,
@@ -63,31 +62,32 @@ class HandleStore:
         self.ended = Broadcast()
         self.draining = False
         self._max_handles = max_handles
-        self._live: dict[Record, None] = {}  # in the order they came
+        self._live: dict[HandleRecord, None] = {}  # in order of arrival
         self._prune_at = 0.0
-        self._records: dict[bytes, Record] = {}
-        self._copies: dict[bytes, list[Record]] = {}
+        self._records: dict[bytes, HandleRecord] = {}
+        self._copies: dict[bytes, list[HandleRecord]] = {}
 
     # -------------------------------------------------------------------------------------------------- look up
 
-    def live(self) -> Iterator[Record]:
+    def live(self) -> Iterator[HandleRecord]:
         return iter(list(self._live))
 
     @property
     def num_live(self) -> int:
         return len(self._live)
 
-    def find(self, handle: pb.KvHandle) -> Record:
+    def find(self, handle: pb.KvHandle) -> HandleRecord:
         """Return the record of a handle held here; raises KvNotFound."""
         record = self._records.get(handle.handle_id)
         if record is None:
             raise KvNotFound(f"the {handle_name(handle)} is not known here")
         return record
 
-    def find_or_await(self, handle: pb.KvHandle) -> Record:
-        """Return the record of a handle held here, made now if this is the first that is heard of it.
+    def find_or_await(self, handle: pb.KvHandle) -> HandleRecord:
+        """Return the record of a handle held here; create the record at the first call for the handle.
 
-        One whose prefill worker is known to be dead has ended: nobody else could tell those who would wait for it.
+        A new record whose prefill worker is known to be dead ends at once: no other event would end its waiting
+        readers.
         """
         known = self._records.get(handle.handle_id)
         if known is not None:
@@ -95,15 +95,15 @@ class HandleStore:
         self._refuse_new(handle)
         record = self._records.setdefault(handle.handle_id, self._new_record(handle, is_copy=False))
         if self.regions.is_gone(handle.prefill_incarnation):
-            self._writer_gone(record)
+            self._writer_lost(record)
         return record
 
-    def copies(self, handle: pb.KvHandle) -> Sequence[Record]:
-        """Copies of another service's handle, for readers here."""
+    def copies(self, handle: pb.KvHandle) -> Sequence[HandleRecord]:
+        """Return the copies of another service's handle for readers of this host."""
         return list(self._copies.get(handle.handle_id, ()))
 
-    def add_copy(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> Record:
-        """Open a record that a pull fills; it ends with the last of its readers."""
+    def add_copy(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> HandleRecord:
+        """Open a record that a pull fills; the record ends with its last reader."""
         self._refuse_new(handle)
         record = self._new_record(handle, is_copy=True)
         record.region_id, record.layout = region_id, layout
@@ -113,13 +113,13 @@ class HandleStore:
 
     # ---------------------------------------------------------------------------------------------------- edges
 
-    def reserve(self, request: kv.ReserveRequest) -> Record:
-        """A prefill worker opens its handle."""
+    def reserve(self, request: kv.ReserveRequest) -> HandleRecord:
+        """Reserve a handle for its prefill worker."""
         handle = request.handle
         check_supported(request.layout)
         if handle.layout_digest and handle.layout_digest != layout_digest(request.layout):
             raise FingerprintMismatch(
-                f"the {handle_name(handle)} was minted for another KV layout than its writer's", field="layout_digest"
+                f"the {handle_name(handle)} was minted for a KV layout other than its writer's", field="layout_digest"
             )
         if request.lease_ms <= 0:
             raise InvalidRequest(
@@ -134,8 +134,8 @@ class HandleStore:
             record.changed.fire()
         return record
 
-    def seal(self, record: Record, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
-        """Make slabs of a record visible."""
+    def seal(self, record: HandleRecord, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
+        """Make slabs of a record visible to its readers."""
         self.check_slabs(record, slabs)
         _check_close(slabs, record, closed)
         num_known = len(record.machine.slabs)
@@ -146,18 +146,18 @@ class HandleStore:
             self.counters["handles_sealed"] += closed is not None
             record.changed.fire()
 
-    def check_slabs(self, record: Record, slabs: Sequence[kv.Slab]) -> None:
-        """Raise InvalidRequest unless the slabs are what the writer reserved; says nothing of one that has not."""
+    def check_slabs(self, record: HandleRecord, slabs: Sequence[kv.Slab]) -> None:
+        """Raise InvalidRequest unless the slabs match the reservation; skip a record without a reservation."""
         if slabs and record.layout is not None and not record.machine.ended:
             memory = self.regions.memory(record.region_id)
             for slab in slabs:
                 check_slab(slab, record.layout, record.region_id, memory)
 
-    def lease(self, record: Record, reader_id: str) -> None:
+    def lease(self, record: HandleRecord, reader_id: str) -> None:
         record.machine.lease(self.clock(), reader_id, self.lease_seconds)
 
-    def release(self, record: Record, reader_id: str | None) -> None:
-        """One reader is done, or (None) nobody needs the handle."""
+    def release(self, record: HandleRecord, reader_id: str | None) -> None:
+        """End one reader's use, or with None every use of the handle."""
         if reader_id is None:
             record.machine.release_all()
         else:
@@ -165,18 +165,18 @@ class HandleStore:
         self._settle(record)
 
     def drain(self) -> None:
-        """Take no new handles, and give up those that nobody has reserved: nobody will."""
+        """Accept no new handles, and abort those not reserved yet: no writer will reserve them."""
         self.draining = True
         for record in self.live():
             if record.machine.state is HandleState.AWAITED:
                 self.abort(record, Draining("this KV service is draining and takes no new handles"))
 
-    def abort(self, record: Record, reason: TandemError) -> None:
+    def abort(self, record: HandleRecord, reason: TandemError) -> None:
         record.machine.abort(reason)
         self._settle(record)
 
     def sweep(self) -> None:
-        """Let the clock act on every record; forget what nobody can ask for any more."""
+        """Expire leases and handles; forget handles past their deadline."""
         now = self.clock()
         for record in self.live():
             for reader_id, num_streams in record.watching.items():
@@ -187,7 +187,7 @@ class HandleStore:
         if now >= self._prune_at:
             self._prune(now)
 
-    # -------------------------------------------------------------------------------------------------- figures
+    # -------------------------------------------------------------------------------------------------- stats
 
     @property
     def leased_bytes(self) -> int:
@@ -195,15 +195,15 @@ class HandleStore:
 
     @property
     def orphan_bytes(self) -> int:
-        """Bytes that something keeps and nobody has a right to: past their lease, or ended and the owner not told."""
+        """Bytes kept without a right: past their lease, or of an ended handle whose owner was not notified."""
         now = self.clock()
         late = sum(r.num_bytes for r in self.live() if r.machine.lease_until < now - _SWEEP_SLACK_SECONDS)
         return late + sum(region.log.unsent_bytes(now - self.lease_seconds) for region in self.regions)
 
-    # ------------------------------------------------------------------------------------------------- workings
+    # ------------------------------------------------------------------------------------------------- helpers
 
     def _prune(self, now: float) -> None:
-        """Forget ended handles past their deadline: late calls are refused for that, no record is needed."""
+        """Forget ended handles past their deadline: late calls are refused by their deadline, without a record."""
         self._prune_at = now + _PRUNE_SECONDS
         self._records = {
             handle_id: record
@@ -213,10 +213,10 @@ class HandleStore:
         for region in self.regions:
             region.log.prune(now)
 
-    def _new_record(self, handle: pb.KvHandle, *, is_copy: bool) -> Record:
+    def _new_record(self, handle: pb.KvHandle, *, is_copy: bool) -> HandleRecord:
         deadline = handle.deadline_unix_ms / 1000
         machine = HandleMachine(handle_name(handle), handle.num_readers, deadline, reader_bound=is_copy)
-        record = Record(handle, machine, is_copy)
+        record = HandleRecord(handle, machine, is_copy)
         self._live[record] = None
         return record
 
@@ -230,8 +230,8 @@ class HandleStore:
         if len(self._live) >= self._max_handles:
             raise Overloaded(f"{self._max_handles} KV handles are kept already", retry_after_seconds=1.0)
 
-    def _settle(self, record: Record) -> None:
-        """See a record that has ended to its end, once: count it, tell its owner and its readers."""
+    def _settle(self, record: HandleRecord) -> None:
+        """Finish a record that has ended, once: count the end, notify owner and readers."""
         if not record.machine.ended or record not in self._live:
             return
         del self._live[record]
@@ -241,18 +241,18 @@ class HandleStore:
         if record in self._copies.get(record.handle.handle_id, ()):
             self._drop_copy(record)
         elif record.region_id:
-            self._tell_owner(record, state)
+            self._notify_owner(record, state)
         record.changed.fire()
         self.ended.fire()
 
-    def _drop_copy(self, record: Record) -> None:
-        """Copies leave nothing behind: a reader that comes later has the bytes pulled anew."""
+    def _drop_copy(self, record: HandleRecord) -> None:
+        """Forget a copy; a later reader starts a new pull."""
         copies = self._copies[record.handle.handle_id]
         copies.remove(record)
         if not copies:
             del self._copies[record.handle.handle_id]
 
-    def _tell_owner(self, record: Record, state: HandleState) -> None:
+    def _notify_owner(self, record: HandleRecord, state: HandleState) -> None:
         try:
             region = self.regions.lent(record.region_id)
         except KvNotFound:  # the owner is dead
@@ -262,29 +262,29 @@ class HandleStore:
         region.log.append(ended, record.num_bytes, self.clock())
 
     def _region_lost(self, lost: RegionOffer) -> None:
-        """End what its owner was filling, and what it was to reserve."""
+        """Abort the handles that the dead owner was filling or had still to reserve."""
         for record in self.live():
             is_awaited = record.machine.state is HandleState.AWAITED
             if record.region_id == lost.region_id or (
                 is_awaited and record.handle.prefill_incarnation == lost.incarnation
             ):
-                self._writer_gone(record)
+                self._writer_lost(record)
 
-    def _writer_gone(self, record: Record) -> None:
+    def _writer_lost(self, record: HandleRecord) -> None:
         self.abort(record, Unavailable(f"the prefill worker of the {handle_name(record.handle)} is gone"))
 
 
-def _check_close(slabs: Sequence[kv.Slab], record: Record, closed: kv.Closed | None) -> None:
-    """A handle is closed with all its blocks sealed, and with no other."""
+def _check_close(slabs: Sequence[kv.Slab], record: HandleRecord, closed: kv.Closed | None) -> None:
+    """Raise InvalidRequest unless a closed handle has all its blocks sealed, and no others."""
     if closed is None or record.layout is None or record.machine.ended or record.machine.closed is not None:
         return
     name, num_blocks = handle_name(record.handle), closed.num_blocks
-    everything = [*record.machine.slabs, *slabs]
-    end = max((slab.first_block + slab.num_blocks for slab in everything), default=0)
+    all_slabs = [*record.machine.slabs, *slabs]
+    end = max((slab.first_block + slab.num_blocks for slab in all_slabs), default=0)
     if end > num_blocks:
         raise InvalidRequest(f"the {name} is closed with {num_blocks} blocks, a slab reaches {end}", field="num_blocks")
-    # A copy begins where its readers' own blocks end.
-    first_block = min((slab.first_block for slab in everything), default=num_blocks) if record.is_copy else 0
-    missing = first_missing_block(everything, record.layout, record.handle.num_tokens, first_block, num_blocks)
+    # A copy begins where the blocks that its readers already have end.
+    first_block = min((slab.first_block for slab in all_slabs), default=num_blocks) if record.is_copy else 0
+    missing = first_missing_block(all_slabs, record.layout, record.handle.num_tokens, first_block, num_blocks)
     if missing is not None:
         raise InvalidRequest(f"the {name} is closed with block {missing} of {num_blocks} unsealed", field="num_blocks")

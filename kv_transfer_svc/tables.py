@@ -1,12 +1,11 @@
-"""What does a KV service believe it holds? Its answer to the auditor."""
+"""Builds the tables of a KV service for the auditor: what the service keeps, and for whom."""
 
 from __future__ import annotations
 
 from kv_transfer_svc.blocks.block import Block
-from kv_transfer_svc.host_cache import PromptCache
-from kv_transfer_svc.pull import Pull
-from kv_transfer_svc.puller import Puller
-from kv_transfer_svc.record import Record
+from kv_transfer_svc.handle_record import HandleRecord
+from kv_transfer_svc.host_cache import HostCache
+from kv_transfer_svc.puller import Pull, Puller
 from kv_transfer_svc.region_table import LentRegion
 from kv_transfer_svc.store import HandleStore
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -24,9 +23,9 @@ from tandem_runtime.kv.tables import fill
 
 
 def kv_tables(
-    incarnation: str, store: HandleStore, puller: Puller, prompt_cache: PromptCache | None, max_rows: int
+    incarnation: str, store: HandleStore, puller: Puller, host_cache: HostCache | None, max_rows: int
 ) -> TablesReply:
-    """Return all that this service keeps for others, `max_rows` of each kind at most."""
+    """Return everything that this service keeps for others, at most `max_rows` of each kind."""
     now = store.clock()
     reply = TablesReply(
         incarnation=incarnation,
@@ -38,20 +37,20 @@ def kv_tables(
     reply.num_left_out = (
         fill(reply.handles, list(store.live()), _handle, max_rows)
         + fill(reply.regions, regions, _region, max_rows)
-        + fill(reply.untold, [each for region in regions for each in _untold(region)], _untold_row, max_rows)
+        + fill(reply.untold, [each for region in regions for each in _unsent(region)], _untold_row, max_rows)
         + fill(reply.arena, puller.pulls(), _arena, max_rows)
     )
-    if prompt_cache is not None:
-        reply.num_left_out += _fill_stored(reply, prompt_cache, now, max_rows)
+    if host_cache is not None:
+        reply.num_left_out += _fill_stored(reply, host_cache, now, max_rows)
     return reply
 
 
-def _fill_stored(reply: TablesReply, cache: PromptCache, now: float, max_rows: int) -> int:
+def _fill_stored(reply: TablesReply, cache: HostCache, now: float, max_rows: int) -> int:
     num_left_out = fill(reply.store_leases, cache.blocks.leases(), _store_lease, max_rows)
     return num_left_out + fill(reply.late_copies, cache.blocks.late_copies(now), _late_copy, max_rows)
 
 
-def _handle(record: Record) -> HandleRow:
+def _handle(record: HandleRecord) -> HandleRow:
     handle, machine = record.handle, record.machine
     return HandleRow(
         handle_id=handle.handle_id,
@@ -80,12 +79,12 @@ def _region(region: LentRegion) -> RegionRow:
     )
 
 
-def _untold(region: LentRegion) -> list[tuple[LentRegion, kv.OwnerEvent.Ended, int]]:
-    return [(region, ended, num_bytes) for ended, num_bytes in region.log.untold()]
+def _unsent(region: LentRegion) -> list[tuple[LentRegion, kv.OwnerEvent.Ended, int]]:
+    return [(region, ended, num_bytes) for ended, num_bytes in region.log.unsent()]
 
 
-def _untold_row(untold: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UntoldRow:
-    region, ended, num_bytes = untold
+def _untold_row(unsent: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UntoldRow:
+    region, ended, num_bytes = unsent
     return UntoldRow(
         handle_id=ended.handle_id,
         request_id=ended.request_id,

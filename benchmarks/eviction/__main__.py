@@ -1,9 +1,9 @@
-"""Which share of a trace's prompt tokens would be cached, by eviction policy and size of the cache?
+"""Measures the share of a trace's prompt tokens that a cache would hold, by size of the cache.
 
 python -m benchmarks.eviction --trace FILE [--quick] [--json FILE]
 
-FILE is a Mooncake trace: a JSON object per line, with `input_length` and `hash_ids` of the prompt's blocks. The
-policies are the KV service's; beside them an infinite cache, and the best one that knows the future (Belady's).
+FILE is a Mooncake trace: a JSON object per line, with `input_length` and `hash_ids` of the prompt's blocks. Compares
+the KV service's eviction order (LRU) with an infinite cache and with the optimum, which knows the future (Belady).
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.stats import Figures
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.policies import POLICIES
-from kv_transfer_svc.blocks.quotas import NewPolicy
+from kv_transfer_svc.blocks.block import BlockKey
+from kv_transfer_svc.blocks.leaf_heap import LeafHeap
 
 _FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _QUICK_FRACTIONS = (0.05, 0.2)
 _QUICK_REQUESTS = 2000
-_EVEN_TOKENS = 27_000
-"""Tokens before one at which attention costs as much as all else: 2 x parameters / (4 x layers x hidden), for 7 B."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The blocks of one request that are full, and can thus be cached."""
+    """The full blocks of one request; only full blocks can be cached."""
 
     num_tokens: int
     keys: tuple[BlockKey, ...]
@@ -54,11 +51,11 @@ class Trace:
 
     @property
     def working_set(self) -> int:
-        """How many different blocks there are."""
+        """Number of different blocks."""
         return len({key for prompt in self.prompts for key in prompt.keys})
 
     def cached_tokens(self, prompt: Prompt, num_blocks: int) -> int:
-        """Return what need not be computed with so many first blocks cached; one token always is."""
+        """Return the tokens that `num_blocks` cached leading blocks save; one token is always computed."""
         return min(num_blocks * self.block_tokens, prompt.num_tokens - 1)
 
 
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "trace": f"{options.trace.name}, {len(trace.prompts)} requests, {trace.num_tokens} prompt tokens",
         "blocks": f"of {trace.block_tokens} tokens, {trace.working_set} different ones, of equal size",
-        "order": "each prompt looked up and then stored, one after the other; answers are not stored",
+        "order": "each prompt is looked up and then stored, one after the other; answers are not stored",
         "seconds": round(time.monotonic() - started, 1),
         "python": platform.python_version(),
         "command": " ".join(["python -m benchmarks.eviction", *sys.argv[1:]]),
@@ -86,13 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_trace(lines: Iterable[str], block_tokens: int) -> Trace:
-    """Read a Mooncake trace; the last block of a prompt is left out unless it is full."""
+    """Read a Mooncake trace; a last block that is not full is left out."""
     requests = map(json.loads, lines)
     return trace_of(((request["input_length"], request["hash_ids"]) for request in requests), block_tokens)
 
 
 def trace_of(prompts: Iterable[tuple[int, Sequence[int]]], block_tokens: int) -> Trace:
-    """Return the trace of prompts given by their number of tokens and their blocks' hash ids."""
+    """Return a trace of prompts, each a number of tokens and the hash ids of its blocks."""
     keys: dict[int, BlockKey] = {}
     for_replay = []
     for num_tokens, hash_ids in prompts:
@@ -104,45 +101,44 @@ def trace_of(prompts: Iterable[tuple[int, Sequence[int]]], block_tokens: int) ->
 
 
 def hit_rates(trace: Trace, fractions: Sequence[float]) -> Figures:
-    """Return flat figures: `infinite`, and for each fraction of the working set one figure per policy and `optimum`."""
+    """Return flat figures: `infinite`, and `lru` and `optimum` for each fraction of the working set."""
     working_set, num_tokens = trace.working_set, trace.num_tokens
     figures: Figures = {"working_set_blocks": working_set, "token_hit_rate.infinite": optimum(trace, working_set)}
     for fraction in fractions:
         capacity = max(1, round(fraction * working_set))
-        cached = {name: replay(trace, new_policy, capacity) for name, new_policy in POLICIES.items()}
-        cached["optimum"] = optimum(trace, capacity)
+        cached = {"lru": replay(trace, capacity), "optimum": optimum(trace, capacity)}
         figures[f"capacity_blocks.{fraction}"] = capacity
         figures |= {f"token_hit_rate.{fraction}.{name}": tokens / num_tokens for name, tokens in cached.items()}
     figures["token_hit_rate.infinite"] /= num_tokens
     return {name: float(f"{value:.6g}") for name, value in figures.items()}
 
 
-def replay(trace: Trace, new_policy: NewPolicy, capacity: int) -> int:
-    """Return how many tokens are cached with `capacity` blocks, evicted as the policy says."""
-    policy, present, cached_tokens = new_policy(), set[BlockKey](), 0
+def replay(trace: Trace, capacity: int) -> int:
+    """Return how many tokens are cached with `capacity` blocks, evicted as the KV service evicts."""
+    heap, present, cached_tokens = LeafHeap(), set[BlockKey](), 0
     for prompt in trace.prompts:
         run = next((index for index, key in enumerate(prompt.keys) if key not in present), len(prompt.keys))
         cached_tokens += trace.cached_tokens(prompt, run)
-        policy.used(prompt.keys[:run])
+        heap.use(prompt.keys[:run])
         needed = set(prompt.keys)
         for index in range(run, len(prompt.keys)):
             if len(present) >= capacity:
-                victim = policy.victim(needed.__contains__)
+                victim = heap.victim(needed.__contains__)
                 if victim is None:  # the prompt is longer than the cache
                     break
-                policy.removed(victim)
+                heap.remove(victim)
                 present.discard(victim)
             key, parent = prompt.keys[index], prompt.keys[index - 1] if index else None
             present.add(key)
-            policy.added(key, 1, 1 + index * trace.block_tokens / _EVEN_TOKENS, parent)
+            heap.add(key, parent)
     return cached_tokens
 
 
 def optimum(trace: Trace, capacity: int) -> int:
-    """Return how many tokens are cached at best: what is needed last goes, or is not stored at all.
+    """Return how many tokens are cached at best: the block needed last is evicted, or never stored.
 
     Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966. A block is
-    needed no later than those after it, so of equals the later one goes.
+    needed no later than its successors, so of two equal blocks the later one is evicted.
     """
     uses = _uses(trace)
     next_uses: dict[BlockKey, float] = {}
@@ -163,7 +159,7 @@ def optimum(trace: Trace, capacity: int) -> int:
 
 
 def _uses(trace: Trace) -> dict[BlockKey, deque[int]]:
-    """Return the numbers of the prompts that have a block, for each block."""
+    """Return, for each block, the numbers of the prompts that contain the block."""
     uses: dict[BlockKey, deque[int]] = {}
     for number, prompt in enumerate(trace.prompts):
         for key in prompt.keys:
@@ -175,14 +171,13 @@ def _print(conditions: Mapping[str, Any], figures: Figures, fractions: Sequence[
     console = Console() if sys.stdout.isatty() else Console(width=150)
     for name, value in conditions.items():
         console.print(f"{name:<8} {value}", highlight=False, markup=False)
-    columns = [*POLICIES, "optimum"]
-    table = Table("cache / working set", "blocks", *columns, "best / optimum", title="token hit rate")
+    columns = ["lru", "optimum"]
+    table = Table("cache / working set", "blocks", *columns, "lru / optimum", title="token hit rate")
     for column in table.columns:
         column.justify = "right"
     for fraction in fractions:
         rates = {name: figures[f"token_hit_rate.{fraction}.{name}"] for name in columns}
-        best = max(POLICIES, key=lambda name: rates[name])
-        share = f"{best} {rates[best] / rates['optimum']:.0%}" if rates["optimum"] else "-"
+        share = f"{rates['lru'] / rates['optimum']:.0%}" if rates["optimum"] else "-"
         blocks = f"{figures[f'capacity_blocks.{fraction}']:.0f}"
         table.add_row(f"{fraction:.0%}", blocks, *(f"{rate:.2%}" for rate in rates.values()), share)
     console.print(table)

@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.kv_transfer.bare_socket import BareSocket, bare_socket
 from benchmarks.kv_transfer.hosts import BLOCK_BYTES, HANDLE_KEY, EngineReader, KvHost, Pool, kv_hosts
-from kv_transfer_svc.transport.link import Link
-from kv_transfer_svc.transport.links import Links
+from kv_transfer_svc.transport.links import Link, Links
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 

@@ -22,7 +22,6 @@ from benchmarks.lib.report import Rows
 from benchmarks.trace_replay import cached_prompt
 from benchmarks.trace_replay.mooncake import BLOCK_TOKENS, SCALE, TraceRequest, read_requests
 from benchmarks.trace_replay.replaying import CONCURRENCY, POOL_BLOCKS, Capacity, Played, play
-from kv_transfer_svc.blocks.lru import LruPolicy
 
 MIN_OF_LRU = 0.9
 _SHARE = 0.1
@@ -120,8 +119,8 @@ def cached_tokens(trace: Trace, capacity: Capacity, played: Played) -> dict[str,
     """Return how many tokens were cached in the real system, and would be in those it is compared with."""
     return {
         "real": sum(played.cached_tokens),
-        "lru": replay(trace, LruPolicy, capacity.total_blocks),
-        "store_lru": replay(trace, LruPolicy, capacity.store_blocks),
+        "lru": replay(trace, capacity.total_blocks),
+        "store_lru": replay(trace, capacity.store_blocks),
         "optimum": optimum(trace, capacity.total_blocks),
         "infinite": optimum(trace, trace.working_set),
     }

@@ -1,4 +1,4 @@
-"""Which KV blocks does this host keep by their content, and where in memory?
+"""The KV blocks that this host keeps by content, in memory.
 
 One writer, `BlockStore`; no I/O, no event loop, and times are arguments.
 """

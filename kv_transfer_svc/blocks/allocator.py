@@ -1,7 +1,7 @@
-"""Where in memory do stored blocks lie?
+"""Allocates memory for stored blocks from one region.
 
-One region of the service's own, cut into pages. An extent is a run of pages and its slot is the first of them; giving
-it back raises the slot's generation, once, before anything else is written there.
+The region is cut into pages. An extent is a run of pages, and its slot is the first page. Freeing an extent raises the
+generation of its slot once, before the memory is written again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer_svc.blocks.free_list import PageRuns
+from kv_transfer_svc.blocks.free_list import FreeList
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.kv.shared_region import SharedRegion
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a block lies. Slot and generation together name one use of the memory and no other."""
+    """The place of a block. Slot and generation together identify one use of the memory."""
 
     offset: int
     num_bytes: int
@@ -27,19 +27,19 @@ class Extent:
 
     @property
     def held_bytes(self) -> int:
-        """Whole pages: what it takes from the room."""
+        """Bytes allocated for the extent, in whole pages."""
         return held_bytes(self.num_bytes)
 
 
-class Room:
-    """Extents in a region of `num_bytes`, taken from the machine at once. Raises InvalidRequest for too few."""
+class BlockAllocator:
+    """Extents in a region of `num_bytes`, taken from the machine at start. Raises InvalidRequest for too few bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         num_pages = num_bytes // PAGE_BYTES
         if num_pages < 1:
             raise InvalidRequest(f"{num_bytes} bytes for stored blocks; give {PAGE_BYTES} at least", field="num_bytes")
         self.region = SharedRegion.create("tandem-kv-blocks", num_pages * PAGE_BYTES, num_pages)
-        self._pages = PageRuns(num_pages)
+        self._pages = FreeList(num_pages)
 
     @property
     def total_bytes(self) -> int:
@@ -49,25 +49,25 @@ class Room:
     def free_bytes(self) -> int:
         return self._pages.num_free_pages * PAGE_BYTES
 
-    def take(self, num_bytes: int) -> Extent | None:
-        """Return an extent, or None if no hole is that large."""
-        slot = self._pages.take(held_bytes(num_bytes) // PAGE_BYTES)
+    def allocate(self, num_bytes: int) -> Extent | None:
+        """Return an extent, or None if no hole is large enough."""
+        slot = self._pages.allocate(held_bytes(num_bytes) // PAGE_BYTES)
         if slot is None:
             return None
         return Extent(slot * PAGE_BYTES, num_bytes, slot, self.region.generation(slot))
 
-    def give_back(self, extent: Extent) -> None:
-        assert self.region.generation(extent.slot) == extent.generation, f"{extent} is given back twice"
+    def free(self, extent: Extent) -> None:
+        assert self.region.generation(extent.slot) == extent.generation, f"{extent} is freed twice"
         self.region.next_generation(extent.slot)
-        self._pages.give_back(extent.slot)
+        self._pages.free(extent.slot)
 
     def is_current(self, extent: Extent) -> bool:
-        """Whether the memory is still in the use that `extent` names."""
+        """Whether the memory still serves the use that `extent` names."""
         return self.region.generation(extent.slot) == extent.generation
 
-    def window(self, slot: int, num_bytes: int, may_go: Callable[[int], bool]) -> list[int] | None:
-        """Return the slots, `slot` among them, that must go for `num_bytes` in one piece; None: they may not."""
-        return self._pages.window(slot, held_bytes(num_bytes) // PAGE_BYTES, may_go)
+    def window(self, slot: int, num_bytes: int, may_free: Callable[[int], bool]) -> list[int] | None:
+        """Return the slots to free, `slot` among them, for one hole of `num_bytes`; None if they may not be freed."""
+        return self._pages.window(slot, held_bytes(num_bytes) // PAGE_BYTES, may_free)
 
     def check(self) -> None:
         self._pages.check()
@@ -77,5 +77,5 @@ class Room:
 
 
 def held_bytes(num_bytes: int) -> int:
-    """Return `num_bytes` in whole pages."""
+    """Return `num_bytes` rounded up to whole pages."""
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""What is known of one stored block?"""
+"""The values that describe one stored block: key, state, place and counts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,41 @@ from enum import Enum, auto
 from typing import Final
 
 from kv_transfer_svc.blocks.allocator import Extent
-from kv_transfer_svc.blocks.keys import BlockKey
+from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.kv.layout import DIGEST_BYTES
+
+HASH_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """Names a block by its content: the hash of its tokens and all before them, the layout, and the group.
+
+    The content of a key never changes. Raises InvalidRequest for hashes of another length.
+    """
+
+    layout_digest: bytes
+    group: int
+    block_hash: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.layout_digest) != DIGEST_BYTES:
+            raise InvalidRequest(
+                f"a layout digest has {DIGEST_BYTES} bytes, not {len(self.layout_digest)}", field="layout_digest"
+            )
+        if len(self.block_hash) != HASH_BYTES:
+            raise InvalidRequest(f"a block hash has {HASH_BYTES} bytes, not {len(self.block_hash)}", field="block_hash")
+
+    def __hash__(self) -> int:
+        # The block hash alone is uniform and nearly unique, and a bytes object caches its hash.
+        return hash(self.block_hash)
+
+    def __str__(self) -> str:
+        return f"block {self.block_hash.hex()} of group {self.group}, layout {self.layout_digest.hex()[:8]}"
 
 
 class BlockState(Enum):
-    """The states; `block_store.py` says what leads from one to the next."""
+    """The states of a block; `block_store.py` lists the edges between them."""
 
     FILLING = auto()
     SEALED = auto()
@@ -21,30 +51,29 @@ class BlockState(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """Owned by the store."""
+    """One block in memory. Owned by the store."""
 
     key: BlockKey
     extent: Extent
     account_tag: bytes
     since: float
-    """When it came, or, of a DEMOTING block, when it began to go."""
+    """When the block was begun; for a DEMOTING block, when its demotion began."""
     state: BlockState = BlockState.FILLING
     checksum: int = 0
     num_leases: int = 0
     is_pinned: bool = False
 
     @property
-    def is_found(self) -> bool:
+    def is_readable(self) -> bool:
         return self.state in (BlockState.SEALED, BlockState.LEASED)
 
     @property
-    def may_go(self) -> bool:
-        """Whether it may be evicted."""
+    def is_evictable(self) -> bool:
         return self.state is BlockState.SEALED and not self.is_pinned
 
 
 class Known(Enum):
-    """The store has the block, or is being given it, or is moving it to disk: nothing to fill."""
+    """The store has the block, or it is being filled or demoted: nothing to fill."""
 
     KNOWN = auto()
 
@@ -53,44 +82,44 @@ KNOWN: Final = Known.KNOWN
 
 
 @dataclass(frozen=True, slots=True)
-class Leased:
-    """A block that may be read: where it lies, and the xxh3-64 of its bytes."""
+class LeasedBlock:
+    """A block that may be read: its place, and the xxh3-64 of its bytes."""
 
     extent: Extent
     checksum: int
 
 
 @dataclass(frozen=True, slots=True)
-class StoreFigures:
-    """free + cached + leased + filling = total, in bytes; what is counted is counted since start, in blocks."""
+class StoreStats:
+    """free + cached + leased + filling = total, in bytes. Counts are totals since start, in blocks."""
 
     total_bytes: int
     free_bytes: int
     cached_bytes: int
     leased_bytes: int
     filling_bytes: int
-    """Being filled, or being copied to disk before they go."""
+    """Being filled, or being copied to disk before eviction."""
     demoting_bytes: int
-    """The part of `filling_bytes` that is on its way to disk."""
+    """The part of `filling_bytes` that is being copied to disk."""
     pinned_bytes: int
     num_blocks: int
     num_leases: int
-    """Readers that hold one."""
+    """Readers that hold a lease."""
     hits: int
     misses: int
     stored: int
     deduplicated: int
-    """Begun, and known already."""
+    """Blocks offered that the store already knew."""
     evictions: int
     demotions: int
     """Evictions to disk."""
     refused: int
-    """For lack of room, or because a block before them was refused."""
+    """For lack of memory, or because an earlier block of the chain was refused."""
     refused_over_quota: int
     discarded: int
     dropped: int
     leases_expired: int
 
     def flat(self) -> dict[str, int]:
-        """Return name and number of each, as metrics want it."""
+        """Return each name with its number, for metrics."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,10 +1,10 @@
-"""Which runs of pages are free?
+"""Tracks which runs of pages are free.
 
-       hole    taken   taken   hole   taken          The smallest hole that fits is cut; what is given back becomes one
+       hole     used    used    hole    used         `allocate` cuts the smallest hole that fits. `free` merges a run
     |........|#######|#######|......|#########|      with its neighbouring holes. Every page is in one run or one hole.
 
-Sizes differ between layouts, so free pages may lie apart: `window` says which taken runs, beside one that goes anyway,
-have to go for a longer hole. No page is lost to a size for good.
+Block sizes differ between layouts, so free pages may lie apart. `window` returns which used runs must be freed beside a
+given run for a longer hole. No page is reserved for one size.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 
 
-class PageRuns:
-    """Hands out runs of pages by their first page. O(log n) each, in the number of different lengths of holes."""
+class FreeList:
+    """Allocates runs of pages, named by their first page. O(log n) per call, n = number of different hole lengths."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.num_free_pages = 0
-        self._holes: dict[int, int] = {}  # start -> length, as in `_taken`
-        self._hole_starts: dict[int, int] = {}  # end -> start, as in `_taken_starts`
+        self._holes: dict[int, int] = {}  # start -> length, as in `_used`
+        self._hole_starts: dict[int, int] = {}  # end -> start, as in `_used_starts`
         self._holes_of: dict[int, dict[int, None]] = {}  # length -> starts
         self._lengths: list[int] = []  # of holes, each once, sorted
-        self._taken: dict[int, int] = {}
-        self._taken_starts: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._used_starts: dict[int, int] = {}
         if num_pages:
             self._open(0, num_pages)
 
-    def take(self, num_pages: int) -> int | None:
+    def allocate(self, num_pages: int) -> int | None:
         """Return the first page of a run, or None if no hole is that long."""
         index = bisect_left(self._lengths, num_pages)
         if index == len(self._lengths):
@@ -38,49 +38,49 @@ class PageRuns:
         self._close(start)
         if length > num_pages:
             self._open(start + num_pages, length - num_pages)
-        self._taken[start] = num_pages
-        self._taken_starts[start + num_pages] = start
+        self._used[start] = num_pages
+        self._used_starts[start + num_pages] = start
         return start
 
-    def give_back(self, start: int) -> None:
-        assert start in self._taken, f"the run at page {start} is given back, and nobody has it"
-        end = start + self._taken.pop(start)
-        del self._taken_starts[end]
+    def free(self, start: int) -> None:
+        assert start in self._used, f"the run at page {start} is freed, and is not allocated"
+        end = start + self._used.pop(start)
+        del self._used_starts[end]
         if end in self._holes:
             end += self._close(end)
         if start in self._hole_starts:
             start -= self._close(self._hole_starts[start])
         self._open(start, end - start)
 
-    def window(self, start: int, num_pages: int, may_go: Callable[[int], bool]) -> list[int] | None:
-        """Return the taken runs, that at `start` and then its neighbours, whose end would leave a hole of `num_pages`.
+    def window(self, start: int, num_pages: int, may_free: Callable[[int], bool]) -> list[int] | None:
+        """Return the used runs to free, the one at `start` first, for one hole of `num_pages`.
 
-        None: neighbours that may not go are in the way.
+        None: a neighbour that may not be freed is in the way.
         """
-        going = [start]
-        first, end = self._hole_starts.get(start, start), start + self._taken[start]
+        to_free = [start]
+        first, end = self._hole_starts.get(start, start), start + self._used[start]
         end += self._holes.get(end, 0)
         while end - first < num_pages:
-            before = self._taken_starts.get(first)
-            if end in self._taken and may_go(end):
-                going.append(end)
-                end += self._taken[end]
+            before = self._used_starts.get(first)
+            if end in self._used and may_free(end):
+                to_free.append(end)
+                end += self._used[end]
                 end += self._holes.get(end, 0)
-            elif before is not None and may_go(before):
-                going.append(before)
+            elif before is not None and may_free(before):
+                to_free.append(before)
                 first = self._hole_starts.get(before, before)
             else:
                 return None
-        return going
+        return to_free
 
     def check(self) -> None:
         """Assert that every page is in exactly one run or hole, and that no two holes touch."""
         page, was_hole = 0, False
         while page < self.num_pages:
             is_hole = page in self._holes
-            assert is_hole != (page in self._taken), f"page {page} is the start of a run and of a hole, or of neither"
+            assert is_hole != (page in self._used), f"page {page} is the start of a run and of a hole, or of neither"
             assert not (was_hole and is_hole), f"two holes touch at page {page}"
-            page += self._holes[page] if is_hole else self._taken[page]
+            page += self._holes[page] if is_hole else self._used[page]
             was_hole = is_hole
         assert page == self.num_pages, f"a run or hole ends at page {page} of {self.num_pages}"
         assert self.num_free_pages == sum(self._holes.values()), "free pages are miscounted"

@@ -1,128 +1,110 @@
-"""Which blocks have nothing after them, and which of those has the lowest priority?"""
+"""Orders blocks by last use and names the least recently used leaf.
+
+The blocks of one prompt form a chain, and a block without its predecessors is useless. Only a leaf, a block that no
+stored block follows, is evicted, so a busy leaf keeps its whole chain.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.policy import IsBusy
+from kv_transfer_svc.blocks.block import BlockKey
+
+IsBusy = Callable[[BlockKey], bool]
 
 _COMPACT_ABOVE = 64
 
 
-class Chains:
-    """Who follows whom. A parent may be unknown, or come after its children."""
+class LeafHeap:
+    """Least recently used, leaves first. Every method takes O(log n) at most, averaged over calls.
+
+    The heap is corrected lazily. An entry may be older than the block's last use; `victim` moves such an entry when it
+    reaches the top. A use thus costs one assignment, not a push. A parent may be unknown, or come after its children.
+    """
 
     def __init__(self) -> None:
         self._parents: dict[BlockKey, BlockKey | None] = {}
         self._num_children: dict[BlockKey, int] = {}
+        self._last_use: dict[BlockKey, int] = {}
+        self._heap: list[tuple[int, int, BlockKey]] = []  # tick of a use, number of the push, key
+        self._queued: set[BlockKey] = set()
+        """The keys in `_heap`; each is there once."""
+        self._num_pushed = 0
+        self._tick = 0
 
     def __len__(self) -> int:
-        return len(self._parents)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._parents
+        return len(self._last_use)
 
     def add(self, key: BlockKey, parent: BlockKey | None) -> None:
+        """Add a block that follows `parent` in its prompt."""
+        self._tick += 1
         self._parents[key] = parent
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        self._last_use[key] = self._tick
+        self._push_leaf(key)
 
-    def remove(self, key: BlockKey) -> BlockKey | None:
-        """Forget a block and return its parent, which may be a leaf now."""
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Count one use of these blocks together; ignore unknown keys."""
+        self._tick += 1
+        for key in keys:
+            if key in self._last_use:
+                self._last_use[key] = self._tick
+                self._push_leaf(key)
+
+    def remove(self, key: BlockKey) -> None:
+        """Forget a block; ignore an unknown key."""
+        if key not in self._last_use:
+            return
+        del self._last_use[key]
+        if len(self._heap) > 2 * len(self._last_use) + _COMPACT_ABOVE:
+            self._compact()
         parent = self._parents.pop(key)
         if parent is not None:
             self._num_children[parent] -= 1
             if not self._num_children[parent]:
                 del self._num_children[parent]
-        return parent
+                self._push_leaf(parent)
 
-    def is_leaf(self, key: BlockKey) -> bool:
-        return key not in self._num_children
+    def victim(self, is_busy: IsBusy) -> BlockKey | None:
+        """Return the block to evict next, without removing it; None if every leaf is busy.
 
-
-class LeafQueue:
-    """Members by priority, of which only the leaves are offered.
-
-    A heap that is put right late: each leaf has an entry at or below its priority, and an entry that turns out to be
-    too low is moved when it comes to the top. A use thus costs one assignment, not a push.
-    """
-
-    def __init__(self, chains: Chains) -> None:
-        self._chains = chains
-        self._priorities: dict[BlockKey, float] = {}
-        self._heap: list[tuple[float, int, BlockKey]] = []
-        self._queued: dict[BlockKey, float] = {}
-        """The priority of the entry that counts; others of the same key are left over."""
-        self._num_pushed = 0
-
-    def __len__(self) -> int:
-        return len(self._priorities)
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._priorities
-
-    def priority(self, key: BlockKey) -> float:
-        return self._priorities[key]
-
-    def put(self, key: BlockKey, priority: float) -> None:
-        """Add a member, or set its priority anew."""
-        self._priorities[key] = priority
-        if priority < self._queued.get(key, float("inf")):
-            self.offer(key)
-
-    def discard(self, key: BlockKey) -> None:
-        self._priorities.pop(key, None)
-        if len(self._heap) > 2 * len(self._priorities) + _COMPACT_ABOVE:
-            self._compact()
-
-    def offer(self, key: BlockKey | None) -> None:
-        """See to it that a key has an entry, if it is a member and a leaf: it may have become one."""
-        priority = self._priorities.get(key) if key is not None else None
-        if key is None or priority is None or not self._chains.is_leaf(key):
-            return
-        if priority < self._queued.get(key, float("inf")):
-            self._push(key, priority)
-
-    def first(self, is_busy: IsBusy, renewed: Callable[[BlockKey], float]) -> BlockKey | None:
-        """Return the leaf of lowest priority that is not busy; busy ones below it get the priority `renewed`."""
+        Busy leaves before the victim count as used now, so the next call does not pass them again.
+        """
         busy: list[BlockKey] = []
         while (key := self._top()) is not None and is_busy(key):
             busy.append(key)
             self._pop()
         for passed in busy:
-            self.put(passed, max(self._priorities[passed], renewed(passed)))
+            self._last_use[passed] = self._tick
+            self._push_leaf(passed)
         return key
 
     def _top(self) -> BlockKey | None:
-        """Bring the heap's top in order and return its key."""
+        """Bring the top of the heap in order and return its key."""
         while self._heap:
-            queued, _, key = self._heap[0]
-            priority = self._priorities.get(key)
-            if queued != self._queued.get(key):
-                heapq.heappop(self._heap)
-            elif priority is None or not self._chains.is_leaf(key):
-                self._pop()
-            elif queued < priority:
-                self._pop()
-                self._push(key, priority)
-            else:
+            queued_tick, _, key = self._heap[0]
+            last_use = self._last_use.get(key)
+            if last_use is not None and last_use == queued_tick and key not in self._num_children:
                 return key
+            self._pop()
+            self._push_leaf(key)
         return None
 
-    def _pop(self) -> None:
-        del self._queued[heapq.heappop(self._heap)[2]]
+    def _push_leaf(self, key: BlockKey) -> None:
+        """Push a key that is known, a leaf and not in the heap."""
+        if key not in self._queued and key in self._last_use and key not in self._num_children:
+            self._num_pushed += 1
+            self._queued.add(key)
+            heapq.heappush(self._heap, (self._last_use[key], self._num_pushed, key))
 
-    def _push(self, key: BlockKey, priority: float) -> None:
-        self._num_pushed += 1
-        self._queued[key] = priority
-        heapq.heappush(self._heap, (priority, self._num_pushed, key))
+    def _pop(self) -> None:
+        self._queued.remove(heapq.heappop(self._heap)[2])
 
     def _compact(self) -> None:
-        """Build the heap anew, without what is left over from members that went."""
-        leaves = [(priority, key) for key, priority in self._priorities.items() if self._chains.is_leaf(key)]
+        """Rebuild the heap without the entries of removed blocks."""
         self._heap.clear()
         self._queued.clear()
-        for priority, key in leaves:
-            self._push(key, priority)
+        for key in self._last_use:
+            self._push_leaf(key)

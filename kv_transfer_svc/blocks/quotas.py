@@ -1,24 +1,21 @@
-"""Whose block goes first: anybody's, or the account's own?
+"""Orders blocks for eviction, over all accounts and within each account that has a quota.
 
-An account that would pass its quota makes room among its own blocks; for lack of memory anybody's least wanted block
-goes. Accounts with a quota therefore have an order of their own, beside the one of all blocks.
+An account that would exceed its quota evicts its own blocks. When memory is short, the least recently used block of any
+account is evicted. An account with a quota therefore has an order of its own beside the global order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_transfer_svc.blocks.block import Block
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.policy import EvictionPolicy, IsBusy
-
-NewPolicy = Callable[[], EvictionPolicy]
+from kv_transfer_svc.blocks.block import Block, BlockKey
+from kv_transfer_svc.blocks.leaf_heap import IsBusy, LeafHeap
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """Bytes of blocks per account tag; None is no quota."""
+    """Bytes of blocks per account tag; None means no quota."""
 
     default_bytes: int | None = None
     by_tag: Mapping[bytes, int] | None = None
@@ -29,62 +26,62 @@ class Quotas:
 
 @dataclass(slots=True)
 class _Account:
-    policy: EvictionPolicy | None
+    heap: LeafHeap | None
+    """None for an account without a quota."""
     num_bytes: int = 0
 
 
-class VictimOrder:
-    """All blocks that have not begun to go, in the order in which they should: overall, and within accounts."""
+class EvictionOrder:
+    """All blocks that are not yet being demoted, in eviction order: global, and per account with a quota."""
 
-    def __init__(self, new_policy: NewPolicy, quotas: Quotas) -> None:
-        self._new_policy = new_policy
+    def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
-        self._policy = new_policy()
+        self._heap = LeafHeap()
         self._accounts: dict[bytes, _Account] = {}
 
-    def add(self, block: Block, cost: float, parent: BlockKey | None) -> None:
+    def add(self, block: Block, parent: BlockKey | None) -> None:
         account = self._account(block.account_tag)
         account.num_bytes += block.extent.held_bytes
-        for policy in self._policies(account):
-            policy.added(block.key, block.extent.num_bytes, cost, parent)
+        for heap in self._heaps(account):
+            heap.add(block.key, parent)
 
     def remove(self, block: Block) -> None:
         account = self._accounts[block.account_tag]
-        for policy in self._policies(account):
-            policy.removed(block.key)
+        for heap in self._heaps(account):
+            heap.remove(block.key)
         account.num_bytes -= block.extent.held_bytes
         if not account.num_bytes:
             del self._accounts[block.account_tag]
 
     def use(self, blocks: Sequence[Block]) -> None:
         """Count one use of these blocks together."""
-        self._policy.used([block.key for block in blocks])
+        self._heap.use([block.key for block in blocks])
         for tag in dict.fromkeys(block.account_tag for block in blocks):
-            own = self._accounts[tag].policy
+            own = self._accounts[tag].heap
             if own is not None:
-                own.used([block.key for block in blocks if block.account_tag == tag])
+                own.use([block.key for block in blocks if block.account_tag == tag])
 
     def excess_bytes(self, account_tag: bytes, num_bytes: int) -> int:
-        """Return by how much the account would be over its quota with `num_bytes` more; 0 if it would not."""
+        """Return by how many bytes `num_bytes` more would exceed the account's quota; 0 if they fit."""
         quota, account = self._quotas.of(account_tag), self._accounts.get(account_tag)
         held = account.num_bytes if account is not None else 0
         return 0 if quota is None else max(0, held + num_bytes - quota)
 
     def is_too_large(self, account_tag: bytes, num_bytes: int) -> bool:
-        """Whether the account could not have these bytes even if it had no others."""
+        """Whether `num_bytes` alone exceed the account's quota."""
         quota = self._quotas.of(account_tag)
         return quota is not None and num_bytes > quota
 
     def victim(self, is_busy: IsBusy) -> BlockKey | None:
-        return self._policy.victim(is_busy)
+        return self._heap.victim(is_busy)
 
     def own_victim(self, account_tag: bytes, is_busy: IsBusy) -> BlockKey | None:
-        """Return the least wanted block of one account with a quota."""
+        """Return the next block to evict of one account with a quota."""
         account = self._accounts.get(account_tag)
-        return account.policy.victim(is_busy) if account is not None and account.policy is not None else None
+        return account.heap.victim(is_busy) if account is not None and account.heap is not None else None
 
     def check(self, blocks: Iterable[Block]) -> None:
-        """Assert that accounts hold just these blocks' bytes, and no more than they may."""
+        """Assert that the accounts hold exactly the bytes of `blocks`, and that no account exceeds its quota."""
         held: dict[bytes, int] = {}
         for block in blocks:
             held[block.account_tag] = held.get(block.account_tag, 0) + block.extent.held_bytes
@@ -93,8 +90,8 @@ class VictimOrder:
 
     def _account(self, tag: bytes) -> _Account:
         if tag not in self._accounts:
-            self._accounts[tag] = _Account(None if self._quotas.of(tag) is None else self._new_policy())
+            self._accounts[tag] = _Account(None if self._quotas.of(tag) is None else LeafHeap())
         return self._accounts[tag]
 
-    def _policies(self, account: _Account) -> list[EvictionPolicy]:
-        return [self._policy] if account.policy is None else [self._policy, account.policy]
+    def _heaps(self, account: _Account) -> list[LeafHeap]:
+        return [self._heap] if account.heap is None else [self._heap, account.heap]

@@ -1,24 +1,22 @@
-"""Which blocks are there, in which state, and where?
+"""Indexes stored blocks by key and by slot, and counts the bytes in each state.
 
-The table and the room it takes memory from change together: a block in the table has its extent, one that has left it
-has none.
+The table and the allocator change together: a block in the table has an extent, a removed block has none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kv_transfer_svc.blocks.allocator import Extent, Room
-from kv_transfer_svc.blocks.block import Block, BlockState
-from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.blocks.allocator import BlockAllocator, Extent
+from kv_transfer_svc.blocks.block import Block, BlockKey, BlockState
 from tandem_runtime.kv.known_blocks import BlockCounters
 
 
 class BlockTable:
     """Blocks by key and by slot, and the bytes held in each state."""
 
-    def __init__(self, room: Room, counters: BlockCounters | None = None) -> None:
-        self._room = room
+    def __init__(self, allocator: BlockAllocator, counters: BlockCounters | None = None) -> None:
+        self._allocator = allocator
         self._counters = counters
         self._blocks: dict[BlockKey, Block] = {}
         self._at: dict[int, Block] = {}
@@ -41,12 +39,12 @@ class BlockTable:
         return self._blocks.get(key)
 
     def find(self, key: BlockKey) -> Block | None:
-        """Return a block that may be read."""
+        """Return a block that may be read, or None."""
         block = self._blocks.get(key)
-        return block if block is not None and block.is_found else None
+        return block if block is not None and block.is_readable else None
 
     def in_state(self, key: BlockKey, extent: Extent, *states: BlockState) -> Block | None:
-        """Return the block that lies just there and is in one of these states."""
+        """Return the block if its extent is `extent` and its state is one of `states`."""
         block = self._blocks.get(key)
         return block if block is not None and block.extent == extent and block.state in states else None
 
@@ -58,7 +56,7 @@ class BlockTable:
 
     @property
     def unsettled(self) -> list[Block]:
-        """Blocks that someone is copying, here or to disk."""
+        """Blocks that are being copied, to memory or to disk."""
         return list(self._unsettled.values())
 
     def enter(self, block: Block) -> None:
@@ -73,30 +71,30 @@ class BlockTable:
         self._bytes[block.state] -= block.extent.held_bytes
         self._bytes[state] += block.extent.held_bytes
         block.state = state
-        if block.is_found:
+        if block.is_readable:
             self._unsettled.pop(block.key, None)
         else:
             self._unsettled[block.key] = block
 
     def remove(self, block: Block) -> None:
-        """Forget a block, and free its memory."""
+        """Forget a block and free its memory."""
         del self._blocks[block.key], self._at[block.extent.slot]
         self._unsettled.pop(block.key, None)
         self._bytes[block.state] -= block.extent.held_bytes
-        self._room.give_back(block.extent)
+        self._allocator.free(block.extent)
         if self._counters is not None:
             self._counters.remove(block.key.layout_digest, block.key.block_hash)
 
     def check(self) -> None:
-        """Assert that every byte is free or held once, and that no block lies in memory given to another use."""
-        self._room.check()
+        """Assert that every byte is free or held once, and that every block's memory is still its own."""
+        self._allocator.check()
         for state in BlockState:
             held = sum(block.extent.held_bytes for block in self if block.state is state)
             assert held == self._bytes[state], f"{self._bytes[state]} bytes are counted as {state.name}, {held} are"
-        total = self._room.free_bytes + sum(self._bytes.values())
-        assert total == self._room.total_bytes, f"{total} bytes are free or held, of {self._room.total_bytes}"
+        total = self._allocator.free_bytes + sum(self._bytes.values())
+        assert total == self._allocator.total_bytes, f"{total} bytes are free or held, of {self._allocator.total_bytes}"
         assert len(self._at) == len(self._blocks), "two blocks lie in one slot"
         for block in self:
             assert self._at[block.extent.slot] is block, f"{block.key} is not found at its slot"
-            assert self._room.is_current(block.extent), f"{block.key} lies in a slot that was given up"
-            assert block.is_found != (block.key in self._unsettled), f"{block.key} is settled and unsettled"
+            assert self._allocator.is_current(block.extent), f"{block.key} lies in a slot that was freed"
+            assert block.is_readable != (block.key in self._unsettled), f"{block.key} is settled and unsettled"

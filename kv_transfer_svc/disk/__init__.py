@@ -1,6 +1,6 @@
-"""How do KV blocks outlive their place in DRAM? See disk_tier.py."""
+"""The disk tier: KV blocks in segment files. See disk_tier.py."""
 
-from kv_transfer_svc.disk.disk_tier import DiskTier
-from kv_transfer_svc.disk.stats import DiskCounters, DiskFigures
+from kv_transfer_svc.disk.disk_tier import DiskStats, DiskTier
+from kv_transfer_svc.disk.segment_log import DiskCounters
 
-__all__ = ["DiskCounters", "DiskFigures", "DiskTier"]
+__all__ = ["DiskCounters", "DiskStats", "DiskTier"]

@@ -1,14 +1,15 @@
-"""How do KV blocks outlive their place in DRAM, and the process, without the event loop ever waiting for a disk?
+"""Keeps KV blocks on disk, so that they outlive their place in memory and the process.
 
-A thread of the tier's own reads and writes segment files (segment_log.py); the event loop offers it jobs and is called
-back. The tier may forget any block at any time, and never serves one that is not what was written.
+A thread of the tier reads and writes segment files (segment_log.py). The event loop queues jobs and is called back; it
+never waits for the disk. The tier may forget any block at any time, and never serves a block that differs from what was
+written.
 
     put ──▶ queue, bounded in bytes ──▶ ┐
-                                        ├──▶ thread: reads, then moving out of old segments, then writes ──▶ files
+                                        ├──▶ thread: reads, then moves out of old segments, then writes ──▶ files
     get ──▶ queue, bounded in blocks ─▶ ┘            │
      ◀── verified payloads, or None ─────────────────┘
 
-Nothing is synced: see segment.py for what a crash may cost.
+Nothing is synced: segment.py lists what a crash may lose.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk.jobs import JobQueue, ReadJob, WriteJob
-from kv_transfer_svc.disk.record import record_bytes
-from kv_transfer_svc.disk.segment_log import SegmentLog
-from kv_transfer_svc.disk.stats import DiskCounters, DiskFigures
+from kv_transfer_svc.disk.segment import record_bytes
+from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.kv.known_blocks import BlockCounters
 from tandem_runtime.log import get_logger
@@ -33,6 +33,21 @@ log = get_logger(__name__)
 
 _MAX_QUEUED_READ_BLOCKS = 4096
 _MAX_QUEUED_WRITE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DiskStats:
+    """A snapshot of a disk tier. `serving` is False once the thread has ended, for any reason."""
+
+    serving: bool
+    budget_bytes: int
+    num_bytes: int
+    num_blocks: int
+    num_segments: int
+    queued_reads: int
+    queued_writes: int
+    queued_write_bytes: int
+    counters: DiskCounters
 
 
 class DiskTier:
@@ -57,14 +72,14 @@ class DiskTier:
         self._last_write_failed = False
 
     def count_in(self, counters: BlockCounters) -> None:
-        """Count every block that comes and goes from now on; call it before `open`."""
+        """Count every block that is added or removed from now on; call before `open`."""
         self._log.index.counters = counters
 
     async def open(self) -> None:
-        """Own the folder and rebuild the index from its files; call it once.
+        """Lock the folder and rebuild the index from its files; call once.
 
-        Raises InvalidRequest if the folder cannot be used, Unavailable if another process owns it. A service that gets
-        either goes on without its disk tier.
+        Raises InvalidRequest if the folder cannot be used, Unavailable if another process owns the folder. After either
+        error the service runs without its disk tier.
         """
         assert self._loop is None, "a disk tier is opened once"
         self._loop = asyncio.get_running_loop()
@@ -80,16 +95,16 @@ class DiskTier:
         checksum: int | None = None,
         done: Callable[[bool], None] | None = None,
     ) -> bool:
-        """Queue a block to be written; return False, having counted it, where it is refused. Never waits.
+        """Queue a block to be written; return False, and count the refusal, if the block is refused. Never waits.
 
-        `payload` is not copied and must stay as it is until `done(is_kept)` has been called on the event loop; a
-        refused block's `done` is never called. With the `checksum` that was made when the block was sealed, bytes that
-        have changed since are not written. A block that is there, or queued, already is not written again, and is done.
+        `payload` is not copied and must not change until `done(is_kept)` has been called on the event loop. `done` of a
+        refused block is never called. With `checksum`, made when the block was sealed, bytes that have changed since
+        are not written. A block that is on disk or queued is not written again, and `done` is called.
         """
         assert 0 <= key.group < 1 << 32, f"{key} does not fit a record's header"
         if key in self:
             self._counters.duplicates += 1
-            self._tell(done, True)
+            self._call_back(done, True)
             return True
         job = WriteJob(key, memoryview(payload).cast("B"), checksum, done)
         if not self._is_serving or job.num_bytes > self._log.segment_bytes or not self._queue.offer_write(job):
@@ -98,16 +113,16 @@ class DiskTier:
         return True
 
     def contains(self, key: BlockKey) -> bool:
-        """Say whether a `get` is likely to find `key`: it is on disk, or queued to be written."""
+        """Return whether a `get` is likely to find `key`: on disk, or queued to be written."""
         return key in self._log.index or self._queue.unwritten(key) is not None
 
     __contains__ = contains
 
     async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview] | None = None) -> list[memoryview | None]:
-        """Return the verified payload of each key, None for what is not there, not whole, or not as long as its `into`.
+        """Return the verified payload of each key; None if it is missing, not whole, or not as long as its `into`.
 
-        With `into`, bytes are read straight to where they belong; where the answer is None, they are anything. A caller
-        that is cancelled gets its CancelledError only once nothing is written to `into` any more.
+        With `into`, bytes are read straight to their destination; where the answer is None, `into` is undefined. A
+        cancelled caller gets its CancelledError only after the last write to `into`.
         """
         assert into is None or len(into) == len(keys), "one destination for each key"
         job = ReadJob(keys, into, asyncio.get_running_loop().create_future())
@@ -118,27 +133,27 @@ class DiskTier:
             return await asyncio.shield(job.answer)
         except asyncio.CancelledError:
             if not self._queue.withdraw_read(job):
-                await _outlast(job.answer)
+                await _wait_through_cancels(job.answer)
             raise
 
     def forget(self, key: BlockKey) -> None:
-        """Make `key` a miss, to save its move to a new segment.
+        """Make `key` a miss, which saves its move to a new segment.
 
-        Not an erasure: its bytes go with their segment, and a restart before that finds them again, which does no harm
-        since the content of a key never changes.
+        Not an erasure: the bytes are deleted with their segment, and a restart before that finds them again. This is
+        harmless, since the content of a key never changes.
         """
         self._queue.withdraw_write(key)
         self._log.index.drop(key)
 
     async def close(self) -> None:
-        """Do what is queued, then let go of the folder. May be called twice, and if `open` failed."""
+        """Finish what is queued, then release the folder. May be called twice, and after a failed `open`."""
         self._queue.close()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._log.close()
 
-    def figures(self) -> DiskFigures:
-        return DiskFigures(
+    def stats(self) -> DiskStats:
+        return DiskStats(
             serving=self._is_serving,
             budget_bytes=self._log.budget_bytes,
             num_bytes=self._log.num_bytes,
@@ -151,7 +166,7 @@ class DiskTier:
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless index and files agree and the budget is held. Call it with nothing queued."""
+        """Raise AssertionError unless index and files agree and the budget holds. Call with nothing queued."""
         self._log.check()
 
     @property
@@ -178,7 +193,7 @@ class DiskTier:
             self._queue.wait()
 
     def _abandon(self) -> None:
-        """Answer whoever still waits, if the thread ends before its work does."""
+        """Answer every waiting caller if the thread ends before its work is done."""
         self._queue.close()
         while (reading := self._queue.next_read()) is not None:
             self._end_read(reading, [None] * len(reading.keys))
@@ -206,14 +221,14 @@ class DiskTier:
 
     def _end_read(self, job: ReadJob, payloads: list[memoryview | None]) -> None:
         self._queue.end_read(job)
-        self._tell(_answer, job.answer, payloads)
+        self._call_back(_answer, job.answer, payloads)
 
     def _write(self, job: WriteJob) -> None:
         is_kept = False
         try:
             is_kept = not job.withdrawn and self._append(job)
         finally:
-            if is_kept and job.withdrawn:  # forgotten while it was being written
+            if is_kept and job.withdrawn:  # `forget` was called during the write
                 self._log.index.drop(job.key)
             self._end_write(job, is_kept and not job.withdrawn)
 
@@ -227,7 +242,7 @@ class DiskTier:
             self._log.append(job.key, job.payload, checksum)
         except OSError as error:
             self._counters.write_errors += 1
-            if not self._last_write_failed:  # once for each time that it begins to fail
+            if not self._last_write_failed:  # once per run of failures
                 log.warning("disk_write_failed", folder=str(self._folder), error=str(error))
             self._last_write_failed = True
             return False
@@ -238,17 +253,17 @@ class DiskTier:
 
     def _end_write(self, job: WriteJob, is_kept: bool) -> None:
         self._queue.end_write(job)
-        self._tell(job.done, is_kept)
+        self._call_back(job.done, is_kept)
 
-    def _tell(self, callback: Callable[..., None] | None, *arguments: object) -> None:
+    def _call_back(self, callback: Callable[..., None] | None, *arguments: object) -> None:
         if callback is None or self._loop is None:
             return
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _copy(job: WriteJob, into: memoryview | None) -> memoryview | None:
-    """Return what is yet to be written; None if it is not what it was when sealed, or not as long as `into`."""
+    """Return a queued payload; None if it has changed since it was sealed, or is not as long as `into`."""
     if into is not None and len(into) != len(job.payload):
         return None
     payload = memoryview(bytearray(len(job.payload))) if into is None else into
@@ -263,8 +278,8 @@ def _answer(answer: asyncio.Future[list[memoryview | None]], payloads: list[memo
         answer.set_result(payloads)
 
 
-async def _outlast(answer: asyncio.Future[list[memoryview | None]]) -> None:
-    """Wait for `answer`, through any number of cancellations."""
+async def _wait_through_cancels(answer: asyncio.Future[list[memoryview | None]]) -> None:
+    """Wait for `answer`; cancellations do not end the wait."""
     while not answer.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([answer])

@@ -1,7 +1,6 @@
-"""Where on disk does a block lie?
+"""Maps block keys to places on disk.
 
-The one thing that the event loop and the tier's thread both change; its lock is held for dictionary work, never for
-reading or writing.
+Both the event loop and the tier's thread change the index. The lock is held for dictionary work, never during I/O.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.blocks.block import BlockKey
 from tandem_runtime.kv.known_blocks import BlockCounters
 
 
@@ -20,8 +19,8 @@ class Place:
     payload_bytes: int
 
 
-class Index:
-    """Places by key and by segment, and which were used since they were written."""
+class BlockIndex:
+    """Places by key and by segment, and which blocks were used since they were written."""
 
     def __init__(self) -> None:
         self.counters: BlockCounters | None = None
@@ -41,12 +40,12 @@ class Index:
         return self._places.get(key)
 
     def add(self, key: BlockKey, place: Place) -> None:
-        """Say that `key` lies at `place`, and no longer where it lay before; it is unused again."""
+        """Record that `key` lies at `place` and nowhere else, and count `key` as unused."""
         with self._lock:
             self._add(key, place)
 
     def move(self, key: BlockKey, old: Place, new: Place) -> bool:
-        """As `add`, unless `key` was dropped or written elsewhere since it was seen at `old`."""
+        """As `add`, unless `key` was dropped or written elsewhere since the caller saw `old`."""
         with self._lock:
             if self._places.get(key) != old:
                 return False
@@ -64,7 +63,7 @@ class Index:
             return self._drop(key)
 
     def drop_segment(self, number: int) -> int:
-        """Drop what still lies in segment `number`; returns how many blocks that were."""
+        """Drop the blocks that still lie in segment `number`; return their number."""
         with self._lock:
             keys = list(self._of_segment.get(number, ()))
             for key in keys:
@@ -84,16 +83,16 @@ class Index:
                 self._drop(key)
 
     def check(self) -> None:
-        """Raise AssertionError unless both views tell the same."""
+        """Raise AssertionError unless both views agree."""
         with self._lock:
             by_segment = {key: place for places in self._of_segment.values() for key, place in places.items()}
             assert by_segment == self._places, "the index by segment and the index by key differ"
             assert sum(map(len, self._of_segment.values())) == len(self._places), "a block lies in two segments"
-            assert self._last_use.keys() <= self._places.keys(), "a block is used that is nowhere"
+            assert self._last_use.keys() <= self._places.keys(), "a block is marked as used and has no place"
 
     def _add(self, key: BlockKey, place: Place) -> None:
         if self.counters is not None:
-            self.counters.add(key.layout_digest, key.block_hash)  # before the old place is counted out
+            self.counters.add(key.layout_digest, key.block_hash)  # before the old place is subtracted
         self._drop(key)
         self._places[key] = place
         self._of_segment.setdefault(place.segment, {})[key] = place

@@ -1,7 +1,7 @@
-"""What waits for the disk tier's thread, and what comes first?
+"""Queues reads and writes for the disk tier's thread.
 
-Reads come first: a request waits for them, and a write only delays the next eviction. Both queues are bounded, and a
-job that finds its queue full is refused: nobody waits to be let in.
+Reads come first: a request waits for them, while a write only delays the next eviction. Both queues are bounded. A full
+queue refuses a job, and no caller waits for space.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.disk.record import record_bytes
+from kv_transfer_svc.blocks.block import BlockKey
+from kv_transfer_svc.disk.segment import record_bytes
 
 
 @dataclass(eq=False)
 class ReadJob:
-    """`into`, if given, is written to until `answer` is set."""
+    """A read. The thread writes to `into`, if given, until `answer` is set."""
 
     keys: Sequence[BlockKey]
     into: Sequence[memoryview] | None
@@ -28,7 +28,7 @@ class ReadJob:
 
 @dataclass(eq=False)
 class WriteJob:
-    """`payload` is read from until `done` is called."""
+    """A write. The thread reads `payload` until `done` is called."""
 
     key: BlockKey
     payload: memoryview
@@ -42,7 +42,7 @@ class WriteJob:
 
 
 class JobQueue:
-    """Two bounded queues between the event loop, which offers, and the thread, which takes."""
+    """Two bounded queues from the event loop to the thread."""
 
     def __init__(self, max_read_blocks: int, max_write_bytes: int) -> None:
         self._max_read_blocks = max_read_blocks
@@ -65,7 +65,7 @@ class JobQueue:
 
     @property
     def drained(self) -> bool:
-        """Whether it is closed and nothing is left to take."""
+        """Whether the queue is closed and empty."""
         with self._changed:
             return self._closed and not self._reads and not self._writes
 
@@ -89,7 +89,7 @@ class JobQueue:
             return True
 
     def withdraw_read(self, job: ReadJob) -> bool:
-        """Take back a read that nobody waits for; False if the thread has it, which uses `into` until `answer`."""
+        """Withdraw a read that no caller waits for; False if the thread has it and uses `into` until `answer`."""
         with self._changed:
             job.withdrawn = True
             if job not in self._reads:
@@ -99,7 +99,7 @@ class JobQueue:
             return True
 
     def withdraw_write(self, key: BlockKey) -> bool:
-        """Say that `key` need not be written; its job still passes, so that `done` is called."""
+        """Cancel the write of `key`; its job still passes the thread, so `done` is called."""
         with self._changed:
             job = self._unwritten.pop(key, None)
             if job is None:
@@ -119,7 +119,7 @@ class JobQueue:
             return self._writes.popleft() if self._writes else None
 
     def wait(self) -> None:
-        """Sleep until there is something to take or the queue is closed."""
+        """Sleep until there is a job or the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._reads or self._writes or self._closed)
 
@@ -134,7 +134,7 @@ class JobQueue:
                 del self._unwritten[job.key]
 
     def close(self) -> None:
-        """Take no more jobs; those that are queued are still done."""
+        """Accept no more jobs; queued jobs are still done."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

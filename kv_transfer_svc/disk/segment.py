@@ -1,37 +1,108 @@
-"""How is one segment file written, read, scanned and removed?
+"""One segment file and the records in it: write, read, scan, cut, delete.
 
-Appended to by one process until it is full, never changed after. Nothing is ever synced: this is a cache. A process
-that is killed loses the record it was writing, since the page cache outlives it; a machine that loses power may lose
-more. What is left torn by either fails a checksum and is not served.
+One process appends to a segment until the segment is full; after that the file never changes. Nothing is synced: this
+is a cache. A process that is killed loses the record it was writing, since the page cache outlives the process. A
+machine that loses power may lose more. Torn records fail a checksum and are not served.
+
+    a record, at a multiple of 512 bytes
+    ┌──────────────────────────── header, 128 bytes ────────────────────────────┬─────────┬─────────┐
+    │   0  magic and version          8  "TKVBLK", 0, 1                         │         │         │
+    │   8  segment number             8                                         │         │         │
+    │  16  offset in the segment      8                                         │         │         │
+    │  24  layout digest             16  ┐                                      │         │ zeros,  │
+    │  40  group index                4  ├ the key                              │ payload │ up to a │
+    │  44  zeros                      4  │                                      │         │ multiple│
+    │  48  block hash                16  ┘                                      │         │ of 512  │
+    │  64  payload bytes              8                                         │         │         │
+    │  72  xxh3-64 of the payload     8                                         │         │         │
+    │  80  zeros                     40                                         │         │         │
+    │ 120  xxh3-64 of bytes 0 to 119  8                                         │         │         │
+    └───────────────────────────────────────────────────────────────────────────┴─────────┴─────────┘
+
+All numbers are little-endian. The header's checksum covers the payload's checksum, so a payload cannot pass under
+another key. A header contains its own segment and offset. Bytes of a header found elsewhere (a stale tail, a payload
+that looks like a header, a misdirected write) are not a record.
+
+Records are aligned to 512 bytes, the smallest sector, so a header never straddles two sectors of any disk. A torn write
+leaves the whole header or none of it, and a scan that meets a bad header knows where the next one may begin. Alignment
+to 4,096 bytes would gain nothing (files are read through the page cache and never mapped) and would cost one page for
+each block whose size is a power of two.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.disk.record import (
-    ALIGNMENT_BYTES,
-    HEADER_BYTES,
-    MAGIC,
-    RecordHeader,
-    pack_header,
-    record_bytes,
-    unpack_header,
-)
+from kv_transfer_svc.blocks.block import BlockKey
+from tandem_runtime.kv.checksum import block_checksum
+
+HEADER_BYTES = 128
+ALIGNMENT_BYTES = 512
+MAGIC = b"TKVBLK\x00\x01"
+"""Ends in the version. A segment of another version has no valid records and is dropped: this is a cache."""
+
+_FIELDS = struct.Struct("<8sQQ16sI4x16sQQ40x")
+_CHECKSUM = struct.Struct("<Q")
 
 _NAME = re.compile(r"segment-([0-9a-f]{12})\.tkv")
 _SEARCH_BYTES = 1 << 18
 
 
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The header of a record: key, place, payload length and payload checksum."""
+
+    key: BlockKey
+    segment: int
+    offset: int
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def record_bytes(self) -> int:
+        return record_bytes(self.payload_bytes)
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Return the bytes of a payload in a file, with header and padding."""
+    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def pack_header(header: RecordHeader) -> bytes:
+    fields = _FIELDS.pack(
+        MAGIC,
+        header.segment,
+        header.offset,
+        header.key.layout_digest,
+        header.key.group,
+        header.key.block_hash,
+        header.payload_bytes,
+        header.payload_checksum,
+    )
+    return fields + _CHECKSUM.pack(block_checksum(fields))
+
+
+def unpack_header(raw: bytes | bytearray, segment: int, offset: int) -> RecordHeader | None:
+    """Parse `raw`, read at `offset` of `segment`; None if `raw` is not a whole header of this place."""
+    if len(raw) != HEADER_BYTES or raw[: len(MAGIC)] != MAGIC:
+        return None
+    if block_checksum(bytes(raw[: _FIELDS.size])) != _CHECKSUM.unpack_from(raw, _FIELDS.size)[0]:
+        return None
+    _, in_segment, at_offset, digest, group, block_hash, payload_bytes, checksum = _FIELDS.unpack_from(raw)
+    if (in_segment, at_offset) != (segment, offset):
+        return None
+    return RecordHeader(BlockKey(digest, group, block_hash), segment, offset, payload_bytes, checksum)
+
+
 @dataclass
 class ScanResult:
-    """What a scan found: whole headers in file order, how many bad stretches, and where the last good record ends."""
+    """Result of a scan: whole headers in file order, number of bad stretches, and the end of the last good record."""
 
     headers: list[RecordHeader] = field(default_factory=list)
     num_discarded: int = 0
@@ -39,7 +110,7 @@ class ScanResult:
 
 
 class Segment:
-    """One segment file. Only its writer, if it has one, holds it open: a big budget must not eat all descriptors."""
+    """One segment file. Only the writer keeps the file open: a large budget must not use up all descriptors."""
 
     def __init__(self, folder: Path, number: int, num_bytes: int = 0) -> None:
         self.number = number
@@ -55,13 +126,13 @@ class Segment:
 
     @classmethod
     def find_all(cls, folder: Path) -> list[Segment]:
-        """Return the segments in `folder`, oldest first, as long as their files are."""
+        """Return the segments in `folder`, oldest first, each with the size of its file."""
         names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
         found = [cls(folder, int(match[1], 16), path.lstat().st_size) for path, match in names if match]
         return sorted(found, key=lambda segment: segment.number)
 
     def append(self, key: BlockKey, payload: memoryview, checksum: int) -> int:
-        """Write a record and return its offset. Raises OSError, having taken back what was written of it."""
+        """Write a record and return its offset. Raises OSError after removing what was written of the record."""
         assert self._writer is not None, f"{self.path} is sealed"
         offset = self.num_bytes
         header = pack_header(RecordHeader(key, self.number, offset, len(payload), checksum))
@@ -70,7 +141,9 @@ class Segment:
         try:
             _write_all(self._writer, [memoryview(header), payload, memoryview(padding)], offset)
         except OSError:
-            with suppress(OSError):  # if even this fails, the next record overwrites the rest, or a scan discards it
+            with suppress(
+                OSError
+            ):  # if even this fails, the next record overwrites the rest, or a scan discards the rest
                 os.ftruncate(self._writer, offset)
             raise
         self.num_bytes += num_bytes
@@ -82,9 +155,9 @@ class Segment:
             self._writer = None
 
     def read(self, offset: int, payload: memoryview) -> RecordHeader | None:
-        """Read the record at `offset` straight into `payload` and return its header; None if it is not whole.
+        """Read the record at `offset` straight into `payload` and return its header; None if the record is not whole.
 
-        Compare key, length and checksum before believing a byte. Raises OSError.
+        The caller compares key, length and checksum before using a byte. Raises OSError.
         """
         header = bytearray(HEADER_BYTES)
         file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -99,12 +172,12 @@ class Segment:
     def scan(self) -> ScanResult:
         """Read the headers. Raises OSError.
 
-        A record that reaches past the end of the file is torn, and the last. After a bad header nobody knows how long
-        its record is: the next header that names the place it lies at is where records go on.
+        A record that reaches past the end of the file is torn, and is the last. The length of a record with a bad
+        header is unknown: the scan continues at the next header that names its own place.
         """
         file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # or reading ahead would read all the payloads too
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # without this, read-ahead would read all payloads too
             return self._scan(file)
         finally:
             os.close(file)
@@ -126,32 +199,32 @@ class Segment:
         return found
 
     def _find_header(self, file: int, offset: int) -> int:
-        """Return where the next good header lies, the end of the file if there is none."""
+        """Return the offset of the next good header, or the end of the file."""
         for start in range(offset, self.num_bytes, _SEARCH_BYTES):
-            for place in _places_of_magic(os.pread(file, _SEARCH_BYTES, start), start):
-                if unpack_header(os.pread(file, HEADER_BYTES, place), self.number, place) is not None:
-                    return place
+            for candidate in _offsets_of_magic(os.pread(file, _SEARCH_BYTES, start), start):
+                if unpack_header(os.pread(file, HEADER_BYTES, candidate), self.number, candidate) is not None:
+                    return candidate
         return self.num_bytes
 
     def cut(self, end: int) -> None:
-        """Give back the bytes behind the last good record. Raises OSError."""
+        """Cut off the bytes behind the last good record. Raises OSError."""
         os.truncate(self.path, end)
         self.num_bytes = end
 
     def delete(self) -> None:
-        """Remove the file; that it is gone already is no error. Raises OSError."""
+        """Remove the file; a missing file is no error. Raises OSError."""
         self.seal()
         self.path.unlink(missing_ok=True)
 
 
-def _places_of_magic(chunk: bytes, start: int) -> Iterator[int]:
+def _offsets_of_magic(chunk: bytes, start: int) -> Iterator[int]:
     for index in range(0, len(chunk), ALIGNMENT_BYTES):
         if chunk.startswith(MAGIC, index):
             yield start + index
 
 
 def _write_all(file: int, parts: list[memoryview], offset: int) -> None:
-    """Write `parts` one after another. A disk that fills up writes a part first, and says why only when asked again."""
+    """Write `parts` one after another. A full disk first writes a part, and reports the error at the next call."""
     while parts:
         written = os.pwritev(file, parts, offset)
         offset += written

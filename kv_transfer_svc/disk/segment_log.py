@@ -1,33 +1,34 @@
-"""How do segments together keep blocks under a byte budget?
+"""Keeps blocks in segment files under a byte budget.
 
     oldest                                                newest
     ┌─────────┬─────────┬─────────┬─── ... ───┬─────────┬─────────┬ ─ ─ ─ ─ ┐
-    │ victim  │ sealed  │ sealed  │           │ sealed  │ active  │ reserve │   all of it: at most the budget
+    │ victim  │ sealed  │ sealed  │           │ sealed  │ active  │ reserve │   together at most the budget
     └────┬────┴─────────┴─────────┴─── ... ───┴─────────┴────▲────┴ ─ ─ ─ ─ ┘
-         └── used since they were written: written again ────┘
+         └── used since written: rewritten ──────────────────┘
 
-When the active segment is full, the next one takes the reserve, and the oldest go until there is a reserve again. What
-was used in them since it was written is written again (the second chance of CLOCK), the last used first and at most
-half a segment: so the new one has room for half a segment of new blocks at least, however popular the old are. One
-block moves per call of `tidy`, so that reads need not wait for all of them.
+When the active segment is full, the next one takes the reserve, and the oldest segments are deleted until there is a
+reserve again. Blocks in them that were used since they were written are rewritten (the second chance of CLOCK): the
+last used first, at most half a segment. So at least half of the new segment is left for new blocks. One block moves per
+call of `tidy`, so that reads need not wait for all of them.
 
-All methods belong to the tier's thread, but `index` and `num_bytes`, which anyone may read. After a restart a new
-segment is begun: what another life wrote is never written to again.
+All methods belong to the tier's thread, except `index` and `num_bytes`, which any thread may read. After a restart a
+new segment is begun: a file of an earlier process is never written to again.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
+import stat
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.disk.folder import OwnedFolder
-from kv_transfer_svc.disk.index import Index, Place
-from kv_transfer_svc.disk.record import RecordHeader, record_bytes
-from kv_transfer_svc.disk.segment import Segment
-from kv_transfer_svc.disk.stats import DiskCounters
-from tandem_runtime.errors import InvalidRequest
+from kv_transfer_svc.blocks.block import BlockKey
+from kv_transfer_svc.disk.index import BlockIndex, Place
+from kv_transfer_svc.disk.segment import RecordHeader, Segment, record_bytes
+from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.log import get_logger
 
@@ -35,22 +36,48 @@ log = get_logger(__name__)
 
 _MIN_SEGMENTS = 4
 _SEGMENTS_PER_BUDGET = 32
-_LEAST_SEGMENT_BYTES = 1 << 20
-_MOST_SEGMENT_BYTES = 256 << 20
+_MIN_SEGMENT_BYTES = 1 << 20
+_MAX_SEGMENT_BYTES = 256 << 20
+
+
+@dataclass
+class DiskCounters:
+    """Counts since the tier was created. Each is written by one thread and read by any."""
+
+    hits: int = 0
+    misses: int = 0
+    disk_corrupt: int = 0
+    """Records that failed verification: dropped and reported as misses."""
+    discarded: int = 0
+    """Torn or bad stretches found while the index was rebuilt."""
+    read_errors: int = 0
+    refused_reads: int = 0
+    """Blocks requested while the read queue was full: reported as misses, not counted in `misses`."""
+    written: int = 0
+    written_bytes: int = 0
+    duplicates: int = 0
+    refused_writes: int = 0
+    """Blocks refused: the write queue was full, the tier closed, or the block longer than a segment."""
+    put_corrupt: int = 0
+    """Blocks whose bytes did not match their checksum when they were about to be written."""
+    write_errors: int = 0
+    rewritten: int = 0
+    """Blocks with a second chance: rewritten as their segment was deleted."""
+    evicted: int = 0
 
 
 class SegmentLog:
-    """The segments of one folder, and which of them comes next and goes next."""
+    """The segments of one folder: the active one, and the next ones to delete."""
 
     def __init__(self, folder: Path, budget_bytes: int, segment_bytes: int | None, counters: DiskCounters) -> None:
         self.budget_bytes = budget_bytes
-        self.segment_bytes = segment_bytes or _fitting_segment_bytes(budget_bytes)
+        self.segment_bytes = segment_bytes or _default_segment_bytes(budget_bytes)
         if budget_bytes < _MIN_SEGMENTS * self.segment_bytes:
             raise InvalidRequest(
                 f"a disk budget of {budget_bytes} bytes is less than {_MIN_SEGMENTS} segments of {self.segment_bytes}; "
                 "raise the budget or turn the disk tier off"
             )
-        self.index = Index()
+        self.index = BlockIndex()
         self.num_bytes = 0
         self._folder = OwnedFolder(folder)
         self._counters = counters
@@ -73,7 +100,7 @@ class SegmentLog:
                 self._next_number = segment.number + 1
                 self._adopt(segment)
             while self._segments and self.num_bytes + 2 * self.segment_bytes > self.budget_bytes:
-                self._remove(next(iter(self._segments.values())))  # the budget is less than last time
+                self._remove(next(iter(self._segments.values())))  # the budget is smaller than last time
         except OSError as error:
             self.close()
             raise InvalidRequest(f"cannot use {self._folder.path} for KV blocks: {error}; name another one") from error
@@ -86,15 +113,15 @@ class SegmentLog:
         )
 
     def append(self, key: BlockKey, payload: memoryview, checksum: int) -> None:
-        """Write a block and index it. Raises OSError: then nothing has changed."""
-        active = self._with_room(record_bytes(len(payload)))
+        """Write a block and index it. Raises OSError, and then nothing has changed."""
+        active = self._segment_for(record_bytes(len(payload)))
         self._put(active, key, payload, checksum)
 
     def read(self, key: BlockKey, into: memoryview | None) -> memoryview | None:
-        """Return the verified payload of `key`, in `into` if given; None for a miss, `into` then holds anything.
+        """Return the verified payload of `key`, in `into` if given; None for a miss, after which `into` is undefined.
 
-        A record that is not whole, or not as long as `into`, is dropped; so is one that cannot be read, since a bad
-        sector would be waited for again and again.
+        A record that is not whole, or not as long as `into`, is dropped. A record that cannot be read is dropped too:
+        otherwise every later read would wait for the bad sector.
         """
         place = self.index.find(key)
         if place is None:
@@ -107,7 +134,7 @@ class SegmentLog:
         return payload
 
     def tidy(self) -> bool:
-        """Do one step of moving blocks out of the segments that go; return False if there was none to do."""
+        """Do one step of moving blocks out of the segments to delete; return False without work."""
         if self._moving:
             self._move(*self._moving.popleft())
         elif self._victims:
@@ -117,7 +144,7 @@ class SegmentLog:
         return True
 
     def close(self) -> None:
-        """Let go of the files and the folder; the index is empty then."""
+        """Close the files, release the folder and empty the index."""
         if self._active is not None:
             self._active.seal()
             self._active = None
@@ -125,19 +152,23 @@ class SegmentLog:
         self.index.clear()
 
     def check(self) -> None:
-        """Raise AssertionError unless index, segments and files agree and the budget is held."""
+        """Raise AssertionError unless index, segments and files agree and the budget holds."""
         self.index.check()
         files = {segment.number: segment.num_bytes for segment in Segment.find_all(self._folder.path)}
-        assert files == {number: segment.num_bytes for number, segment in self._segments.items()}, "files and table"
-        assert self.num_bytes == sum(files.values()) <= self.budget_bytes, "bytes counted, on disk and allowed"
+        assert files == {number: segment.num_bytes for number, segment in self._segments.items()}, (
+            "files and table differ"
+        )
+        assert self.num_bytes == sum(files.values()) <= self.budget_bytes, (
+            "counted bytes, bytes on disk and budget disagree"
+        )
 
     def _adopt(self, segment: Segment) -> None:
-        """Take over a file of an earlier life: index its whole records, cut off a torn end, or delete it."""
+        """Take over a file of an earlier process: index its whole records, cut off a torn end, or delete the file."""
         self._segments[segment.number] = segment
         self.num_bytes += segment.num_bytes
         try:
             found = segment.scan()
-        except OSError as error:  # it takes room until it is the oldest
+        except OSError as error:  # counts against the budget until it is the oldest
             self._counters.read_errors += 1
             log.warning("disk_segment_unreadable", path=str(segment.path), error=str(error))
             return
@@ -153,22 +184,22 @@ class SegmentLog:
         torn_bytes = segment.num_bytes - end
         try:
             segment.cut(end)
-        except OSError as error:  # it holds nothing that is served, only room
-            log.warning("disk_segment_uncut", path=str(segment.path), error=str(error))
+        except OSError as error:  # the torn end is never served and only takes space
+            log.warning("disk_segment_not_truncated", path=str(segment.path), error=str(error))
             return
         self.num_bytes -= torn_bytes
 
-    def _with_room(self, num_bytes: int) -> Segment:
+    def _segment_for(self, num_bytes: int) -> Segment:
         if self._active is None or self._active.num_bytes + num_bytes > self.segment_bytes:
             while self.tidy():
-                pass  # the thread tidies between writes, so there is rarely anything left here
+                pass  # the thread tidies between writes, so little is left here
             self._active = self._begin_segment()
             self._choose_victims(self._active)
         return self._active
 
     def _begin_segment(self) -> Segment:
         if self.num_bytes + self.segment_bytes > self.budget_bytes:  # segments that could not be deleted
-            raise OSError(errno.ENOSPC, "no room in the budget of the disk tier")
+            raise OSError(errno.ENOSPC, "the budget of the disk tier is used up")
         segment = Segment.create(self._folder.path, self._next_number)
         if self._active is not None:
             self._active.seal()
@@ -178,11 +209,11 @@ class SegmentLog:
 
     def _choose_victims(self, active: Segment) -> None:
         self._rewrite_bytes_left = self.segment_bytes // 2
-        too_many_bytes = self.num_bytes + 2 * self.segment_bytes - self.budget_bytes
+        excess_bytes = self.num_bytes + 2 * self.segment_bytes - self.budget_bytes
         for segment in self._segments.values():
-            if too_many_bytes <= 0 or segment is active:
+            if excess_bytes <= 0 or segment is active:
                 break
-            too_many_bytes -= segment.num_bytes
+            excess_bytes -= segment.num_bytes
             self._victims.append(segment)
             self._moving.extend(self.index.used_in(segment.number))
 
@@ -217,14 +248,14 @@ class SegmentLog:
             self.index.move(key, moved_from, place)
 
     def _verified(self, key: BlockKey, place: Place, payload: memoryview) -> int | None:
-        """Read into `payload` and return its checksum; None if it could not be read or is not what was written."""
+        """Read into `payload` and return its checksum; None if the read fails or the bytes are not what was written."""
         try:
             header = self._segments[place.segment].read(place.offset, payload)
         except OSError as error:
             self._counters.read_errors += 1
             log.warning("disk_read_failed", segment=place.segment, offset=place.offset, error=str(error))
             return None
-        if header is not None and _tells_of(header, key, payload):
+        if header is not None and _matches(header, key, payload):
             return header.payload_checksum
         self._counters.disk_corrupt += 1
         log.warning("disk_corrupt", block=key.block_hash.hex(), segment=place.segment, offset=place.offset)
@@ -234,17 +265,66 @@ class SegmentLog:
         self._counters.evicted += self.index.drop_segment(segment.number)
         try:
             segment.delete()
-        except OSError as error:  # its bytes stay counted; it is the first to go next time
-            log.warning("disk_segment_stays", path=str(segment.path), error=str(error))
+        except OSError as error:  # its bytes stay counted; the next round tries again first
+            log.warning("disk_segment_not_deleted", path=str(segment.path), error=str(error))
             return
         del self._segments[segment.number]
         self.num_bytes -= segment.num_bytes
 
 
-def _tells_of(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
-    is_asked_for = header.key == key and header.payload_bytes == len(payload)
-    return is_asked_for and header.payload_checksum == block_checksum(payload)
+def _matches(header: RecordHeader, key: BlockKey, payload: memoryview) -> bool:
+    is_requested = header.key == key and header.payload_bytes == len(payload)
+    return is_requested and header.payload_checksum == block_checksum(payload)
 
 
-def _fitting_segment_bytes(budget_bytes: int) -> int:
-    return min(max(budget_bytes // _SEGMENTS_PER_BUDGET, _LEAST_SEGMENT_BYTES), _MOST_SEGMENT_BYTES)
+def _default_segment_bytes(budget_bytes: int) -> int:
+    return min(max(budget_bytes // _SEGMENTS_PER_BUDGET, _MIN_SEGMENT_BYTES), _MAX_SEGMENT_BYTES)
+
+
+class OwnedFolder:
+    """A folder of mode 0700 with one owner process. The kernel releases the lock however the owner dies."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def acquire(self) -> None:
+        """Create and lock the folder.
+
+        Raises InvalidRequest if the folder cannot be created or written or belongs to another user, Unavailable if
+        another process owns the folder.
+        """
+        assert self._lock is None, f"{self.path} is locked already"
+        try:
+            _create_private(self.path)
+            lock = os.open(self.path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot keep KV blocks in {self.path}: {error}; name a writable folder, or turn the disk tier off"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise Unavailable(
+                f"{self.path} belongs to another KV service that is running; give this one a folder of its own"
+            ) from error
+        self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _create_private(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise InvalidRequest(
+            f"{path} is not a folder of user {os.getuid()} (owner: {status.st_uid}), "
+            "who could read or replace KV blocks in it; name another one"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o700)

@@ -1,1 +1,1 @@
-"""How do bytes get from another KV service to here? One interface, three ways, negotiated and measured per pair."""
+"""Reads bytes from other KV services: one interface, three transports, negotiated and measured per pair."""

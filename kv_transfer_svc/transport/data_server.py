@@ -1,8 +1,8 @@
-"""How does the holder's end of data connections work? See frames.py for what travels.
+"""The holder's end of data connections. See frames.py for the protocol.
 
-    accepted -> request -> (thread) reply, blocks, trailer -> request -> ... -> closed by the reader, or silent too long
+    accepted -> request -> (thread) reply, blocks, trailer -> request -> ... -> closed by the reader, or idle too long
 
-Waiting for a request costs no thread; sending one takes one of a few, for as long as it takes.
+An idle connection needs no thread. A reply is sent by one of 8 threads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from kv_transfer_svc.transport import frames
-from kv_transfer_svc.transport.connection import rest_of, set_timeouts
+from kv_transfer_svc.transport.pieces import rest_of, run_interruptible
 from kv_transfer_svc.transport.source import Source
-from kv_transfer_svc.transport.threads import finished
+from kv_transfer_svc.transport.tcp_transport import set_timeouts
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import is_loopback, split_address
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
@@ -38,7 +39,7 @@ _STALL_SECONDS = 10.0
 
 
 class DataServer:
-    """Listens beside the gRPC server. `verify` raises for strangers; `open_source` says what a request is sent."""
+    """Listens beside the gRPC server. `verify` raises for strangers; `open_source` yields the bytes of a reply."""
 
     def __init__(
         self,
@@ -54,41 +55,38 @@ class DataServer:
         self._insecure = insecure
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-send")
         self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = TaskSet()
 
     @property
     def num_connections(self) -> int:
         return len(self._connections)
 
     async def start(self) -> str:
-        """Listen and return the real host:port. Raises InvalidRequest beyond loopback and where the port is taken."""
+        """Listen and return the real host:port. Raises InvalidRequest beyond loopback and for a port in use."""
         host, port = split_address(self._listen)
         if not self._insecure and not await is_loopback(host):
             raise InvalidRequest(
                 f"--data-listen {self._listen} is beyond loopback and data connections are not encrypted; "
-                "listen on 127.0.0.1, or say --insecure if the network is trusted"
+                "listen on 127.0.0.1, or give --insecure if the network is trusted"
             )
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
             self._listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=64)
         except OSError as error:
             raise InvalidRequest(
-                f"cannot listen on --data-listen {self._listen}: {error}; is the port taken? port 0 takes a free one"
+                f"cannot listen on --data-listen {self._listen}: {error}; is the port in use? port 0 takes a free one"
             ) from error
         self._listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(), name="data-connections")
         return f"{host}:{self._listener.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Stop listening and hang up on everyone, also in the middle of a block."""
-        tasks = list(self._connections)
+        """Stop listening and close every connection, also in the middle of a block."""
         if self._accepting is not None:
-            tasks.append(self._accepting)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
             self._listener.close()
+        await self._connections.cancel()
         self._threads.shutdown(wait=False)
 
     async def _accept(self) -> None:
@@ -96,7 +94,7 @@ class DataServer:
         while True:
             try:
                 sock, peer = await loop.sock_accept(self._listener)
-            except OSError as error:  # out of descriptors: those who ask go on over gRPC
+            except OSError as error:  # out of descriptors: readers fall back to gRPC
                 log.warning("data_connection_not_accepted", error=str(error))
                 await asyncio.sleep(1.0)
                 continue
@@ -104,18 +102,19 @@ class DataServer:
                 log.warning("data_connection_refused", peer=str(peer), num_connections=len(self._connections))
                 sock.close()
                 continue
-            task = asyncio.create_task(self._serve(sock, str(peer)))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._connections.spawn(self._serve(sock, str(peer)))
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             _prepare(sock)
-            patience = _FIRST_REQUEST_SECONDS
-            while (request := await _next_request(sock, patience)) is not None:
+            idle_seconds = _FIRST_REQUEST_SECONDS
+            while (request := await _next_request(sock, idle_seconds)) is not None:
                 await self._answer(sock, request)
-                patience = _IDLE_SECONDS
-        except (OSError, TandemError) as error:  # the reader is gone, or no reader of ours; it asks again or over gRPC
+                idle_seconds = _IDLE_SECONDS
+        except (
+            OSError,
+            TandemError,
+        ) as error:  # the reader is gone or a stranger; a reader of ours retries or uses gRPC
             log.info("data_connection_ended", peer=peer, reason=str(error))
         finally:
             sock.close()
@@ -124,15 +123,16 @@ class DataServer:
         try:
             self._verify(request)
             async with self._open_source(request) as source:
-                await finished(self._threads, partial(_send, sock, source), partial(_wake, sock))
+                await run_interruptible(self._threads, partial(_send, sock, source), partial(_wake, sock))
         except TandemError as error:
             await _refuse(sock, error)
         except OSError:
             raise
         except Exception as error:
-            log.exception("data_request_broke")
-            await _refuse(sock, InternalError(f"a data request broke: {error!r}"))
-            raise
+            log.exception("data_request_failed")
+            failure = InternalError(f"a data request failed: {error!r}")
+            await _refuse(sock, failure)
+            raise failure from error
 
 
 def _prepare(sock: socket.socket) -> None:
@@ -142,10 +142,10 @@ def _prepare(sock: socket.socket) -> None:
     set_timeouts(sock, _STALL_SECONDS)
 
 
-async def _next_request(sock: socket.socket, patience: float) -> kv.DataRequest | None:
-    """Return the next request; None if the reader is done, or said nothing for so many seconds."""
+async def _next_request(sock: socket.socket, idle_seconds: float) -> kv.DataRequest | None:
+    """Return the next request; None if the reader closed the connection or sent nothing for `idle_seconds`."""
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(idle_seconds):
             header = await _exactly(sock, frames.HEADER_BYTES)
         if not header:
             return None
@@ -156,16 +156,16 @@ async def _next_request(sock: socket.socket, patience: float) -> kv.DataRequest 
     try:
         return kv.DataRequest.FromString(content)
     except DecodeError as error:
-        raise InvalidRequest(f"what came on a data connection is no DataRequest: {error}") from error
+        raise InvalidRequest(f"a data connection sent an invalid DataRequest: {error}") from error
 
 
 async def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """Return so many bytes, or b"" if the reader hung up before the first."""
+    """Return `num_bytes` bytes, or b"" if the reader disconnected before the first byte."""
     content = bytearray()
     while len(content) < num_bytes:
         more = await asyncio.get_running_loop().sock_recv(sock, num_bytes - len(content))
         if not more and content:
-            raise ConnectionResetError(f"the reader hung up after {len(content)} of {num_bytes} bytes")
+            raise ConnectionResetError(f"the reader disconnected after {len(content)} of {num_bytes} bytes")
         if not more:
             return b""
         content += more
@@ -173,14 +173,14 @@ async def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def _send(sock: socket.socket, source: Source) -> None:
-    """Send one answer, in a thread. The generations are looked at when the last byte has left."""
-    sock.setblocking(True)  # the kernel then waits, with the timeouts set, and takes a group whole
+    """Send one reply, in a thread. Generations are compared after the last byte was sent."""
+    sock.setblocking(True)  # the kernel then waits, within the timeouts, and takes a whole group
     sock.sendall(frames.packed(kv.DataReply(num_bytes=source.num_bytes)), socket.MSG_MORE if source.num_bytes else 0)
     for group in source:
         _send_group(sock, group)
     trailer = kv.DataTrailer()
     try:
-        trailer.checksums.extend(source.verdict())
+        trailer.checksums.extend(source.finish())
     except TandemError as error:
         trailer.error.CopyFrom(error.to_proto())
     sock.sendall(frames.packed(trailer))

@@ -1,20 +1,25 @@
-"""In which pieces do blocks go through a socket, and how are they summed on their way?
+"""Cuts blocks into pieces, computes their checksums on the way, and runs the copies in threads.
 
-A piece that was just copied is still in the processor's cache: summing it there costs a third of summing it later.
+A piece that was just copied is still in the processor's cache. Its checksum costs a third there of what it costs later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
 
 import xxhash
+
+Result = TypeVar("Result")
 
 GROUP_BYTES = 1 << 20
 _GROUP_PIECES = 64
 
 
 def groups(blocks: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut blocks, in order, into what one system call moves: some small blocks, or a part of a large one."""
+    """Cut blocks, in order, into groups that one system call moves: some small blocks, or a part of a large block."""
     group: list[memoryview] = []
     num_bytes = 0
     for block in blocks:
@@ -30,7 +35,7 @@ def groups(blocks: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def leading(blocks: Sequence[memoryview], num_bytes: int) -> list[memoryview] | None:
-    """Return the first blocks that are `num_bytes` long together, or None if no number of them is."""
+    """Return the leading blocks whose sizes add up to `num_bytes`, or None if no number of blocks does."""
     count = 0
     for block in blocks:
         if num_bytes <= 0:
@@ -40,8 +45,18 @@ def leading(blocks: Sequence[memoryview], num_bytes: int) -> list[memoryview] | 
     return list(blocks[:count]) if num_bytes == 0 else None
 
 
+def rest_of(group: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return the part of a group that is left after `num_bytes` have moved."""
+    rest: list[memoryview] = []
+    for piece in group:
+        if num_bytes < len(piece):
+            rest.append(piece[num_bytes:])
+        num_bytes = max(0, num_bytes - len(piece))
+    return rest
+
+
 class RunningChecksums:
-    """xxh3-64 of each block, fed with groups of pieces in order."""
+    """Computes the xxh3-64 of each block from groups of pieces, in order."""
 
     def __init__(self, blocks: Sequence[memoryview]) -> None:
         self.values: list[int] = []
@@ -57,3 +72,22 @@ class RunningChecksums:
                 self.values.append(self._digest.intdigest())
                 self._digest.reset()
                 self._num_fed = 0
+
+
+async def run_interruptible(threads: Executor, work: Callable[[], Result], interrupt: Callable[[], None]) -> Result:
+    """Run `work` in one of `threads` and return its result.
+
+    A cancelled caller calls `interrupt` and still waits for the end of the work, which uses the caller's memory.
+    """
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        interrupt()
+        while not future.done():
+            try:
+                await asyncio.wait({future})
+            except asyncio.CancelledError:  # cancelled again: keep waiting
+                continue
+        future.exception()  # mark as retrieved: the caller has left
+        raise

@@ -1,4 +1,4 @@
-"""How are blocks read from a KV service of the same host? Copied from the region they lie in."""
+"""Reads blocks from a KV service of the same host: copies them from shared memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from kv_transfer_svc.transport.interface import LinkBroken
-from kv_transfer_svc.transport.pieces import groups
-from kv_transfer_svc.transport.threads import finished
+from kv_transfer_svc.transport.pieces import groups, run_interruptible
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import KvCorrupt, KvNotFound, TandemError, Unsupported
@@ -18,7 +17,7 @@ from tandem_runtime.kv.shared_region import SharedRegion
 
 
 class ShmTransport:
-    """Maps the peer's regions for one read at a time: a mapping that is kept would keep a dead worker's memory."""
+    """Maps a region of the peer for one read only: a lasting mapping would keep the memory of a dead worker."""
 
     name = "shm"
 
@@ -35,7 +34,7 @@ class ShmTransport:
         region = await self._map(region_id)
         copy = _Copy(region, extents, into)
         try:
-            await finished(self._threads, partial(copy.run, checksums), copy.stop)
+            await run_interruptible(self._threads, partial(copy.run, checksums), copy.stop)
         finally:
             region.close()
         return checksums
@@ -44,7 +43,7 @@ class ShmTransport:
         raise Unsupported("stored blocks of a service on the same host are read over gRPC")
 
     async def probe(self, num_bytes: int) -> int:
-        """Whether the peer's socket answers; how fast memory is, the first slab shows."""
+        """Check that the peer's socket answers. The speed of memory shows with the first slab."""
         try:
             (await self._map("")).close()
         except LinkBroken as error:
@@ -64,7 +63,7 @@ class ShmTransport:
 
 
 class _Copy:
-    """One slab, copied in a thread."""
+    """Copies one slab in a thread."""
 
     def __init__(self, region: SharedRegion, extents: Sequence[pb.Extent], into: Sequence[memoryview]) -> None:
         self._region = region
@@ -76,7 +75,7 @@ class _Copy:
         self._is_stopped = True
 
     def run(self, checksums: Sequence[int]) -> None:
-        """Copy, then look at generations; of the checksums one is compared, as always on one host."""
+        """Copy, then compare generations and one checksum, as always on one host."""
         views = [self._region.view(extent.offset, extent.num_bytes) for extent in self._extents]
         for targets, sources in zip(groups(self._into), groups(views), strict=True):
             if self._is_stopped:

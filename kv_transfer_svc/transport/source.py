@@ -1,11 +1,14 @@
-"""Where do the bytes of an answer come from? Out of a region's memory, not copied on the way to the socket."""
+"""The bytes of a reply, read from a region's memory without a copy on the way to the socket."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
+from kv_transfer_svc.handle_record import HandleRecord
 from kv_transfer_svc.transport.pieces import RunningChecksums, groups
+from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.shared_region import SharedRegion
 
@@ -13,21 +16,21 @@ MAX_PROBE_BYTES = 16 << 20
 
 
 class Source(Protocol):
-    """What one request is answered with. Made on the event loop, read once, in a thread or not."""
+    """The bytes of one reply. Created on the event loop, read once, in a thread or on the loop."""
 
     num_bytes: int
 
     def __iter__(self) -> Iterator[list[memoryview]]:
         """Yield the bytes, in groups of at most 1 MiB."""
 
-    def verdict(self) -> list[int]:
-        """Return each block's checksum, after the last byte was sent; raises KvCorrupt if a slot was reused before."""
+    def finish(self) -> list[int]:
+        """Return each block's checksum after the last byte was sent; raises KvCorrupt if a slot was reused before."""
 
 
 class BlockSource:
-    """Blocks of regions that may be reused at any time.
+    """Blocks of regions whose slots may be reused at any time.
 
-    `checksums` are the blocks', if all are known already; else they are made on the way, and given to `keep`.
+    `checksums` are used if all are known. Otherwise they are computed on the way and passed to `keep`.
     """
 
     def __init__(
@@ -35,42 +38,63 @@ class BlockSource:
         extents: Sequence[pb.Extent],
         memory_of: Callable[[str], SharedRegion],
         checksums: Sequence[int] = (),
-        keep: Callable[[list[int]], None] = lambda made: None,
+        keep: Callable[[list[int]], None] = lambda computed: None,
     ) -> None:
         self._pairs = [(memory_of(extent.region_id), extent) for extent in extents]
         self._blocks = [memory.view(extent.offset, extent.num_bytes) for memory, extent in self._pairs]
         self._known = list(checksums) if len(checksums) == len(self._blocks) else None
-        self._made = RunningChecksums(self._blocks)
+        self._computed = RunningChecksums(self._blocks)
         self._keep = keep
         self.num_bytes = sum(map(len, self._blocks))
 
     def __iter__(self) -> Iterator[list[memoryview]]:
         for group in groups(self._blocks):
             if self._known is None:
-                self._made.add(group)
+                self._computed.add(group)
             yield group
 
-    def verdict(self) -> list[int]:
+    def finish(self) -> list[int]:
         for memory, extent in self._pairs:
             memory.check_generation(extent)
         if self._known is not None:
             return self._known
-        self._keep(self._made.values)
-        return self._made.values
+        self._keep(self._computed.values)
+        return self._computed.values
 
 
-class Zeroes:
-    """What a probe is answered with."""
+class ProbeSource:
+    """The reply to a probe: zeros."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = min(num_bytes, MAX_PROBE_BYTES)
         self._blocks = [memoryview(bytes(self.num_bytes))] if self.num_bytes else []
-        self._made = RunningChecksums(self._blocks)
+        self._computed = RunningChecksums(self._blocks)
 
     def __iter__(self) -> Iterator[list[memoryview]]:
         for group in groups(self._blocks):
-            self._made.add(group)
+            self._computed.add(group)
             yield group
 
-    def verdict(self) -> list[int]:
-        return self._made.values
+    def finish(self) -> list[int]:
+        return self._computed.values
+
+
+def slab_source(slab: kv.Slab, record: HandleRecord, memory_of: Callable[[str], SharedRegion]) -> BlockSource:
+    """Return a slab's blocks, to be sent once. Checksums missing from the seal are computed at the first read."""
+    blocks = range(slab.first_block, slab.first_block + slab.num_blocks)
+    computed = [record.checksums[slab.index, block] for block in blocks if (slab.index, block) in record.checksums]
+    return BlockSource(slab.extents, memory_of, slab.checksums or computed, partial(_keep, record, slab.index, blocks))
+
+
+def source_chunks(source: Source) -> Iterator[pb.Chunk]:
+    """Yield a source's bytes in messages of at most 1 MiB; call `finish` after the last one."""
+    offset = 0
+    for group in source:
+        data = b"".join(group)
+        yield pb.Chunk(offset=offset, data=data)
+        offset += len(data)
+
+
+def _keep(record: HandleRecord, slab_index: int, blocks: range, checksums: list[int]) -> None:
+    """Keep computed checksums; called by the thread that sent the blocks."""
+    record.checksums.update({(slab_index, block): each for block, each in zip(blocks, checksums, strict=True)})

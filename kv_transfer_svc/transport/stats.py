@@ -1,11 +1,17 @@
-"""How good is a link? Moving averages over what really went through it."""
+"""Measures links with moving averages over real transfers, and exports the values as metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime import metrics
+
 _RATE_BYTES = 256 << 10
-"""Smaller transfers say more about latency than about bytes per second, and count for that alone."""
+"""A smaller transfer counts for latency only, not for bytes per second."""
 _FULL_WEIGHT_BYTES = 16 << 20
 _MAX_WEIGHT = 0.5
 _LATENCY_WEIGHT = 0.2
@@ -13,8 +19,8 @@ _SLOW_SHARE = 0.25
 
 
 @dataclass
-class LinkFigures:
-    """Of one link and the transport it uses now; `reset_rate` when that becomes another."""
+class LinkStats:
+    """Stats of one link and its current transport; call `reset_rate` when the transport changes."""
 
     bytes_per_second: float = 0.0
     best_bytes_per_second: float = 0.0
@@ -30,7 +36,7 @@ class LinkFigures:
         self.measured(num_bytes, seconds)
 
     def measured(self, num_bytes: int, seconds: float) -> None:
-        """Take one duration into account; a larger transfer counts for more."""
+        """Add one duration to the averages; a larger transfer has a larger weight."""
         if num_bytes < _RATE_BYTES:
             before = self.latency_seconds or seconds
             self.latency_seconds = before + _LATENCY_WEIGHT * (seconds - before)
@@ -41,12 +47,45 @@ class LinkFigures:
         self.best_bytes_per_second = max(self.best_bytes_per_second, self.bytes_per_second)
 
     def reset_rate(self) -> None:
-        """What is measured from now on is another way."""
+        """Start new averages for another transport."""
         self.bytes_per_second = self.best_bytes_per_second = self.latency_seconds = 0.0
 
     @property
     def slowness(self) -> str:
-        """Say how slow the link is, or "" if it is not."""
+        """Describe how slow the link is; "" if it is not slow."""
         if self.bytes_per_second >= _SLOW_SHARE * self.best_bytes_per_second:
             return ""
         return f"slow: {self.bytes_per_second / self.best_bytes_per_second:.0%} of its best"
+
+
+def export_gauges(links: Callable[[], Sequence[pb.KvLink]]) -> None:
+    """Export the links that `links` returns. Called on the exporter's thread; costs nothing without an endpoint."""
+    meter = metrics.meter()
+
+    def observe(pick: Callable[[pb.KvLink], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        def observations(options: CallbackOptions) -> Iterable[Observation]:
+            for link in links():
+                yield Observation(pick(link), {"peer": link.address, "transport": link.transport})
+
+        return observations
+
+    gauges: tuple[tuple[str, str, str, Callable[[pb.KvLink], float]], ...] = (
+        ("bytes_per_second", "By/s", "Bytes per second of the link, a moving average.", lambda it: it.bytes_per_second),
+        ("latency", "ms", "Duration of the link's smallest transfers.", lambda it: it.latency_ms),
+        ("is_impaired", "1", "1 if the link uses a fallback or is slow.", lambda it: float(it.note != "")),
+    )
+    totals: tuple[tuple[str, str, str, Callable[[pb.KvLink], float]], ...] = (
+        ("bytes", "By", "Bytes received over the link.", lambda it: it.num_bytes),
+        ("transfers", "{transfer}", "Transfers over the link.", lambda it: it.num_transfers),
+        ("errors", "{error}", "Broken connections and corrupted transfers.", lambda it: it.num_errors),
+        (
+            "fallbacks",
+            "{transfer}",
+            "Transfers over gRPC because a better transport failed.",
+            lambda it: it.num_fallbacks,
+        ),
+    )
+    for name, unit, description, pick in gauges:
+        meter.create_observable_gauge(f"tandem.kv.link.{name}", [observe(pick)], unit, description)
+    for name, unit, description, pick in totals:
+        meter.create_observable_counter(f"tandem.kv.link.{name}", [observe(pick)], unit, description)

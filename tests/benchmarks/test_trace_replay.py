@@ -18,7 +18,6 @@ from benchmarks.trace_replay.cached_prompt import NUM_PROMPT_TOKENS, check
 from benchmarks.trace_replay.cached_prompt import add as add_cached
 from benchmarks.trace_replay.mooncake import BLOCK_TOKENS, SCALE, TRACE_BLOCK_TOKENS, TraceRequest, read_requests
 from benchmarks.trace_replay.replaying import POOL_BLOCKS, Capacity, Played
-from kv_transfer_svc.blocks.lru import LruPolicy
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 
 _VOCAB_SIZE = 2000
@@ -69,7 +68,7 @@ def test_a_prompt_without_its_hash_ids_is_refused() -> None:
 def test_the_offline_lru_is_one_by_brute_force(prompts: list[list[int]], capacity: int) -> None:
     chains = [[_chain_id(ids, index) for index in range(len(ids))] for ids in prompts]  # a block has one predecessor
     trace = trace_of(((len(ids) * BLOCK_TOKENS + 1, ids) for ids in chains), BLOCK_TOKENS)
-    assert replay(trace, LruPolicy, capacity) == _brute_force(chains, capacity)
+    assert replay(trace, capacity) == _brute_force(chains, capacity)
 
 
 def _brute_force(prompts: list[list[int]], capacity: int) -> int:

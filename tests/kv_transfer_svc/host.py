@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.allocator import Room
+from kv_transfer_svc.blocks.allocator import BlockAllocator
 from kv_transfer_svc.disk import DiskTier
-from kv_transfer_svc.host_cache import PromptCache
+from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.load import load_report
 from kv_transfer_svc.service import SERVICE_NAME, KvTransferService
 from kv_transfer_svc.store import HandleStore, steady_unix_seconds
@@ -47,13 +47,18 @@ class Host:
         self.clock = Clock()
         self.arena = Arena(f"arena-{self.incarnation}", arena_bytes)
         self.store = HandleStore(clock=self.clock)
-        self.prompt_cache = PromptCache(
-            Room(_STORE_BYTES), disk, self.store.regions, f"store-{self.incarnation}", self.clock, verify_kv=verify_kv
+        self.host_cache = HostCache(
+            BlockAllocator(_STORE_BYTES),
+            disk,
+            self.store.regions,
+            f"store-{self.incarnation}",
+            self.clock,
+            verify_kv=verify_kv,
         )
         self.service = KvTransferService(
-            self.store, self.arena, self.incarnation, lambda: KEY, self._stats, self.prompt_cache
+            self.store, self.arena, self.incarnation, lambda: KEY, self._stats, self.host_cache
         )
-        self.prompt_cache.fetch = self.service.puller.fetch_blocks
+        self.host_cache.fetch = self.service.puller.fetch_blocks
         self.regions = RegionServer(folder / f"{self.incarnation}.sock", self.store.regions)
         self.server = GrpcServer(
             "127.0.0.1:0",
@@ -64,16 +69,16 @@ class Host:
 
     async def start(self) -> None:
         await self.regions.start()
-        await self.prompt_cache.open()
+        await self.host_cache.open()
         self.address = await self.server.start()
-        self.service.listens_at(self.address)
+        self.service.set_address(self.address)
 
     async def stop(self) -> None:
         await self.regions.close()
         await self.service.puller.close()
         await self.server.stop(0)
         self.store.regions.close()
-        await self.prompt_cache.close()
+        await self.host_cache.close()
         self.arena.close()
 
     @property
@@ -86,7 +91,7 @@ class Host:
         self.service.sweep()
 
     def _stats(self) -> pb.StatsReply:
-        return pb.StatsReply(load=load_report(self.store, self.arena, self.prompt_cache))
+        return pb.StatsReply(load=load_report(self.store, self.arena, self.host_cache))
 
 
 @contextlib.asynccontextmanager

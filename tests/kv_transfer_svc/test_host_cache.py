@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk import DiskTier
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InvalidRequest, StaleIncarnation
@@ -50,7 +50,7 @@ def wanted(hashes: Sequence[bytes], reader: str = "reader", source: str = "") ->
 
 def content(host: Host, reply: kv.LoadReply) -> list[bytes]:
     """Read what was lent, as an engine does: copy, then compare the generation."""
-    region = host.prompt_cache.blocks.room.region
+    region = host.host_cache.blocks.allocator.region
     return [region.copy_out(block.extent, 0, block.extent.num_bytes) for block in reply.blocks]
 
 
@@ -75,8 +75,8 @@ async def test_blocks_that_were_published_are_lent_to_anyone_with_their_hashes(t
         assert content(host, reply) == [writer.block(slot) for slot in (3, 1, 2, 0)]
         # 3. Given back: nothing is left leased.
         await reader.unload("reader")
-        assert host.prompt_cache.blocks.figures().leased_bytes == 0
-        host.prompt_cache.blocks.check()
+        assert host.host_cache.blocks.stats().leased_bytes == 0
+        host.host_cache.blocks.check()
 
 
 async def test_another_layout_or_salt_finds_nothing(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ async def test_a_block_reused_before_it_was_copied_is_not_stored_nor_what_follow
         stored = await writer.client.publish(request)
         assert (stored.num_stored, stored.num_refused) == (2, 2)
         assert len((await reader.load(wanted(chain(4)))).blocks) == 2
-        host.prompt_cache.blocks.check()
+        host.host_cache.blocks.check()
 
 
 async def test_a_lease_that_runs_out_is_harmless(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_a_lease_that_runs_out_is_harmless(tmp_path: Path) -> None:
         await writer.client.publish(published(writer, chain(4), range(4)))
         reply = await reader.load(wanted(chain(4)))
         host.put_forward(61.0)
-        assert host.prompt_cache.blocks.figures().leased_bytes == 0
+        assert host.host_cache.blocks.stats().leased_bytes == 0
         await fill_with_others(writer, writer.client)
         with pytest.raises(Exception, match="reused"):
             content(host, reply)
@@ -124,15 +124,15 @@ async def test_what_memory_has_no_room_for_comes_back_from_disk_verified(tmp_pat
         # 1. Published, then pushed out of memory by others.
         await writer.client.publish(published(writer, chain(4), range(4)))
         await fill_with_others(writer, writer.client)
-        await until(lambda: host.prompt_cache.blocks.figures().demoting_bytes == 0)
-        assert host.prompt_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in chain(4)]) == 0
+        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        assert host.host_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in chain(4)]) == 0
         # 2. Asked for: read from disk into memory, and whole.
         reply = await reader.load(wanted(chain(4)))
         assert (reply.num_from_memory, reply.num_from_disk) == (0, 4)
         assert content(host, reply) == [writer.block(slot) for slot in range(4)]
         # 3. The second time it comes from memory.
         assert (await reader.load(wanted(chain(4), "second"))).num_from_memory == 4
-        host.prompt_cache.blocks.check()
+        host.host_cache.blocks.check()
 
 
 async def test_the_disk_tier_survives_the_service(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ async def test_another_hosts_blocks_are_fetched_where_the_request_names_it(tmp_p
             assert (reply.num_from_memory, reply.num_from_host) == (0, 5)
             assert content(near, reply) == [writer.block(slot) for slot in range(5)]
             # Nothing stays leased over there, and it is here now.
-            assert far.prompt_cache.blocks.figures().num_leases == 0
+            assert far.host_cache.blocks.stats().num_leases == 0
             assert (await reader.load(wanted(chain(6), "again"))).num_from_memory == 5
 
 
@@ -166,8 +166,8 @@ async def test_a_host_that_does_not_answer_costs_nothing_but_time(tmp_path: Path
         await writer.client.publish(published(writer, chain(2), range(2)))
         reply = await reader.load(wanted(chain(4), source="127.0.0.1:1"))
         assert len(reply.blocks) == 2
-        host.prompt_cache.blocks.check()
-        assert host.prompt_cache.counters["fetch_failures"] == 1
+        host.host_cache.blocks.check()
+        assert host.host_cache.counters["fetch_failures"] == 1
 
 
 async def test_a_bit_that_flips_in_memory_is_found_where_all_is_verified(tmp_path: Path) -> None:
@@ -179,11 +179,11 @@ async def test_a_bit_that_flips_in_memory_is_found_where_all_is_verified(tmp_pat
         await writer.client.publish(published(writer, chain(4), range(4)))
         (second,) = [block for block in (await reader.load(wanted(chain(4)))).blocks if block.index == 1]
         await reader.unload("reader")
-        with host.prompt_cache.blocks.room.region.view(second.extent.offset, 1) as byte:
+        with host.host_cache.blocks.allocator.region.view(second.extent.offset, 1) as byte:
             byte[0] ^= 0x10
         assert len((await reader.load(wanted(chain(4), "later"))).blocks) == 1
-        assert host.prompt_cache.counters["memory_corrupt"] == 1
-        host.prompt_cache.blocks.check()
+        assert host.host_cache.counters["memory_corrupt"] == 1
+        host.host_cache.blocks.check()
 
 
 async def test_extents_outside_the_workers_own_region_are_refused(tmp_path: Path) -> None:
@@ -196,4 +196,4 @@ async def test_extents_outside_the_workers_own_region_are_refused(tmp_path: Path
         stale.incarnation = "an earlier life"
         with pytest.raises(StaleIncarnation):
             await writer.client.publish(stale)
-        host.prompt_cache.blocks.check()
+        host.host_cache.blocks.check()

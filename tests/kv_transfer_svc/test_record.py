@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kv_transfer_svc.record import Record
+from kv_transfer_svc.handle_record import HandleRecord
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv_handle import HandleMachine
@@ -8,7 +8,7 @@ from tests.kv_transfer_svc.layout import a_layout
 
 
 async def test_slabs_sealed_while_another_is_being_sent_are_sent_before_the_close() -> None:
-    record = Record(pb.KvHandle(), HandleMachine("h", 1, 100.0), layout=a_layout())
+    record = HandleRecord(pb.KvHandle(), HandleMachine("h", 1, 100.0), layout=a_layout())
     record.machine.reserve(0.0, "w", 10.0)
     record.machine.seal(0.0, [kv.Slab(index=0, num_blocks=1)])
     events = record.events(a_layout(), 0)
@@ -19,7 +19,7 @@ async def test_slabs_sealed_while_another_is_being_sent_are_sent_before_the_clos
 
 
 async def test_a_handle_that_ends_while_a_slab_is_being_sent_is_not_closed() -> None:
-    record = Record(pb.KvHandle(), HandleMachine("h", 1, 100.0), layout=a_layout())
+    record = HandleRecord(pb.KvHandle(), HandleMachine("h", 1, 100.0), layout=a_layout())
     record.machine.reserve(0.0, "w", 10.0)
     slabs = [kv.Slab(index=0, num_blocks=1), kv.Slab(index=1, first_block=1, num_blocks=1)]
     record.machine.seal(0.0, slabs, kv.Closed(num_blocks=2))

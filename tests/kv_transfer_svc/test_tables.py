@@ -65,7 +65,7 @@ async def test_stored_blocks_that_are_lent_are_in_the_table(tmp_path: Path) -> N
         await reader.load(wanted(chain(2), "someone/r"))
         tables = await host.service.Tables(TablesRequest(max_rows=10), None)
         (lease,) = tables.store_leases
-        assert (lease.reader_id, lease.num_bytes) == ("someone/r", host.prompt_cache.blocks.figures().leased_bytes)
+        assert (lease.reader_id, lease.num_bytes) == ("someone/r", host.host_cache.blocks.stats().leased_bytes)
         assert lease.num_bytes > 0
         assert 0 < lease.lease_until_unix_ms - tables.now_unix_ms <= 10_000
 

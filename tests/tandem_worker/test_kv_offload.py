@@ -39,7 +39,7 @@ class World:
         self.cache = PromptCache(self.engine, self.link, EngineRegions(self.engine, self.link), "life")
         self.region = SharedRegion.create("test-pool", NUM_BLOCKS * LAYOUT.bytes_per_block, NUM_BLOCKS)
         self.num_unloads = 0
-        load, publish, unload = host.prompt_cache.load, host.prompt_cache.publish, host.prompt_cache.unload
+        load, publish, unload = host.host_cache.load, host.host_cache.publish, host.host_cache.unload
 
         def noted_unload(reader_id: str) -> None:
             self.num_unloads += 1
@@ -53,9 +53,9 @@ class World:
             self.publishes.append(request)
             return await publish(request)
 
-        host.prompt_cache.load = noted_load  # type: ignore[method-assign]
-        host.prompt_cache.publish = noted_publish  # type: ignore[method-assign]
-        host.prompt_cache.unload = noted_unload  # type: ignore[method-assign]
+        host.host_cache.load = noted_load  # type: ignore[method-assign]
+        host.host_cache.publish = noted_publish  # type: ignore[method-assign]
+        host.host_cache.unload = noted_unload  # type: ignore[method-assign]
 
     async def lend(self) -> None:
         region = self.region

@@ -1,9 +1,9 @@
-"""Keys that read well: `block("a", 3)` is the fourth block of prompt a."""
+"""Readable block keys for tests: `block("a", 3)` is the fourth block of prompt a."""
 
 from __future__ import annotations
 
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.policy import EvictionPolicy
+from kv_transfer_svc.blocks.block import BlockKey
+from kv_transfer_svc.blocks.leaf_heap import LeafHeap
 
 LAYOUT = b"layout".ljust(16, b".")
 
@@ -20,20 +20,20 @@ def name(key: BlockKey | None) -> str | None:
     return None if key is None else key.block_hash.rstrip(b".").decode()
 
 
-def add(policy: EvictionPolicy, *prompts: tuple[str, int], num_bytes: int = 1, cost: float = 1.0) -> None:
+def add(heap: LeafHeap, *prompts: tuple[str, int]) -> None:
     """Add each prompt's blocks in order."""
     for prompt, num_blocks in prompts:
         keys = chain(prompt, num_blocks)
         for key, parent in zip(keys, [None, *keys], strict=False):
-            policy.added(key, num_bytes, cost, parent)
+            heap.add(key, parent)
 
 
-def evict(policy: EvictionPolicy, num_blocks: int, busy: str = "") -> list[str | None]:
-    """Remove that many victims and return their names; `busy` names, parted by spaces, those that may not go."""
+def evict(heap: LeafHeap, num_blocks: int, busy: str = "") -> list[str | None]:
+    """Remove that many victims and return their names; `busy` lists blocks that may not go, separated by spaces."""
     names: list[str | None] = []
     for _ in range(num_blocks):
-        key = policy.victim(lambda key: name(key) in busy.split())
+        key = heap.victim(lambda key: name(key) in busy.split())
         names.append(name(key))
         if key is not None:
-            policy.removed(key)
+            heap.remove(key)
     return names

@@ -1,7 +1,7 @@
-"""Whatever is filled, lent, pinned, evicted and dropped in whatever order: does every byte of every block hold?
+"""Property test of the block store: whatever the order of calls, no block that is held loses a byte.
 
-The machine writes each block's content as its copier would, and reads as a reader does: copy, then compare the
-generation. It knows who holds what; the store must never have given that memory to another block.
+The machine writes each block's content as a copier would, and reads as a reader does: copy, then compare the
+generation. The machine knows who holds which block; the store must never give that memory to another block.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kv_transfer_svc.blocks.allocator import PAGE_BYTES, Extent, Room
-from kv_transfer_svc.blocks.block import KNOWN, BlockState, Leased
+from kv_transfer_svc.blocks.allocator import PAGE_BYTES, BlockAllocator, Extent
+from kv_transfer_svc.blocks.block import KNOWN, BlockKey, BlockState, LeasedBlock
 from kv_transfer_svc.blocks.block_store import BlockStore
-from kv_transfer_svc.blocks.cost_aware import CostAwarePolicy
-from kv_transfer_svc.blocks.keys import BlockKey
-from kv_transfer_svc.blocks.lru import LruPolicy
-from kv_transfer_svc.blocks.quotas import NewPolicy, Quotas
-from kv_transfer_svc.blocks.s3_fifo import S3FifoPolicy
+from kv_transfer_svc.blocks.quotas import Quotas
 from tests.kv_transfer_svc.blocks.chain import block, chain, name
 
 PROMPTS = {"a": 1, "b": 1, "c": 2, "d": 3}  # with the pages of one block, as if of different layouts
@@ -39,25 +35,23 @@ def content(key: BlockKey) -> bytes:
 
 @dataclass
 class Held:
-    """What a reader believes it may read."""
+    """A block that a reader may read, as the test knows."""
 
     key: BlockKey
-    leased: Leased
+    leased: LeasedBlock
     until: float
 
 
 class BlockStoreMachine(RuleBasedStateMachine):
     @initialize(
-        new_policy=st.sampled_from([LruPolicy, S3FifoPolicy, CostAwarePolicy]),
         quota_pages=st.one_of(st.none(), st.integers(1, 6)),
         headroom_pages=st.integers(0, 3),
         has_disk=st.booleans(),
     )
-    def start(self, new_policy: NewPolicy, quota_pages: int | None, headroom_pages: int, has_disk: bool) -> None:
-        self.room = Room(NUM_PAGES * PAGE_BYTES)
+    def start(self, quota_pages: int | None, headroom_pages: int, has_disk: bool) -> None:
+        self.allocator = BlockAllocator(NUM_PAGES * PAGE_BYTES)
         self.store = BlockStore(
-            self.room,
-            new_policy=new_policy,
+            self.allocator,
             quotas=Quotas(None, {b"a": quota_pages * PAGE_BYTES} if quota_pages else None),
             demote=self.demote,
             headroom_bytes=headroom_pages * PAGE_BYTES,
@@ -172,17 +166,17 @@ class BlockStoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_balance(self) -> None:
         self.store.check()
-        figures = self.store.figures()
-        kept = figures.free_bytes + figures.cached_bytes + figures.leased_bytes + figures.filling_bytes
-        assert kept == figures.total_bytes == NUM_PAGES * PAGE_BYTES
-        assert figures.num_leases == len(self.held)
+        stats = self.store.stats()
+        kept = stats.free_bytes + stats.cached_bytes + stats.leased_bytes + stats.filling_bytes
+        assert kept == stats.total_bytes == NUM_PAGES * PAGE_BYTES
+        assert stats.num_leases == len(self.held)
         assert self.store.orphan_bytes(self.now) == 0 or self.now > 60.0  # then fills left open are
 
     @invariant()
     def what_is_held_stays(self) -> None:
         for held in self.held.values():
             for each in held:
-                assert self.room.is_current(each.leased.extent)
+                assert self.allocator.is_current(each.leased.extent)
                 assert self.bytes_at(each.leased.extent) == content(each.key)
         for key in self.pinned:
             assert self.store.state(key) is not None
@@ -192,14 +186,14 @@ class BlockStoreMachine(RuleBasedStateMachine):
     @invariant()
     def a_reader_that_comes_late_reads_the_right_bytes_or_knows(self) -> None:
         for each in self.ended:
-            assert not self.room.is_current(each.leased.extent) or self.bytes_at(each.leased.extent) == content(
+            assert not self.allocator.is_current(each.leased.extent) or self.bytes_at(each.leased.extent) == content(
                 each.key
             )
 
     def publish(
         self, keys: Sequence[BlockKey], prompt: str, *, parent: BlockKey | None = None, num_sealed: int = 99
     ) -> None:
-        """Offer blocks to the store, and fill those it takes; the first `num_sealed` of them to the end."""
+        """Offer blocks to the store and fill those that are new; seal the first `num_sealed`."""
         begun = self.store.begin(keys, [size(key) for key in keys], prompt.encode(), self.now, parent=parent)
         self.store.check()
         for index, (key, extent) in enumerate(zip(keys, begun, strict=True)):
@@ -219,20 +213,20 @@ class BlockStoreMachine(RuleBasedStateMachine):
 
     def write(self, key: BlockKey, extent: Extent, *, is_whole: bool) -> None:
         data = content(key) if is_whole else bytes(extent.num_bytes)
-        with self.room.region.view(extent.offset, extent.num_bytes) as view:
+        with self.allocator.region.view(extent.offset, extent.num_bytes) as view:
             view[:] = data
 
     def bytes_at(self, extent: Extent) -> bytes:
-        with self.room.region.view(extent.offset, extent.num_bytes) as view:
+        with self.allocator.region.view(extent.offset, extent.num_bytes) as view:
             return bytes(view)
 
     def teardown(self) -> None:
-        if hasattr(self, "room"):
+        if hasattr(self, "allocator"):
             self.empty()
-            self.room.close()
+            self.allocator.close()
 
     def empty(self) -> None:
-        """Give everything back: all memory is free again."""
+        """Release everything: all memory is free again."""
         for key, extent in self.filling.items():
             self.store.discard(key, extent)
         for reader in list(self.held):
@@ -244,7 +238,7 @@ class BlockStoreMachine(RuleBasedStateMachine):
             if leased is not None:
                 assert self.store.drop(key, leased.extent)
         self.store.check()
-        assert self.store.figures().free_bytes == self.store.figures().total_bytes
+        assert self.store.stats().free_bytes == self.store.stats().total_bytes
 
 
 BlockStoreMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

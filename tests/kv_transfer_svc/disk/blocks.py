@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from kv_transfer_svc.blocks.keys import BlockKey
+from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk import DiskTier
 
 LAYOUT = b"layout of a test"

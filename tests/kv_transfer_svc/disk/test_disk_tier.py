@@ -27,7 +27,7 @@ async def test_a_block_comes_back_as_it_was_put_also_after_a_restart(tmp_path: P
     async with a_tier(tmp_path) as tier:
         assert a_key(9) in tier and a_key(10) not in tier
         assert await served(tier, range(12), 5000) == list(range(10))
-        counters = tier.figures().counters
+        counters = tier.stats().counters
         assert (counters.hits, counters.misses, counters.discarded) == (10, 2, 0)
         tier.check()
 
@@ -45,8 +45,8 @@ async def test_bytes_are_read_straight_to_where_they_belong(tmp_path: Path) -> N
 async def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     async with a_tier(tmp_path) as tier:
         await put_all(tier, [0, 0, 0])
-        figures = tier.figures()
-        assert (figures.num_blocks, figures.num_bytes, figures.counters.duplicates) == (1, 512, 2)
+        stats = tier.stats()
+        assert (stats.num_blocks, stats.num_bytes, stats.counters.duplicates) == (1, 512, 2)
 
 
 async def test_reads_overtake_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ async def test_reads_overtake_writes(tmp_path: Path, monkeypatch: pytest.MonkeyP
             await asyncio.to_thread(held.reached.wait)  # the thread is in a write
             writes += [_put(tier, number) for number in (2, 3)]
             reading = asyncio.ensure_future(served(tier, [0]))
-            await _until(lambda: tier.figures().queued_reads == 1)
+            await _until(lambda: tier.stats().queued_reads == 1)
             held.go_on.set()
             assert await reading == [0]
             assert all(await asyncio.gather(*writes))
@@ -75,16 +75,16 @@ async def test_a_full_queue_refuses_and_does_not_wait(tmp_path: Path, monkeypatc
             writes.append(_put(tier, 1))
             assert not tier.put(a_key(2), a_payload(2))
             reading = asyncio.ensure_future(served(tier, [0, 1]))
-            await _until(lambda: tier.figures().queued_reads == 2)
+            await _until(lambda: tier.stats().queued_reads == 2)
             assert await served(tier, [0]) == []
-            figures = tier.figures()
-            assert (figures.queued_writes, figures.queued_write_bytes) == (2, 1024)
-            assert (figures.counters.refused_writes, figures.counters.refused_reads) == (1, 1)
+            stats = tier.stats()
+            assert (stats.queued_writes, stats.queued_write_bytes) == (2, 1024)
+            assert (stats.counters.refused_writes, stats.counters.refused_reads) == (1, 1)
             held.go_on.set()
             assert await reading == [0, 1]
             assert await asyncio.gather(*writes) == [True, True]
-        figures = tier.figures()
-        assert (figures.queued_reads, figures.queued_writes, figures.queued_write_bytes) == (0, 0, 0)
+        stats = tier.stats()
+        assert (stats.queued_reads, stats.queued_writes, stats.queued_write_bytes) == (0, 0, 0)
         assert await put_all(tier, [2]) == [True]
 
 
@@ -95,7 +95,7 @@ async def test_a_block_is_served_while_it_waits_to_be_written(tmp_path: Path, mo
             await asyncio.to_thread(held.reached.wait)
             second = _put(tier, 1)
             reading = asyncio.ensure_future(tier.get([a_key(1)], [memoryview(bytearray(384))]))
-            await _until(lambda: tier.figures().queued_reads == 1)
+            await _until(lambda: tier.stats().queued_reads == 1)
             assert a_key(1) in tier
             held.go_on.set()
             assert bytes((await reading)[0] or b"") == a_payload(1)
@@ -111,7 +111,7 @@ async def test_bytes_that_changed_since_they_were_sealed_are_not_written(tmp_pat
         assert tier.put(a_key(0), payload, checksum=sealed, done=done.set_result)
         assert not await done
         assert await served(tier, [0]) == []
-        assert tier.figures().counters.put_corrupt == 1
+        assert tier.stats().counters.put_corrupt == 1
 
 
 async def test_a_flipped_bit_is_a_counted_miss_and_the_block_can_be_put_again(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_a_flipped_bit_is_a_counted_miss_and_the_block_can_be_put_again(tm
         path.write_bytes(content)
         assert await served(tier, range(3)) == [0, 2]
         assert a_key(1) not in tier
-        assert tier.figures().counters.disk_corrupt == 1
+        assert tier.stats().counters.disk_corrupt == 1
         await put_all(tier, [1])
         assert await served(tier, range(3)) == [0, 1, 2]
 
@@ -135,7 +135,7 @@ async def test_a_full_disk_costs_new_blocks_and_nothing_else(tmp_path: Path, mon
             full_disk.setattr(os, "pwritev", _half_then_no_space())
             assert await put_all(tier, [1, 2]) == [False, False]
             assert await served(tier, range(3)) == [0]
-        assert tier.figures().counters.write_errors == 2
+        assert tier.stats().counters.write_errors == 2
         assert await put_all(tier, [1]) == [True]
         assert await served(tier, range(3)) == [0, 1]
         tier.check()
@@ -155,7 +155,7 @@ async def test_a_forgotten_block_is_a_miss_and_moves_nowhere(tmp_path: Path, mon
             assert a_key(1) not in tier and a_key(2) not in tier
             held.go_on.set()
             assert not await writing and not await queued
-        assert tier.figures().num_blocks == 0
+        assert tier.stats().num_blocks == 0
         tier.check()
 
 
@@ -169,7 +169,7 @@ async def test_a_cancelled_reader_leaves_only_when_nothing_is_read_to_its_memory
             reading = asyncio.ensure_future(tier.get([a_key(0), a_key(1)], into))
             await asyncio.to_thread(held.reached.wait)
             queued = asyncio.ensure_future(tier.get([a_key(0)], [memoryview(bytearray(384))]))
-            await _until(lambda: tier.figures().queued_reads == 3)
+            await _until(lambda: tier.stats().queued_reads == 3)
             for _ in range(3):
                 reading.cancel()
                 await asyncio.wait([reading], timeout=0)
@@ -180,7 +180,7 @@ async def test_a_cancelled_reader_leaves_only_when_nothing_is_read_to_its_memory
             await asyncio.wait([reading])
         assert reading.cancelled()
         assert into[1] == bytes(384)  # it was not begun after the cancellation
-        assert tier.figures().queued_reads == 0
+        assert tier.stats().queued_reads == 0
 
 
 async def test_closing_writes_what_is_queued_and_then_refuses(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ async def test_closing_writes_what_is_queued_and_then_refuses(tmp_path: Path) ->
     assert all(write.result() for write in writes)
     assert not tier.put(a_key(100), b"late")
     assert await served(tier, [0]) == []
-    assert not tier.figures().serving
+    assert not tier.stats().serving
     await tier.close()
     async with a_tier(tmp_path) as tier:
         assert await served(tier, range(100)) == list(range(100))
@@ -221,18 +221,18 @@ async def test_a_thread_that_breaks_answers_everyone(tmp_path: Path, monkeypatch
             monkeypatch.setattr(Segment, "read", broken)
             reads = [asyncio.ensure_future(served(tier, [0])) for _ in range(2)]
             queued = _put(tier, 2)
-            await _until(lambda: tier.figures().queued_reads == 2)
+            await _until(lambda: tier.stats().queued_reads == 2)
             held.go_on.set()
             assert await asyncio.gather(*reads) == [[], []]
             assert (await writing, await queued) == (True, False)
-        await _until(lambda: not tier.figures().serving)
+        await _until(lambda: not tier.stats().serving)
         assert not tier.put(a_key(3), b"payload")
 
 
 async def test_a_block_longer_than_a_segment_is_refused(tmp_path: Path) -> None:
     async with a_tier(tmp_path) as tier:
         assert not tier.put(a_key(0), bytes(1 << 20))
-        assert tier.figures().counters.refused_writes == 1
+        assert tier.stats().counters.refused_writes == 1
 
 
 async def test_the_budget_is_held_and_what_is_used_stays(tmp_path: Path) -> None:
@@ -240,8 +240,8 @@ async def test_the_budget_is_held_and_what_is_used_stays(tmp_path: Path) -> None
         for number in range(200):
             await put_all(tier, [number], 64_000)
             assert await served(tier, [0], 64_000) == [0]
-            assert tier.figures().num_bytes <= _BUDGET_BYTES
-        assert tier.figures().counters.rewritten > 0
+            assert tier.stats().num_bytes <= _BUDGET_BYTES
+        assert tier.stats().counters.rewritten > 0
         tier.check()
 
 

@@ -54,14 +54,14 @@ async def test_fifty_kills_in_the_middle_of_writes_serve_no_bad_block(
             await tier.open()
             try:
                 tier.check()
-                num_discarded += tier.figures().counters.discarded
+                num_discarded += tier.stats().counters.discarded
                 found = await _verified(tier, range(life.first if has_room else 1, next_number))
                 assert not has_room or found >= set(life.kept), "more is lost than what was being written"
                 kept.update(life.kept)
                 await _goes_on(tier, next_number)
                 next_number += 1
                 tier.check()
-                assert tier.figures().counters.disk_corrupt == 0
+                assert tier.stats().counters.disk_corrupt == 0
             finally:
                 await tier.close()
     tier = DiskTier(folder, budget_bytes, segment_bytes)

@@ -3,14 +3,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kv_transfer_svc.disk.record import (
+from kv_transfer_svc.disk.segment import (
     HEADER_BYTES,
     RecordHeader,
+    Segment,
     pack_header,
     record_bytes,
     unpack_header,
 )
-from kv_transfer_svc.disk.segment import Segment
 from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
 

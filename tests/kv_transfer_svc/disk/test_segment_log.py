@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer_svc.disk.segment_log import SegmentLog
-from kv_transfer_svc.disk.stats import DiskCounters
+from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog
 from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kv_transfer_svc.arena import PAGE_BYTES
-from kv_transfer_svc.record import Record
+from kv_transfer_svc.handle_record import HandleRecord
 from tandem_engine.scheduling.request import RequestState
 from tests.kv_transfer_svc.simulation.fleet import Fleet
 from tests.kv_transfer_svc.simulation.gateway import DEADLINE_SLACK_SECONDS, Gateway
@@ -81,9 +81,9 @@ def _check_service(around: Surroundings, service: KvLife) -> None:
         blocks.check()
     except AssertionError as error:
         raise Violation(f"{name}: {error}") from error
-    figures = blocks.figures()
-    parts = figures.free_bytes + figures.cached_bytes + figures.leased_bytes + figures.filling_bytes
-    _ensure(parts == figures.total_bytes, f"{name}: free + cached + leased + filling is {parts}")
+    stats = blocks.stats()
+    parts = stats.free_bytes + stats.cached_bytes + stats.leased_bytes + stats.filling_bytes
+    _ensure(parts == stats.total_bytes, f"{name}: free + cached + leased + filling is {parts}")
     _ensure(not any(record.machine.ended for record in store._live), f"{name}: a handle has ended and is still kept")
     for record in store._records.values():
         _check_fences(service, record)
@@ -92,7 +92,7 @@ def _check_service(around: Surroundings, service: KvLife) -> None:
         _check_held(service, now)
 
 
-def _check_fences(service: KvLife, record: Record) -> None:
+def _check_fences(service: KvLife, record: HandleRecord) -> None:
     """Nothing that was meant for another life of this service, or comes from another life of the writer."""
     name, handle = service.info.incarnation, record.handle
     _ensure(handle.holder_incarnation == name, f"{name} keeps a handle of {handle.holder_incarnation}")
@@ -142,6 +142,6 @@ def _check_service_at_rest(service: KvLife) -> None:
     _ensure(not store._records, f"{name} remembers {len(store._records)} handles past their deadline")
     _ensure(store.orphan_bytes == 0, f"{name}: {store.orphan_bytes} orphaned bytes")
     _ensure(service.arena.used_bytes == 0, f"{name}: {service.arena.used_bytes} bytes of the arena are in use")
-    figures = service.cache.blocks.figures()
-    _ensure(not figures.num_leases and not figures.filling_bytes, f"{name}: stored blocks are lent or being filled")
+    stats = service.cache.blocks.stats()
+    _ensure(not stats.num_leases and not stats.filling_bytes, f"{name}: stored blocks are lent or being filled")
     _ensure(not service.service.puller._pulls, f"{name}: pulls never end")

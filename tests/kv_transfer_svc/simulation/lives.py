@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from decode_svc.kv_consumer import DecodeHandOver
 from kv_transfer_svc.arena import Arena
-from kv_transfer_svc.blocks.allocator import Room
-from kv_transfer_svc.host_cache import PromptCache as StoreFront
-from kv_transfer_svc.record import Record
+from kv_transfer_svc.blocks.allocator import BlockAllocator
+from kv_transfer_svc.handle_record import HandleRecord
+from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.service import KvTransferService
 from kv_transfer_svc.store import HandleStore
 from prefill_svc.kv_producer import PrefillHandOver
@@ -95,10 +95,12 @@ class KvLife(Life):
         around, incarnation = self.around, self.info.incarnation
         self.arena = Arena(f"arena-{incarnation}", _ARENA_BYTES)
         self.store = HandleStore(clock=around.time.time, lease_seconds=LEASE_SECONDS)
-        self.cache = StoreFront(Room(_STORE_BYTES), None, self.store.regions, f"store-{incarnation}", around.time.time)
+        self.cache = HostCache(
+            BlockAllocator(_STORE_BYTES), None, self.store.regions, f"store-{incarnation}", around.time.time
+        )
         self.service = KvTransferService(self.store, self.arena, incarnation, lambda: KEY, pb.StatsReply, self.cache)
         self.cache.fetch = self.service.puller.fetch_blocks
-        self.service.listens_at(self.info.address)
+        self.service.set_address(self.info.address)
         self._note_what_is_sealed()
         descriptor = kv.DESCRIPTOR.services_by_name["KvTransferService"]
         around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, self.service))
@@ -119,7 +121,7 @@ class KvLife(Life):
     def close(self) -> None:
         if self.is_ready:
             lent = [region.memory for region in self.store.regions]
-            for memory in (*lent, self.arena.region, self.cache.blocks.room.region):
+            for memory in (*lent, self.arena.region, self.cache.blocks.allocator.region):
                 with contextlib.suppress(BufferError):  # a pull was copying into it as it was killed
                     memory.close()
 
@@ -131,9 +133,9 @@ class KvLife(Life):
     def _note_what_is_sealed(self) -> None:
         """Tell the truth of what lies in our own regions: pulled copies and stored blocks."""
         truth, arena, store, blocks = self.around.truth, self.arena, self.store, self.cache.blocks
-        seal_record, seal_block, room = store.seal, blocks.seal, self.cache.blocks.room
+        seal_record, seal_block, room = store.seal, blocks.seal, self.cache.blocks.allocator
 
-        def seal_handle(record: Record, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
+        def seal_handle(record: HandleRecord, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
             for slab in slabs if record.transport == "grpc" else ():
                 for extent in slab.extents:
                     truth.sealed(extent, bytes(arena.region.view(extent.offset, extent.num_bytes)))

@@ -36,10 +36,10 @@ async def linked_host(
             clock=host.clock,
             counters=host.store.counters,
         )
-        offer = host.service.offer
-        offer.host_id, offer.kv_socket = host_id, host.socket
-        data = DataServer("127.0.0.1:0", offer.tokens.verify, open_source or host.service.open_source)
-        offer.tcp_address = await data.start()
+        handshake = host.service.handshake
+        handshake.host_id, handshake.kv_socket = host_id, host.socket
+        data = DataServer("127.0.0.1:0", handshake.tokens.verify, open_source or host.service.open_source)
+        handshake.tcp_address = await data.start()
         try:
             yield host, data
         finally:
@@ -71,7 +71,7 @@ async def everything_is_back(*hosts: Host) -> None:
 
 async def a_grant(host: Host) -> kv.DataRequest:
     """A request that `host` lets in, of no kind yet."""
-    return kv.DataRequest(incarnation=host.incarnation, token=host.service.offer.tokens.new())
+    return kv.DataRequest(incarnation=host.incarnation, token=host.service.handshake.tokens.new())
 
 
 @dataclass
@@ -148,8 +148,8 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 @contextlib.asynccontextmanager
 async def proxied(host: Host) -> AsyncIterator[Proxy]:
     """Offer a way to `host` that leads through a proxy."""
-    proxy = Proxy(host.service.offer.tcp_address)
-    host.service.offer.tcp_address = await proxy.start()
+    proxy = Proxy(host.service.handshake.tcp_address)
+    host.service.handshake.tcp_address = await proxy.start()
     try:
         yield proxy
     finally:

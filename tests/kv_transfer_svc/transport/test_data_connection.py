@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kv_transfer_svc.transport import frames
-from kv_transfer_svc.transport.connection import DataConnection
 from kv_transfer_svc.transport.data_server import DataServer
 from kv_transfer_svc.transport.interface import LinkBroken
+from kv_transfer_svc.transport.tcp_transport import DataConnection
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InvalidRequest, StaleIncarnation, Unauthenticated, Unsupported
 from tests.kv_transfer_svc.host import until
@@ -21,7 +21,7 @@ from tests.kv_transfer_svc.transport.harness import a_grant, linked_host
 
 async def test_only_tokens_of_this_life_are_let_in_and_refusals_leave_the_connection_usable(tmp_path: Path) -> None:
     async with linked_host(tmp_path) as (host, _):
-        connection = await DataConnection.connect(host.service.offer.tcp_address)
+        connection = await DataConnection.connect(host.service.handshake.tcp_address)
         wrong, stale, old = [await a_grant(host) for _ in range(3)]
         wrong.token = bytes(24)
         stale.incarnation = "an earlier life"
@@ -43,7 +43,7 @@ async def test_only_tokens_of_this_life_are_let_in_and_refusals_leave_the_connec
 
 async def test_a_half_closed_connection_gets_its_answer_and_is_closed(tmp_path: Path) -> None:
     async with linked_host(tmp_path) as (host, data):
-        address, _, port = host.service.offer.tcp_address.rpartition(":")
+        address, _, port = host.service.handshake.tcp_address.rpartition(":")
         reader, writer = await asyncio.open_connection(address, int(port))
         request = await a_grant(host)
         request.probe.num_bytes = 1000
@@ -57,7 +57,7 @@ async def test_a_half_closed_connection_gets_its_answer_and_is_closed(tmp_path: 
 
 async def test_half_a_request_and_nonsense_end_the_connection(tmp_path: Path) -> None:
     async with linked_host(tmp_path) as (host, data):
-        address, _, port = host.service.offer.tcp_address.rpartition(":")
+        address, _, port = host.service.handshake.tcp_address.rpartition(":")
         for content in (b"GET / HTTP/1.1\r\n\r\n", frames.packed(await a_grant(host))[:20], b"TKV"):
             reader, writer = await asyncio.open_connection(address, int(port))
             writer.write(content)
@@ -70,7 +70,7 @@ async def test_half_a_request_and_nonsense_end_the_connection(tmp_path: Path) ->
 
 async def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
     async with linked_host(tmp_path) as (host, _):
-        connection = await DataConnection.connect(host.service.offer.tcp_address)
+        connection = await DataConnection.connect(host.service.handshake.tcp_address)
         with pytest.raises(Unsupported, match="not None"):
             await asyncio.to_thread(connection.exchange, await a_grant(host), [])
         connection.close()
@@ -78,7 +78,7 @@ async def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
 
 async def test_a_holder_that_sends_more_than_was_asked_for_writes_nowhere(tmp_path: Path) -> None:
     async with linked_host(tmp_path) as (host, _):
-        connection = await DataConnection.connect(host.service.offer.tcp_address)
+        connection = await DataConnection.connect(host.service.handshake.tcp_address)
         request = await a_grant(host)
         request.probe.num_bytes = 1000
         buffer = bytearray(b"x" * 999)

@@ -101,7 +101,7 @@ async def test_a_service_that_offers_no_tcp_is_read_over_grpc(tmp_path: Path) ->
         running_writer(there) as writer,
         a_client(here) as reader,
     ):
-        there.service.offer.tcp_address = ""
+        there.service.handshake.tcp_address = ""
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert (event.transport, link_of(here).note) == ("grpc", "")
 
@@ -113,18 +113,18 @@ async def test_a_way_that_cannot_be_opened_is_said_and_tried_again_later(tmp_pat
         running_writer(there) as writer,
         a_client(here) as reader,
     ):
-        # 1. nobody listens where data connections are said to be taken
-        offer = there.service.offer
-        right, offer.tcp_address = offer.tcp_address, "127.0.0.1:1"
+        # 1. nobody listens at the advertised data address
+        handshake = there.service.handshake
+        right, handshake.tcp_address = handshake.tcp_address, "127.0.0.1:1"
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert event.transport == "grpc"
         assert link_of(here).note.startswith("fallback: tcp: 127.0.0.1:1 took no connection")
         assert link_of(here).num_fallbacks == 1 == here.store.counters["link_fallbacks"]
-        # 2. before a second has passed nobody tries again
-        offer.tcp_address = right
+        # 2. within the first second the link does not search again
+        handshake.tcp_address = right
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert (event.transport, link_of(here).transport) == ("grpc", "grpc")
-        # 3. then the next read does, beside it
+        # 3. after that the next read starts a search in the background
         here.put_forward(1.1)
         await watch_all(reader, await sealed(writer, SLOTS), "r")
         await until(lambda: link_of(here).transport == "tcp")
@@ -146,7 +146,7 @@ async def test_a_connection_that_breaks_in_a_block_costs_one_fallback(tmp_path: 
         assert (event.transport, await bytes_at(here, event.slab)) == ("grpc", whole(writer))
         link = link_of(here)
         assert (link.num_errors, link.num_fallbacks) == (1, 1)
-        assert "hung up" in link.note or "broke" in link.note
+        assert "disconnected" in link.note or "failed" in link.note
         here.service.puller.links.to(there.address).open()
         await until(lambda: link_of(here).transport == "tcp")
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
@@ -218,8 +218,8 @@ class ReusedWhileSent:
         yield from self._source
         self._writer.region.next_generation(8)
 
-    def verdict(self) -> list[int]:
-        return self._source.verdict()
+    def finish(self) -> list[int]:
+        return self._source.finish()
 
 
 async def test_a_slot_that_is_reused_while_it_is_sent_is_refused_by_the_receiver(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from kv_transfer_svc.transport.connection import rest_of
-from kv_transfer_svc.transport.pieces import GROUP_BYTES, RunningChecksums, groups, leading
-from kv_transfer_svc.transport.stats import LinkFigures
+from kv_transfer_svc.transport.pieces import GROUP_BYTES, RunningChecksums, groups, leading, rest_of
+from kv_transfer_svc.transport.stats import LinkStats
 from tandem_runtime.kv.checksum import block_checksum
 
 SIZES = some.lists(some.one_of(some.integers(1, 9000), some.integers(1, 3 << 20)), min_size=1, max_size=80)
@@ -41,7 +40,7 @@ def test_the_rest_of_a_group_is_what_has_not_moved() -> None:
 
 
 def test_small_transfers_tell_latency_and_large_ones_speed() -> None:
-    figures = LinkFigures()
+    figures = LinkStats()
     figures.transferred(1000, 0.002)
     assert (figures.latency_seconds, figures.bytes_per_second) == (0.002, 0.0)
     figures.transferred(1 << 20, 0.001)
@@ -49,7 +48,7 @@ def test_small_transfers_tell_latency_and_large_ones_speed() -> None:
 
 
 def test_a_link_much_below_its_own_best_is_slow() -> None:
-    figures = LinkFigures()
+    figures = LinkStats()
     figures.transferred(16 << 20, 0.01)
     for _ in range(8):
         figures.transferred(16 << 20, 1.0)

@@ -21,8 +21,8 @@ async def test_they_come_over_tcp_and_nothing_stays_lent(tmp_path: Path) -> None
             assert content(near, reply) == [writer.block(slot) for slot in range(5)]
         link = link_of(near)
         assert (link.transport, link.num_transfers, link.num_bytes) == ("tcp", 1, 5 * BLOCK_BYTES)
-        assert far.prompt_cache.blocks.figures().num_leases == 0
-        near.prompt_cache.blocks.check()
+        assert far.host_cache.blocks.stats().num_leases == 0
+        near.host_cache.blocks.check()
 
 
 async def test_a_chain_that_the_other_host_does_not_have_is_no_error(tmp_path: Path) -> None:

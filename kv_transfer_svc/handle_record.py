@@ -1,13 +1,13 @@
-"""What does the service keep of one handle, and how do its readers hear of it?"""
+"""The record of one handle, and the events that its readers receive."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kv_transfer_svc.broadcast import Broadcast
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.layout import check_layout
@@ -15,27 +15,44 @@ from tandem_runtime.kv.slabs import trim_slab
 from tandem_runtime.kv_handle import HandleMachine
 
 
+class Broadcast:
+    """Wakes every current waiter.
+
+    A waiter calls `next()`, then reads the state, then waits; in this order it misses no change.
+    """
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    def next(self) -> asyncio.Event:
+        return self._event
+
+
 @dataclass(eq=False)
-class Record:
-    """A handle, its machine and whoever watches it. Only the store changes it."""
+class HandleRecord:
+    """A handle with its state machine and its watchers. Only the store changes the record."""
 
     handle: pb.KvHandle
     machine: HandleMachine
     is_copy: bool = False
-    """Whether it is another service's handle, pulled for readers here."""
+    """Whether this is another service's handle, pulled for readers of this host."""
     transport: str = "shm"
-    """How its bytes came to this service, as in `--transports`; of a copy the pull says so."""
+    """The transport that brought the bytes to this service, as in `--transports`; the pull sets it for a copy."""
     region_id: str = ""
     layout: pb.KvLayout | None = None
-    """Of the writer; None until it has reserved."""
+    """The writer's layout; None until the writer has reserved."""
     num_bytes: int = 0
     checksums: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Made here as blocks were read, by slab and block: of slabs that their writer sealed without."""
+    """Checksums by (slab, block), computed here at the first read of slabs that were sealed without checksums."""
     changed: Broadcast = field(default_factory=Broadcast)
     readers: dict[str, str] = field(default_factory=dict)
-    """Incarnations of those that ever watched, by reader."""
+    """The incarnation of every reader that ever watched."""
     watching: Counter[str] = field(default_factory=Counter)
-    """Readers with an open stream: their leases are renewed while it is."""
+    """Number of open streams per reader; the lease of such a reader is renewed."""
 
     @contextmanager
     def watched_by(self, reader_id: str) -> Iterator[None]:
@@ -53,9 +70,9 @@ class Record:
             await changed.wait()
 
     async def events(self, layout: pb.KvLayout, first_block: int) -> AsyncIterator[kv.WatchEvent]:
-        """Yield what one reader sees, its end included: closed, or the error that ended the handle.
+        """Yield the events of one reader; the last is `closed`, or the error that ended the handle.
 
-        Raises FingerprintMismatch, before any slab, if the writer's layout is another.
+        Raises FingerprintMismatch, before any slab, if the writer's layout differs from `layout`.
         """
         num_seen = num_sent = 0
         while True:
@@ -65,7 +82,7 @@ class Record:
                 return
             if self.layout is not None:
                 check_layout(layout, self.layout)
-            while num_seen < len(self.machine.slabs):  # more may be sealed while one is sent
+            while num_seen < len(self.machine.slabs):  # a slab may be sealed while another is sent
                 slab = self.machine.slabs[num_seen]
                 num_seen += 1
                 if (needed := trim_slab(slab, first_block)) is not None:
@@ -77,9 +94,9 @@ class Record:
             await changed.wait()
 
     def _closing(self, num_sent: int) -> kv.WatchEvent:
-        """`num_slabs` counts those sent to this reader: it waits for so many imports."""
+        """Return the last event. `num_slabs` counts the slabs sent to this reader, which waits for as many imports."""
         closed = kv.Closed()
-        assert self.machine.closed is not None, "only a closed handle has a last event"
+        assert self.machine.closed is not None, "only a closed handle has a closing event"
         closed.CopyFrom(self.machine.closed)
         closed.num_slabs = num_sent
         return kv.WatchEvent(closed=closed, transport=self.transport)

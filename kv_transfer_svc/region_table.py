@@ -63,7 +63,7 @@ class OwnerLog:
         """Return the bytes of handles that ended before `before` and were not sent to their owner yet."""
         return sum(entry.num_bytes for entry in self._unsent() if entry.time < before)
 
-    def unsent(self) -> list[tuple[kv.OwnerEvent.Ended, int]]:
+    def unreported(self) -> list[tuple[kv.OwnerEvent.Ended, int]]:
         """Return the events not sent yet, each with the bytes that the owner still keeps."""
         return [(entry.ended, entry.num_bytes) for entry in self._unsent()]
 

@@ -34,10 +34,11 @@ def kv_tables(
         arena_used_bytes=puller.arena.used_bytes,
     )
     regions = list(store.regions)
+    unreported = [each for region in regions for each in _unreported(region)]
     reply.num_left_out = (
         fill(reply.handles, list(store.live()), _handle, max_rows)
         + fill(reply.regions, regions, _region, max_rows)
-        + fill(reply.untold, [each for region in regions for each in _unsent(region)], _untold_row, max_rows)
+        + fill(reply.untold, unreported, _unreported_row, max_rows)
         + fill(reply.arena, puller.pulls(), _arena, max_rows)
     )
     if host_cache is not None:
@@ -79,12 +80,12 @@ def _region(region: LentRegion) -> RegionRow:
     )
 
 
-def _unsent(region: LentRegion) -> list[tuple[LentRegion, kv.OwnerEvent.Ended, int]]:
-    return [(region, ended, num_bytes) for ended, num_bytes in region.log.unsent()]
+def _unreported(region: LentRegion) -> list[tuple[LentRegion, kv.OwnerEvent.Ended, int]]:
+    return [(region, ended, num_bytes) for ended, num_bytes in region.log.unreported()]
 
 
-def _untold_row(unsent: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UntoldRow:
-    region, ended, num_bytes = unsent
+def _unreported_row(unreported: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UntoldRow:
+    region, ended, num_bytes = unreported
     return UntoldRow(
         handle_id=ended.handle_id,
         request_id=ended.request_id,

@@ -1,4 +1,4 @@
-"""What does a test need of a host? A real KV service on port 0, real regions, and a clock that can be turned."""
+"""A host for tests: a real KV service on port 0, real regions, and a clock that a test can advance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STORE_BYTES = 1 << 20
 
 
 class Clock:
-    """The service's clock, which a test can put forward."""
+    """The service's clock, which a test can advance."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Host:
-    """One KV service, as others see it."""
+    """One KV service with its servers."""
 
     def __init__(
         self, folder: Path, arena_bytes: int, disk: DiskTier | None = None, *, verify_kv: bool = False
@@ -86,7 +86,7 @@ class Host:
         return str(self.regions.path)
 
     def put_forward(self, seconds: float) -> None:
-        """Let time pass for the service."""
+        """Advance the service's clock and expire leases."""
         self.clock.ahead += seconds
         self.service.sweep()
 
@@ -126,12 +126,12 @@ async def a_client(host: Host) -> AsyncIterator[KvClient]:
 
 
 async def watch_all(client: KvClient, handle: pb.KvHandle, reader_id: str, first_block: int = 0) -> list[kv.WatchEvent]:
-    """What one reader sees until the handle is closed."""
+    """Return every event of one reader until the handle is closed."""
     return [event async for event in client.watch(handle, reader_id, a_layout(), first_block)]
 
 
 def nothing_is_left(host: Host) -> bool:
-    """Whether no handle keeps anything, by the service's own figures."""
+    """Whether no handle keeps anything, by the service's own stats."""
     load = host.service._stats().load.kv_service
     is_full = load.arena_free_bytes == load.arena_bytes and host.arena.used_bytes == 0
     return is_full and (load.num_handles, load.leased_bytes, load.orphan_bytes) == (0, 0, 0)
@@ -142,7 +142,7 @@ def closed(num_blocks: int, token_id: int = 7) -> kv.Closed:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
-    """Return when `condition` holds; pytest's time limit is the deadline."""
+    """Wait until `condition` holds; pytest's time limit is the deadline."""
     while True:
         result = condition()
         if result if isinstance(result, bool) else await result:

@@ -1,4 +1,4 @@
-"""What do tests' handles and blocks look like?"""
+"""The KV layout and the handle key of the tests."""
 
 from __future__ import annotations
 

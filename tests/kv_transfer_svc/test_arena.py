@@ -1,4 +1,4 @@
-"""free + used = total, whatever is taken and given back."""
+"""Tests of the arena: free + used = total after any allocations and frees."""
 
 from __future__ import annotations
 

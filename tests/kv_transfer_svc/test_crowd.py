@@ -1,4 +1,4 @@
-"""Many hand-overs at once, some of them broken off anywhere: afterwards nothing is left."""
+"""Tests that many hand-overs at once, some of them cancelled or aborted, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def write(writer: Writer, handle: pb.KvHandle, dice: random.Random) -> Non
 
 
 async def read(reader: KvClient, handle: pb.KvHandle, reader_id: str) -> int:
-    """Watch to the end and release, also when broken off; return bytes seen."""
+    """Watch to the end and release, after a cancel too; return the bytes seen."""
     num_bytes = 0
     try:
         async for event in reader.watch(handle, reader_id, a_layout()):
@@ -58,11 +58,13 @@ async def test_a_crowd_with_cancels_and_aborts_leaves_every_pool_full(tmp_path: 
             whole = [result for result in results if isinstance(result, int)]
             assert whole and set(whole) == {4 * BLOCK_BYTES}
             assert all(isinstance(r, int | TandemError | asyncio.CancelledError) for r in results)
-            for handle in handles:  # a cancel before the first step never released: the gateway does
+            for handle in handles:  # a task cancelled before its first step never released: the gateway does
                 await reader.release_all(handle)
-            told: set[bytes] = set()
+            reported: set[bytes] = set()
             async for ended in writer.client.own(writer.region_id):
-                told.add(ended.handle_id)
-                if told >= {record.handle.handle_id for record in holder.store._records.values() if record.region_id}:
+                reported.add(ended.handle_id)
+                if reported >= {
+                    record.handle.handle_id for record in holder.store._records.values() if record.region_id
+                }:
                     break
         await until(lambda: nothing_is_left(here) and nothing_is_left(elsewhere))

@@ -1,4 +1,4 @@
-"""However a handle ends, both sides are told and nothing is left."""
+"""Tests of every end of a handle: both sides are notified and nothing is left."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_dead_owner_is_told_to_its_waiting_reader_at_once(tmp_path: Path
 
 
 async def test_whoever_waits_for_a_writer_that_dies_before_it_reserved_is_told(tmp_path: Path) -> None:
-    """It may be known as dead before anybody asks: the service slept, and nobody could reach it to abort the handle."""
+    """The service may learn of the death before the first call: it was stopped, and no abort could reach it."""
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         waiting = asyncio.ensure_future(watch_all(reader, writer.handle(), "r"))
         await until(lambda: host.store.num_live == 1)
@@ -134,8 +134,8 @@ async def test_an_owner_that_was_away_hears_of_what_ended_meanwhile(tmp_path: Pa
         await reader.release_all(handles[1])
         await reader.abort(handles[2], Unavailable("no"))
         again = writer.client.own(writer.region_id)
-        told = [(await anext(again)).handle_id for _ in range(3)]
-        assert told == [handle.handle_id for handle in handles]
+        ended = [(await anext(again)).handle_id for _ in range(3)]
+        assert ended == [handle.handle_id for handle in handles]
 
 
 async def test_an_owner_that_is_not_told_makes_orphans(tmp_path: Path) -> None:

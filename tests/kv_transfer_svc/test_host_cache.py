@@ -1,4 +1,4 @@
-"""Do blocks that one worker publishes come back whole to others: from memory, from disk, from another host?"""
+"""Tests that published blocks come back whole to other workers: from memory, from disk, from another host."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def wanted(hashes: Sequence[bytes], reader: str = "reader", source: str = "") ->
 
 
 def content(host: Host, reply: kv.LoadReply) -> list[bytes]:
-    """Read what was lent, as an engine does: copy, then compare the generation."""
+    """Read leased blocks as an engine does: copy, then compare the generation."""
     region = host.host_cache.blocks.allocator.region
     return [region.copy_out(block.extent, 0, block.extent.num_bytes) for block in reply.blocks]
 
 
 async def fill_with_others(writer: Writer, client: KvClient) -> None:
-    """Publish other prompts until everything that was stored before has been evicted."""
+    """Publish other prompts until every earlier block has been evicted."""
     for number in range(0, NUM_STORE_BLOCKS + 16, 8):
         await client.publish(published(writer, chain(8, f"other {number}"), range(8)))
 
@@ -65,15 +65,15 @@ async def test_blocks_that_were_published_are_lent_to_anyone_with_their_hashes(t
         hashes = chain(4)
         stored = await writer.client.publish(published(writer, hashes, [3, 1, 2, 0]))
         assert (stored.num_stored, stored.num_known, stored.num_refused) == (4, 0, 0)
-        # 1. The same content again, from elsewhere: nothing is copied.
+        # 1. The same content from other slots: nothing is copied.
         again = await writer.client.publish(published(writer, hashes, [4, 5, 6, 7]))
         assert (again.num_stored, again.num_known) == (0, 4)
-        # 2. A longer prompt that begins the same way finds what there is.
+        # 2. A longer prompt with the same beginning finds the stored blocks.
         reply = await reader.load(wanted([*hashes, *chain(2, "more")]))
         assert [block.index for block in reply.blocks] == [0, 1, 2, 3]
         assert reply.num_from_memory == 4
         assert content(host, reply) == [writer.block(slot) for slot in (3, 1, 2, 0)]
-        # 3. Given back: nothing is left leased.
+        # 3. Released: no lease is left.
         await reader.unload("reader")
         assert host.host_cache.blocks.stats().leased_bytes == 0
         host.host_cache.blocks.check()
@@ -121,12 +121,12 @@ async def test_leased_blocks_outlast_any_number_of_others(tmp_path: Path) -> Non
 async def test_what_memory_has_no_room_for_comes_back_from_disk_verified(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
     async with running_host(tmp_path, disk=disk) as host, running_writer(host) as writer, a_client(host) as reader:
-        # 1. Published, then pushed out of memory by others.
+        # 1. Published, then evicted from memory by other blocks.
         await writer.client.publish(published(writer, chain(4), range(4)))
         await fill_with_others(writer, writer.client)
         await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
         assert host.host_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in chain(4)]) == 0
-        # 2. Asked for: read from disk into memory, and whole.
+        # 2. Loaded: read from disk into memory, unchanged.
         reply = await reader.load(wanted(chain(4)))
         assert (reply.num_from_memory, reply.num_from_disk) == (0, 4)
         assert content(host, reply) == [writer.block(slot) for slot in range(4)]
@@ -156,7 +156,7 @@ async def test_another_hosts_blocks_are_fetched_where_the_request_names_it(tmp_p
             reply = await reader.load(wanted(chain(6), source=far.address))
             assert (reply.num_from_memory, reply.num_from_host) == (0, 5)
             assert content(near, reply) == [writer.block(slot) for slot in range(5)]
-            # Nothing stays leased over there, and it is here now.
+            # No lease stays on the far host, and the blocks are here now.
             assert far.host_cache.blocks.stats().num_leases == 0
             assert (await reader.load(wanted(chain(6), "again"))).num_from_memory == 5
 

@@ -1,4 +1,4 @@
-"""A hand-over on one host: descriptors on gRPC, bytes in shared memory."""
+"""Tests of a hand-over on one host: descriptors over gRPC, bytes in shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 async def test_a_reader_sees_each_slab_as_it_is_sealed_and_the_owner_hears_of_the_end(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         handle = writer.handle(num_blocks=4)
-        # 1. the reader comes first and waits
+        # 1. the reader watches first and waits
         watching = reader.watch(handle, "r", a_layout())
         first = asyncio.ensure_future(anext(watching))
         await until(lambda: host.store.num_live == 1)
@@ -47,7 +47,7 @@ async def test_a_reader_sees_each_slab_as_it_is_sealed_and_the_owner_hears_of_th
         assert (await anext(watching)).slab.first_block == 2
         last = (await anext(watching)).closed
         assert (last.num_slabs, last.num_blocks, last.first_tokens[0].token_id) == (2, 4, 7)
-        # 5. the reader releases; the owner is told
+        # 5. the reader releases; the owner is notified
         owning = writer.client.own(writer.region_id)
         assert await reader.release(handle, "r") is HandleState.RELEASED
         ended = await anext(owning)

@@ -1,4 +1,4 @@
-"""The service as its own process: it registers, serves, drains on SIGTERM and leaves nothing."""
+"""Tests of the service as a process: it registers, serves, drains on SIGTERM and leaves nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kv_transfer_svc.writer import Writer
 
 
 class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
-    """Hands out the handle key and remembers who called."""
+    """Returns the handle key and records the calls."""
 
     def __init__(self) -> None:
         self.registered: asyncio.Queue[pb.WorkerInfo] = asyncio.Queue()
@@ -93,7 +93,7 @@ async def control() -> AsyncIterator[tuple[ControlPlane, str]]:
 async def test_it_registers_serves_a_hand_over_and_drains(tmp_path: Path, control: tuple[ControlPlane, str]) -> None:
     plane, address = control
     async with running_process(tmp_path, address, "--host-id", "h1") as process:
-        # 1. it says who and where it is
+        # 1. the service registers with its role and address
         info = await plane.registered.get()
         assert (info.role, info.host_id) == (pb.WORKER_ROLE_KV, "h1")
         assert [info.kv_socket] == paths_in(tmp_path)
@@ -103,7 +103,7 @@ async def test_it_registers_serves_a_hand_over_and_drains(tmp_path: Path, contro
         handle = sign_handle(writer.handle(num_blocks=2), KEY)
         await writer.client.reserve(handle, writer.region_id, a_layout())
         await writer.client.seal(handle, [writer.slab(0, 0, [0, 1])], closed(2))
-        # 3. its heartbeat says so
+        # 3. the heartbeat reports the handle
         while (load := await plane.loads.get()).kv_service.num_handles == 0:
             pass
         assert (load.state, load.kv_service.num_regions) == (pb.WORKER_STATE_READY, 1)
@@ -111,7 +111,7 @@ async def test_it_registers_serves_a_hand_over_and_drains(tmp_path: Path, contro
             pass
         assert load.kv_service.leased_bytes == 2 * BLOCK_BYTES
         assert load.kv_service.arena_free_bytes == load.kv_service.arena_bytes == 1 << 20
-        # 4. draining, it waits for the handle that is here
+        # 4. while draining, the service waits for its handle
         process.send_signal(signal.SIGTERM)
         while (await plane.loads.get()).state != pb.WORKER_STATE_DRAINING:
             pass
@@ -119,7 +119,7 @@ async def test_it_registers_serves_a_hand_over_and_drains(tmp_path: Path, contro
         events = [event async for event in reader.watch(handle, "r", a_layout())]
         assert [event.WhichOneof("kind") for event in events] == ["slab", "closed"]
         assert await reader.release(handle, "r") is HandleState.RELEASED
-        # 5. and is gone, in good order
+        # 5. the service deregisters and exits
         assert await process.wait() == 0
         assert await plane.deregistered.get() == info.incarnation
         assert paths_in(tmp_path) == []

@@ -1,3 +1,5 @@
+"""Tests of the events that a reader receives."""
+
 from __future__ import annotations
 
 from kv_transfer_svc.handle_record import HandleRecord

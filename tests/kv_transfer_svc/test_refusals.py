@@ -1,4 +1,4 @@
-"""What does not fit is refused with the error that says why, and changes nothing."""
+"""Tests that invalid calls are refused with a typed error and change nothing."""
 
 from __future__ import annotations
 

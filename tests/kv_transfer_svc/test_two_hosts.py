@@ -1,4 +1,4 @@
-"""A hand-over between two hosts: the reader's KV service pulls from the holder's."""
+"""Tests of a hand-over between two hosts: the reader's KV service pulls from the holder's service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.kv_transfer_svc.writer import Writer
 
 
 async def sealed_handle(writer: Writer, slots: list[int], num_readers: int = 1) -> pb.KvHandle:
-    """A handle of one slab per two blocks, closed."""
+    """Return a closed handle with one slab per two blocks."""
     handle = writer.handle(num_blocks=len(slots), num_readers=num_readers)
     await writer.client.reserve(handle, writer.region_id, a_layout())
     slabs = [writer.slab(index, 2 * index, slots[2 * index : 2 * index + 2]) for index in range((len(slots) + 1) // 2)]
@@ -38,7 +38,7 @@ async def sealed_handle(writer: Writer, slots: list[int], num_readers: int = 1) 
 
 
 async def bytes_at(host: Host, slab: kv.Slab) -> bytes:
-    """What a reader on `host` finds where the slab says."""
+    """Read a slab's bytes as a reader on `host` does."""
     grant = await RegionClient(host.socket).fetch(slab.extents[0].region_id)
     region = SharedRegion.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
     try:
@@ -48,7 +48,7 @@ async def bytes_at(host: Host, slab: kv.Slab) -> bytes:
 
 
 async def until_everything_is_back(*hosts: Host) -> None:
-    """Wait until each service is as empty as it began, by its own figures."""
+    """Wait until each service is empty again, by its own stats."""
     for host in hosts:
         await until(partial(nothing_is_left, host))
 

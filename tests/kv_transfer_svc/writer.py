@@ -1,4 +1,4 @@
-"""What does a test need of a prefill worker? A real region of random blocks, lent to its host's KV service."""
+"""A prefill worker for tests: a real region of random blocks, lent to its host's KV service."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Writer:
         return slab
 
     def handle(self, num_blocks: int = 4, num_readers: int = 1, seconds: float = 60.0) -> pb.KvHandle:
-        """What the control plane would mint for this worker."""
+        """Return a handle as the control plane mints it for this worker."""
         handle = pb.KvHandle(
             handle_id=secrets.token_bytes(16),
             request_id=f"request-{secrets.token_hex(3)}",
@@ -81,7 +81,7 @@ class Writer:
         return sign_handle(handle, KEY)
 
     async def die(self) -> None:
-        """What is left of a worker that was killed: its socket closes, nothing else is said."""
+        """Close the socket without any other message, as a killed worker does."""
         await self.regions.close()
 
     async def close(self) -> None:

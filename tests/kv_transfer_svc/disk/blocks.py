@@ -1,4 +1,4 @@
-"""Which blocks do the tests of the disk tier write, and how do they know one when they get it back?"""
+"""Numbered test blocks for the disk tier, whose content identifies them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def a_payload(number: int, num_bytes: int = 384) -> bytes:
 
 
 async def put_all(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) -> list[bool]:
-    """Write blocks, one after another, and return which of them are kept."""
+    """Write blocks one after another; return for each whether it is kept."""
     kept = []
     for number in numbers:
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -33,7 +33,7 @@ async def put_all(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) 
 
 
 async def served(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) -> list[int]:
-    """Return which of the blocks are served; what is served must be what was written."""
+    """Return the blocks that are served; each must be as written."""
     payloads = await tier.get([a_key(number) for number in numbers])
     found = [(number, payload) for number, payload in zip(numbers, payloads, strict=True) if payload is not None]
     assert all(payload == a_payload(number, num_bytes) for number, payload in found)

@@ -1,3 +1,5 @@
+"""Tests of the disk tier: put, get, restart, faults and cancellations."""
+
 from __future__ import annotations
 
 import asyncio
@@ -174,12 +176,12 @@ async def test_a_cancelled_reader_leaves_only_when_nothing_is_read_to_its_memory
                 reading.cancel()
                 await asyncio.wait([reading], timeout=0)
             assert not reading.done()
-            queued.cancel()  # not begun: there is nothing to wait for
+            queued.cancel()  # not started: nothing to wait for
             await asyncio.wait([queued])
             held.go_on.set()
             await asyncio.wait([reading])
         assert reading.cancelled()
-        assert into[1] == bytes(384)  # it was not begun after the cancellation
+        assert into[1] == bytes(384)  # the read did not start after the cancellation
         assert tier.stats().queued_reads == 0
 
 
@@ -256,7 +258,7 @@ async def a_tier(folder: Path, **limits: int) -> AsyncIterator[DiskTier]:
 
 
 class _Held:
-    """Make the first call of a method of Segment wait for `go_on`, having set `reached`."""
+    """Make the first call of a method of Segment set `reached` and wait for `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
         self.reached = threading.Event()
@@ -297,12 +299,12 @@ def _put(tier: DiskTier, number: int) -> asyncio.Future[bool]:
 
 async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in another thread
+        while not condition():  # noqa: ASYNC110 - the condition changes in another thread
             await asyncio.sleep(0)
 
 
 def _half_then_no_space() -> Callable[..., int]:
-    """Return a write to a full disk: of a record it takes 200 bytes, and says why only when asked to take the rest."""
+    """Return a write to a full disk: the first call writes 200 bytes of a record, the next call fails."""
     real = os.pwritev
 
     def pwritev(file: int, parts: list[memoryview], offset: int) -> int:

@@ -1,3 +1,5 @@
+"""Kills a writing process 50 times and checks that the disk tier never serves a bad block."""
+
 from __future__ import annotations
 
 import asyncio
@@ -17,13 +19,13 @@ from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
 from tests.kv_transfer_svc.disk.writers import size_of
 
 _NUM_KILLS = 50
-_MOST_BYTES_BEFORE_A_KILL = 4_000_000
+_MAX_BYTES_BEFORE_A_KILL = 4_000_000
 _REPOSITORY = Path(__file__).parents[3]
 
 
 @dataclass
 class Life:
-    """What a writer said before it was killed. The blocks are numbered from `first` on."""
+    """The output of a writer before it was killed. The blocks are numbered from `first` on."""
 
     first: int
     last: int = -1
@@ -47,16 +49,16 @@ async def test_fifty_kills_in_the_middle_of_writes_serve_no_bad_block(
     kept: set[int] = set()
     async with writers() as zygote:
         for _ in range(_NUM_KILLS):
-            num_bytes = chance.randrange(_MOST_BYTES_BEFORE_A_KILL)
+            num_bytes = chance.randrange(_MAX_BYTES_BEFORE_A_KILL)
             life = await killed_after(zygote, num_bytes, folder, next_number, budget_bytes, segment_bytes)
-            next_number = life.last + 2  # it may have queued one more than it said
+            next_number = life.last + 2  # the writer may have queued one block more than it printed
             tier = DiskTier(folder, budget_bytes, segment_bytes)
             await tier.open()
             try:
                 tier.check()
                 num_discarded += tier.stats().counters.discarded
                 found = await _verified(tier, range(life.first if has_room else 1, next_number))
-                assert not has_room or found >= set(life.kept), "more is lost than what was being written"
+                assert not has_room or found >= set(life.kept), "a block is lost that was not being written"
                 kept.update(life.kept)
                 await _goes_on(tier, next_number)
                 next_number += 1
@@ -100,7 +102,7 @@ async def killed_after(
             case ["ended", status]:
                 assert int(status) == -signal.SIGKILL
                 return life
-    raise AssertionError("the writers are gone")
+    raise AssertionError("the writers ended early")
 
 
 @asynccontextmanager

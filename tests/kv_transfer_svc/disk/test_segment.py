@@ -1,3 +1,5 @@
+"""Tests of records and segment files: pack, scan, torn and damaged records."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,8 @@
-"""Eight records of 512 bytes fill a segment of 4,096; a budget of four segments keeps two full ones when one begins."""
+"""Tests of the segment log.
+
+Eight records of 512 bytes fill a segment of 4,096 bytes. A budget of four segments keeps two full segments when a new
+one begins.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def test_what_was_used_since_it_was_written_gets_a_second_chance_and_no_third(tm
     log, counters = _opened(tmp_path)
     _append(log, range(24))
     assert _found(log, [5, 2]) == [5, 2]
-    _append(log, [24])  # begins segment four: segment one goes
+    _append(log, [24])  # begins segment four: segment one is deleted
     _tidy(log)
     assert [number for number in range(8) if a_key(number) in log.index] == [2, 5]
     assert (counters.rewritten, counters.evicted) == (2, 6)
@@ -125,7 +129,7 @@ def test_a_header_that_turned_bad_is_counted_at_the_next_start(tmp_path: Path, o
     log, counters = _opened(tmp_path)
     assert counters.discarded == 1
     assert len(log.index) == 0
-    assert not path.exists()  # it held nothing else
+    assert not path.exists()  # the segment held nothing else
     log.check()
 
 
@@ -196,7 +200,7 @@ def test_a_move_that_fails_loses_that_block_only(tmp_path: Path, monkeypatch: py
         full_disk.setattr(os, "pwritev", _no_space)
         assert log.tidy()
     _tidy(log)
-    assert [number for number in range(8) if a_key(number) in log.index] == [0]  # 1 was used last, so it went first
+    assert [number for number in range(8) if a_key(number) in log.index] == [0]  # 1 was used last, so it moved first
     assert counters.write_errors == 1
     log.check()
 

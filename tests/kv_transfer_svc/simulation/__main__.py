@@ -1,7 +1,7 @@
-"""How does one run the simulation for long? `python -m tests.kv_transfer_svc.simulation --steps 100000 --seed 1`
+"""Runs the simulation for long: `python -m tests.kv_transfer_svc.simulation --steps 100000 --seed 1`.
 
-A run is many worlds of a thousand steps, each of which comes to rest at its end; world i of seed s has the seed that
-is printed when it fails, and `--seed THAT --worlds 1` plays it again.
+The steps are split into runs of 1,000 steps, and each run comes to rest at its end. A failed run prints its seed;
+`--seed SEED --runs 1` repeats the run.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ import random
 import sys
 import time
 
-from tests.kv_transfer_svc.simulation.runner import Totals, play
+from tests.kv_transfer_svc.simulation.runner import Totals, run_seed
 from tests.kv_transfer_svc.simulation.truth import Violation
 
-_STEPS_PER_WORLD = 1000
+_STEPS_PER_RUN = 1000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Play the life of KV handles under faults, and check every step.")
+    parser = argparse.ArgumentParser(description="Run KV handles through faults, and check every step.")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
-    parser.add_argument("--worlds", type=int, help="how many worlds; as many as the steps ask for if not given")
+    parser.add_argument("--runs", type=int, help="number of runs; if unset, as many as the steps need")
     options = parser.parse_args()
-    num_worlds = options.worlds or -(-options.steps // _STEPS_PER_WORLD)
-    print(f"seed {options.seed}, {num_worlds} worlds of {_STEPS_PER_WORLD} steps", flush=True)
-    gc.set_threshold(100_000)  # nothing of a world is garbage before its end
+    num_runs = options.runs or -(-options.steps // _STEPS_PER_RUN)
+    print(f"seed {options.seed}, {num_runs} runs of {_STEPS_PER_RUN} steps", flush=True)
+    gc.set_threshold(100_000)  # a run creates no garbage before its end
     totals, started = Totals(), time.perf_counter()
-    for number in range(num_worlds):
+    for number in range(num_runs):
         try:
-            play(options.seed + number, _STEPS_PER_WORLD, totals)
+            run_seed(options.seed + number, _STEPS_PER_RUN, totals)
         except Violation:
             return 1
         if (number + 1) % 20 == 0:
-            print(f"{(number + 1) * _STEPS_PER_WORLD} steps, {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"{(number + 1) * _STEPS_PER_RUN} steps, {time.perf_counter() - started:.0f} s", flush=True)
     totals.print()
     wall, used = time.perf_counter() - started, time.process_time()
     print(
-        f"\nheld: {num_worlds * _STEPS_PER_WORLD} steps, {totals.num_events} events, {totals.virtual_seconds:.0f} "
+        f"\nheld: {num_runs * _STEPS_PER_RUN} steps, {totals.num_events} events, {totals.virtual_seconds:.0f} "
         f"virtual seconds, in {wall:.0f} s ({used:.0f} s of CPU), seed {options.seed}"
     )
     print("edges never taken: " + ("; ".join(totals.missing) or "none"))

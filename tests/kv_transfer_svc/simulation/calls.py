@@ -1,6 +1,6 @@
-"""How does a gRPC call look to the real client and the real servicer, over the simulated network?
+"""Carries gRPC calls between the real client and the real servicer over the simulated network.
 
-`open_channel` stands in for the one of tandem_runtime.channel; what its calls raise are TandemErrors, as there.
+`Channel` replaces the channel of tandem_runtime.channel. As there, calls raise TandemErrors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import current_process
 
 
 class Channel:
-    """One process's connection to an address; made by the real client."""
+    """One process's connection to an address; created by the real client."""
 
     def __init__(self, network: Network, address: str) -> None:
         process = current_process()
@@ -58,7 +58,7 @@ class Channel:
     async def close(self, grace: float | None = None) -> None:
         self._is_closed = True
         for call in list(self._calls):
-            call.hung_up()
+            call.channel_closed()
 
     async def __aenter__(self) -> Channel:
         return self

@@ -1,7 +1,7 @@
-"""What is an engine whose model is a hash? The real core and scheduler over real shared memory, on virtual time.
+"""An engine whose model is a hash: the real core and scheduler over real shared memory, on virtual time.
 
-An import is copied in two halves with time between them, as a memcpy of another process's memory may be overtaken by
-its owner; the generations are compared after the second half, by the code of tandem_engine.execution.regions.
+An import is copied in two halves with time between them, since the owner may overwrite memory during a memcpy. The code
+of tandem_engine.execution.regions compares the generations after the second half.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class HashRunner:
         return sampled
 
     def copy_first_halves(self, extents: Sequence[ExtentRef]) -> None:
-        """Begin to copy; whatever is wrong shows when the copy is completed."""
+        """Start to copy; errors show when the copy is completed."""
         for extent in extents:
             if extent.region_id in self._mapped._regions:
                 self._first_halves[extent] = bytes(self._mapped.read(extent))[: extent.num_bytes // 2]
@@ -143,7 +143,7 @@ class HashRunner:
 
 
 class SimulatedEngine(EngineLink):
-    """The front's link to an engine that dies, stops and wakes with it."""
+    """The front's link to an engine in the same simulated process."""
 
     def __init__(self, process: Process, region_id: str, rng: random.Random, truth: Truth) -> None:
         self.runner = HashRunner(region_id, truth)
@@ -185,7 +185,7 @@ class SimulatedEngine(EngineLink):
         return messages.Ready(MODEL, LAYOUT, NUM_BLOCKS, runner.region_id, size, runner.generations_offset)
 
     async def _run(self) -> None:
-        self._say(self._ready(), (os.dup(self.runner.region.fd),))
+        self._emit(self._ready(), (os.dup(self.runner.region.fd),))
         while True:
             while self._commands:
                 await self._handle(*self._commands.popleft())
@@ -198,26 +198,26 @@ class SimulatedEngine(EngineLink):
     async def _handle(self, command: messages.Command, fd: int | None) -> None:
         if isinstance(command, ImportSlab):
             self.runner.copy_first_halves(command.extents)
-            await self._take_time()
+            await self._copy_delay()
         for event in self.core.handle(command, fd):
-            self._say(event)
+            self._emit(event)
         if fd is not None:
             os.close(fd)
 
     async def _step(self) -> None:
         await asyncio.sleep(self._rng.uniform(0.002, 0.03))
-        self._say_sealing(self.core.step(self._say_sealing))
+        self._emit_sealing(self.core.step(self._emit_sealing))
 
-    def _say_sealing(self, event: messages.EngineEvent) -> None:
+    def _emit_sealing(self, event: messages.EngineEvent) -> None:
         if isinstance(event, messages.BlocksSealed | messages.StepDone):
             for sealed in event.sealed:
                 self.on_sealed(sealed)
-        self._say(event)
+        self._emit(event)
 
-    async def _take_time(self) -> None:
-        """Mostly quick, sometimes slow enough for the owner to take the block back meanwhile."""
+    async def _copy_delay(self) -> None:
+        """Sleep: usually shortly, sometimes long enough for the owner to reuse the block."""
         seconds = 0.0005 if self._rng.random() < 0.75 else self._rng.uniform(0.01, 0.6)
         await asyncio.sleep(seconds)
 
-    def _say(self, event: messages.EngineEvent, fds: tuple[int, ...] = ()) -> None:
+    def _emit(self, event: messages.EngineEvent, fds: tuple[int, ...] = ()) -> None:
         self._events.put_nowait(Received(event, fds))

@@ -1,7 +1,7 @@
-"""Which processes run on which host, and which of them does the control plane know?
+"""The processes of each host, and the registry's view of them.
 
-A process is heard of each second while it runs and its host can be reached; after three seconds of silence nothing new
-goes there, after five it counts as gone.
+A process sends a heartbeat each second while it runs and its host is reachable. After 3 s without a heartbeat the
+process gets no new requests; after 5 s it counts as gone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-from tests.kv_transfer_svc.simulation.lives import KvLife, Life, Surroundings, WorkerLife
+from tests.kv_transfer_svc.simulation.lives import Environment, KvLife, Life, WorkerLife
 
 GATEWAY_HOST = 9
 _SUSPECT_SECONDS = 3.0
@@ -29,14 +29,14 @@ PLACES: dict[str, tuple[pb.WorkerRole.ValueType, int]] = {
 
 
 class Fleet:
-    """All lives, and what the registry believes of them."""
+    """All lives, and the registry's view of them."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Environment) -> None:
         self.lives: dict[str, Life] = {}
         self.all_lives: list[Life] = []
         self.on_change: Callable[[Life, bool], None] = lambda life, is_here: None
         self._around = around
-        self._heard: dict[Life, float] = {}
+        self._last_heartbeats: dict[Life, float] = {}
         self._number = 0
 
     # ------------------------------------------------------------------------------------------------ starting
@@ -77,47 +77,47 @@ class Fleet:
         return (life for life in self.lives.values() if isinstance(life, WorkerLife) and not life.process.is_dead)
 
     def usable(self, role: pb.WorkerRole.ValueType) -> list[WorkerLife]:
-        """Where a new request may go."""
+        """Return the workers that may get a new request."""
         now = self._around.loop.time()
         return [
             life
-            for life, heard in self._heard.items()
-            if isinstance(life, WorkerLife) and life.info.role == role and now - heard < _SUSPECT_SECONDS
+            for life, last_heartbeat in self._last_heartbeats.items()
+            if isinstance(life, WorkerLife) and life.info.role == role and now - last_heartbeat < _SUSPECT_SECONDS
         ]
 
     def kv_of(self, host: int) -> cp.KvServiceAddress | None:
-        """Return what the control plane names; the last one that registered."""
-        named = [life for life in self._heard if isinstance(life, KvLife) and life.process.host == host]
+        """Return the KV service that the control plane names: the last one that registered."""
+        named = [life for life in self._last_heartbeats if isinstance(life, KvLife) and life.process.host == host]
         return named[-1].named if named else None
 
     def holder(self, address: str) -> cp.KvServiceAddress | None:
-        named = [life.named for life in self._heard if isinstance(life, KvLife)]
+        named = [life.named for life in self._last_heartbeats if isinstance(life, KvLife)]
         return next((service for service in named if service.address == address), None)
 
-    # ------------------------------------------------------------------------------------------------- hearing
+    # ---------------------------------------------------------------------------------------------- heartbeats
 
     def beat(self) -> None:
-        """One second of heartbeats, as the control plane hears them."""
+        """Process one second of heartbeats."""
         now = self._around.loop.time()
         for place, life in self.lives.items():
-            if self._is_heard(life):
-                self._heard_of(place, life, now)
-        for life, heard in list(self._heard.items()):
-            if now - heard > _GONE_SECONDS:
+            if self._is_reachable(life):
+                self._record_heartbeat(place, life, now)
+        for life, last_heartbeat in list(self._last_heartbeats.items()):
+            if now - last_heartbeat > _GONE_SECONDS:
                 self._forget(life)
 
-    def _is_heard(self, life: Life) -> bool:
+    def _is_reachable(self, life: Life) -> bool:
         apart = frozenset((life.process.host, GATEWAY_HOST)) in self._around.network._apart
         return life.is_ready and life.process.is_running and not apart
 
-    def _heard_of(self, place: str, life: Life, now: float) -> None:
-        is_new = life not in self._heard
-        for other in [known for known in self._heard if known.info.worker_id == place and known is not life]:
+    def _record_heartbeat(self, place: str, life: Life, now: float) -> None:
+        is_new = life not in self._last_heartbeats
+        for other in [known for known in self._last_heartbeats if known.info.worker_id == place and known is not life]:
             self._forget(other)
-        self._heard[life] = now
+        self._last_heartbeats[life] = now
         if is_new:
             self.on_change(life, True)
 
     def _forget(self, life: Life) -> None:
-        del self._heard[life]
+        del self._last_heartbeats[life]
         self.on_change(life, False)

@@ -1,9 +1,13 @@
-"""Who mints the handles, and goes on with a request whose worker was lost?
+"""A simulated gateway: mints handles, submits requests and recovers them from lost workers.
 
-The rules of control_plane.dispatch, restated over the real links and KV clients: both halves are
-submitted together; a prefill that fails has its handle aborted, so that decode computes the prompt itself; a decode
-that fails has its reader released and the request goes on elsewhere, with the tokens so far and then without a handle;
-what is over with something of it still open has its handle released. It never gives up before the deadline.
+Restates the rules of control_plane.dispatch over the real links and KV clients:
+
+- Prefill and decode are submitted together.
+- If prefill fails, its handle is aborted, so that decode computes the prompt itself.
+- If decode fails, its reader is released. The request continues on another worker with the tokens so far, and then
+  without a handle.
+- If a request ends with an open submission, its handle is released.
+- The gateway never gives up before the deadline.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ from tandem_runtime.errors import InvalidRequest, Overloaded, TandemError, Unava
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.mac import sign_handle
 from tandem_worker.card import fingerprint, kv_layout
+from tests.kv_transfer_svc.simulation.client_requests import Choice, SimulatedRequest, Submission
 from tests.kv_transfer_svc.simulation.engine import LAYOUT, MODEL
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, Fleet
-from tests.kv_transfer_svc.simulation.legs import Asked, Choice, Leg
-from tests.kv_transfer_svc.simulation.lives import KEY, KvLife, Life, Surroundings, WorkerLife
+from tests.kv_transfer_svc.simulation.lives import KEY, Environment, KvLife, Life, WorkerLife
 from tests.kv_transfer_svc.simulation.tokens import TOKENS_PER_BLOCK, answer_to
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
 
@@ -40,12 +44,12 @@ _LAYOUT_DIGEST = layout_digest(kv_layout(LAYOUT))
 
 
 class Gateway:
-    """A process that is never killed: its death is the one thing that a client sees."""
+    """A process that is never killed: clients see the death of a gateway, and of nothing else."""
 
-    def __init__(self, around: Surroundings, fleet: Fleet) -> None:
+    def __init__(self, around: Environment, fleet: Fleet) -> None:
         self.process = Process("gateway", GATEWAY_HOST, around.loop)
-        self.asked: dict[str, Asked] = {}
-        """Requests that are not over."""
+        self.requests: dict[str, SimulatedRequest] = {}
+        """Requests in progress."""
         self.kv_clients = KvClients("gateway-1")
         self._around = around
         self._fleet = fleet
@@ -56,78 +60,80 @@ class Gateway:
         fleet.on_change = self._changed
         self.process.call(self._begin)
 
-    # ------------------------------------------------------------------------------------ what the driver asks
+    # ------------------------------------------------------------------------------------ the driver's calls
 
     def submit(self, prompt: list[int], max_tokens: int, num_choices: int, seconds: float) -> None:
         self._number += 1
         name = f"q{self._number}"
         deadline = self._around.time.time() + seconds
         choices = [Choice(index, answer_to(prompt, max_tokens)) for index in range(num_choices)]
-        asked = self.asked[name] = Asked(name, prompt, max_tokens, deadline, choices)
-        self.process.call(self._start, asked)
+        request = self.requests[name] = SimulatedRequest(name, prompt, max_tokens, deadline, choices)
+        self.process.call(self._start, request)
 
     def cancel(self, name: str) -> None:
         def cancel() -> None:
-            asked = self.asked.get(name)
-            if asked is not None and asked.task is not None:
-                asked.task.cancel()
+            request = self.requests.get(name)
+            if request is not None and request.task is not None:
+                request.task.cancel()
 
         self.process.call(cancel)
 
-    # --------------------------------------------------------------------------------------- what workers say
+    # --------------------------------------------------------------------------------------- workers' output
 
-    def take(self, asked: Asked, output: pb.TokenOutput) -> None:
-        """Merge by position, as `request_stream` does; every token must be that of an undisturbed run."""
-        choice = asked.choices[output.choice_index]
-        first = output.position - len(asked.prompt)
-        given = list(output.token_ids)
-        if choice.expected[first : first + len(given)] != given:
-            self._around.truth.violated(f"{asked.name}: tokens {given} at {first} where {choice.expected} was right")
-        fresh = given[max(0, len(choice.tokens) - first) :]
+    def take(self, request: SimulatedRequest, output: pb.TokenOutput) -> None:
+        """Merge by position, as `request_stream` does; every token must equal that of an undisturbed run."""
+        choice = request.choices[output.choice_index]
+        first = output.position - len(request.prompt)
+        token_ids = list(output.token_ids)
+        if choice.expected[first : first + len(token_ids)] != token_ids:
+            self._around.truth.violated(
+                f"{request.name}: tokens {token_ids} at {first} where {choice.expected} was right"
+            )
+        fresh = token_ids[max(0, len(choice.tokens) - first) :]
         if first > len(choice.tokens):
-            self._around.truth.violated(f"{asked.name}: tokens at {first}, only {len(choice.tokens)} came before")
+            self._around.truth.violated(f"{request.name}: tokens at {first}, only {len(choice.tokens)} came before")
         choice.tokens += fresh
 
     # ----------------------------------------------------------------------------------------------- requests
 
     def _begin(self) -> None:
-        self._spawn(self._hear())
+        self._spawn(self._beat())
 
-    async def _hear(self) -> None:
+    async def _beat(self) -> None:
         while True:
             self._fleet.beat()
             await asyncio.sleep(_BEAT_SECONDS)
 
-    def _start(self, asked: Asked) -> None:
-        asked.task = self._spawn(self._run(asked))
+    def _start(self, request: SimulatedRequest) -> None:
+        request.task = self._spawn(self._run(request))
 
-    async def _run(self, asked: Asked) -> None:
+    async def _run(self, request: SimulatedRequest) -> None:
         try:
-            async with asyncio.timeout(asked.deadline + _GRACE_SECONDS - self._around.time.time()):
-                await self._both_halves(asked)
-            asked.outcome = "completed"
+            async with asyncio.timeout(request.deadline + _GRACE_SECONDS - self._around.time.time()):
+                await self._both_halves(request)
+            request.outcome = "completed"
         except TimeoutError:
-            asked.outcome = "deadline"
+            request.outcome = "deadline"
         except asyncio.CancelledError:
-            asked.outcome = "cancelled"
+            request.outcome = "cancelled"
         finally:
-            self._end(asked)
+            self._end(request)
 
-    def _end(self, asked: Asked) -> None:
-        del self.asked[asked.name]
-        self._around.truth.counts[f"requests {asked.outcome}"] += 1
-        is_unfinished = bool(asked.open_legs) or asked.attempt > 0
-        for leg in list(asked.open_legs):
-            leg.close()
-        if is_unfinished and asked.handle is not None:
-            self._spawn(self.kv_clients.release_all(asked.handle))
+    def _end(self, request: SimulatedRequest) -> None:
+        del self.requests[request.name]
+        self._around.truth.counts[f"requests {request.outcome}"] += 1
+        is_unfinished = bool(request.open_submissions) or request.attempt > 0
+        for submission in list(request.open_submissions):
+            submission.close()
+        if is_unfinished and request.handle is not None:
+            self._spawn(self.kv_clients.release_all(request.handle))
 
-    async def _both_halves(self, asked: Asked) -> None:
+    async def _both_halves(self, request: SimulatedRequest) -> None:
         prefill = self._pick(pb.WORKER_ROLE_PREFILL)
-        asked.handle = self._mint(asked, prefill) if prefill is not None else None
-        halves = [self._run_choice(asked, choice) for choice in asked.choices]
-        if prefill is not None and asked.handle is not None:
-            halves.append(self._run_prefill(asked, prefill))
+        request.handle = self._mint(request, prefill) if prefill is not None else None
+        halves = [self._run_choice(request, choice) for choice in request.choices]
+        if prefill is not None and request.handle is not None:
+            halves.append(self._run_prefill(request, prefill))
         tasks = [asyncio.ensure_future(half) for half in halves]
         try:
             await asyncio.gather(*tasks)
@@ -135,35 +141,35 @@ class Gateway:
             for task in tasks:
                 task.cancel()
 
-    async def _run_prefill(self, asked: Asked, worker: WorkerLife) -> None:
-        submit = self._submit(asked)
-        submit.choice_seeds.extend(range(1, len(asked.choices) + 1))
-        assert asked.handle is not None, "prefill without a handle has nobody to compute for"
-        submit.handle.CopyFrom(asked.handle)
-        error = await Leg(self.take, asked, self._links[worker.info.incarnation], submit).run()
+    async def _run_prefill(self, request: SimulatedRequest, worker: WorkerLife) -> None:
+        submit = self._submit(request)
+        submit.choice_seeds.extend(range(1, len(request.choices) + 1))
+        assert request.handle is not None, "prefill is submitted only with a handle"
+        submit.handle.CopyFrom(request.handle)
+        error = await Submission(self.take, request, self._links[worker.info.incarnation], submit).run()
         if error is not None:
-            self._note_failure(asked, "prefill", error)
-            self._spawn(self.kv_clients.abort(asked.handle, error))
+            self._note_failure(request, "prefill", error)
+            self._spawn(self.kv_clients.abort(request.handle, error))
 
-    async def _run_choice(self, asked: Asked, choice: Choice) -> None:
+    async def _run_choice(self, request: SimulatedRequest, choice: Choice) -> None:
         while not choice.is_over:
             worker = self._pick(pb.WORKER_ROLE_DECODE)
             error: TandemError | None = Unavailable("no decode worker is known")
             if worker is not None:
-                submit = self._decode_submit(asked, choice)
-                error = await Leg(self.take, asked, self._links[worker.info.incarnation], submit).run()
+                submit = self._decode_submit(request, choice)
+                error = await Submission(self.take, request, self._links[worker.info.incarnation], submit).run()
             if error is None:
                 continue
-            asked.attempt += 1
-            self._note_failure(asked, "decode", error)
-            if asked.handle is not None and worker is not None and not isinstance(error, Overloaded):
-                self._spawn(self.kv_clients.release(asked.handle, f"{asked.name}-{choice.index}"))
+            request.attempt += 1
+            self._note_failure(request, "decode", error)
+            if request.handle is not None and worker is not None and not isinstance(error, Overloaded):
+                self._spawn(self.kv_clients.release(request.handle, f"{request.name}-{choice.index}"))
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _note_failure(self, asked: Asked, half: str, error: TandemError) -> None:
+    def _note_failure(self, request: SimulatedRequest, half: str, error: TandemError) -> None:
         self._around.truth.counts[f"{half} legs ended by {type(error).__name__}"] += 1
         if isinstance(error, InvalidRequest):
-            self._around.truth.violated(f"{asked.name}: {half} refused it: {error.message}")
+            self._around.truth.violated(f"{request.name}: {half} refused it: {error.message}")
 
     # ------------------------------------------------------------------------------------------- what is sent
 
@@ -171,50 +177,50 @@ class Gateway:
         usable = [worker for worker in self._fleet.usable(role) if worker.info.incarnation in self._links]
         return self._rng.choice(usable) if usable else None
 
-    def _mint(self, asked: Asked, prefill: WorkerLife) -> pb.KvHandle | None:
+    def _mint(self, request: SimulatedRequest, prefill: WorkerLife) -> pb.KvHandle | None:
         holder = self._fleet.holder(prefill.kv_address)
         if holder is None:
             return None
         handle = pb.KvHandle(
             handle_id=self._rng.randbytes(16),
-            request_id=asked.name,
-            attempt=asked.attempt,
+            request_id=request.name,
+            attempt=request.attempt,
             prefill_incarnation=prefill.info.incarnation,
             holder_address=holder.address,
             holder_incarnation=holder.incarnation,
             model=_MODEL,
             layout_digest=_LAYOUT_DIGEST,
-            num_tokens=len(asked.prompt),
-            num_readers=len(asked.choices),
-            deadline_unix_ms=int(asked.deadline * 1000),
+            num_tokens=len(request.prompt),
+            num_readers=len(request.choices),
+            deadline_unix_ms=int(request.deadline * 1000),
         )
         return sign_handle(handle, KEY)
 
-    def _submit(self, asked: Asked, so_far: list[int] | None = None) -> pb.Submit:
-        token_ids = asked.prompt + (so_far or [])
+    def _submit(self, request: SimulatedRequest, so_far: list[int] | None = None) -> pb.Submit:
+        token_ids = request.prompt + (so_far or [])
         sources = [life.info.address for life in self._fleet.kv_services] if self._rng.random() < 0.3 else []
         return pb.Submit(
-            request_id=asked.name,
-            attempt=asked.attempt,
+            request_id=request.name,
+            attempt=request.attempt,
             model=_MODEL,
             token_ids=token_ids,
-            num_prompt_tokens=len(asked.prompt),
+            num_prompt_tokens=len(request.prompt),
             hash_root=_ROOT,
             block_hashes=hash_blocks(_ROOT, token_ids, TOKENS_PER_BLOCK),
-            sampling=pb.SamplingParams(max_tokens=asked.max_tokens, top_p=1, repetition_penalty=1),
-            deadline_unix_ms=int(asked.deadline * 1000),
+            sampling=pb.SamplingParams(max_tokens=request.max_tokens, top_p=1, repetition_penalty=1),
+            deadline_unix_ms=int(request.deadline * 1000),
             prefix_source=self._rng.choice(sources) if sources else "",
         )
 
-    def _decode_submit(self, asked: Asked, choice: Choice) -> pb.Submit:
-        submit = self._submit(asked, choice.tokens)
-        submit.request_id = f"{asked.name}-{choice.index}"
+    def _decode_submit(self, request: SimulatedRequest, choice: Choice) -> pb.Submit:
+        submit = self._submit(request, choice.tokens)
+        submit.request_id = f"{request.name}-{choice.index}"
         submit.choice_index = choice.index
-        if asked.handle is not None and not choice.tokens:
-            submit.handle.CopyFrom(asked.handle)
+        if request.handle is not None and not choice.tokens:
+            submit.handle.CopyFrom(request.handle)
         return submit
 
-    # ------------------------------------------------------------------------------------------------ workings
+    # ------------------------------------------------------------------------------------------------ helpers
 
     def _changed(self, life: Life, is_here: bool) -> None:
         worker = Worker(life.info, pb.LoadReport(), 0.0)

@@ -1,4 +1,4 @@
-"""What is there, and what may happen to it next? One world is one seeded run of the whole system."""
+"""The simulated system and the actions on it. One harness is one seeded run of the whole system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kv_transfer_svc.simulation import invariants, virtual_time
 from tests.kv_transfer_svc.simulation.calls import Channel
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, PLACES, Fleet
 from tests.kv_transfer_svc.simulation.gateway import Gateway
-from tests.kv_transfer_svc.simulation.lives import KvLife, Life, Surroundings
+from tests.kv_transfer_svc.simulation.lives import Environment, KvLife, Life
 from tests.kv_transfer_svc.simulation.network import Faults, Network
 from tests.kv_transfer_svc.simulation.packets import SocketFolder
 from tests.kv_transfer_svc.simulation.tokens import VOCABULARY
@@ -27,16 +27,16 @@ from tests.kv_transfer_svc.simulation.watched_machine import WatchedMachine
 
 _STARTED_SECONDS = 3.0
 _REST_SECONDS = 70
-"""Past the last deadline, the leases, and the time for which ended handles are remembered."""
+"""Longer than the last deadline, every lease, and the time that ended handles are remembered."""
 _LINK_POLL_SECONDS = 1.0
-"""How often workers look for their KV service: slower than in earnest, or half of all events would be that."""
+"""How often workers poll for their KV service. At the real rate, half of all events would be polls."""
 _MAX_DOWN = 3
 
 
-class World:
-    """Two hosts and a gateway; made by `new_world`."""
+class Harness:
+    """Two hosts and a gateway; created by `new_harness`."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: Environment) -> None:
         self.around = around
         self.truth, self.loop, self.rng, self.network = around.truth, around.loop, around.rng, around.network
         self.fleet = Fleet(self.around)
@@ -56,7 +56,7 @@ class World:
         invariants.check_step(self.around, self.fleet, self.gateway)
 
     def come_to_rest(self) -> None:
-        """Heal everything, ask nothing more, let time pass: then nothing may be left."""
+        """Heal every fault, submit nothing more, let time pass; then nothing may be left."""
         self.heal()
         for place, life in self.fleet.lives.items():
             if life.process.is_stopped:
@@ -67,7 +67,7 @@ class World:
             self.run(1.0)
         invariants.check_rest(self.around, self.fleet, self.gateway)
 
-    # ------------------------------------------------------------------------------------------ what can happen
+    # ------------------------------------------------------------------------------------------ the actions
 
     def submit(self) -> None:
         document = self.rng.choice(self._documents)
@@ -78,14 +78,14 @@ class World:
         self.gateway.submit(prompt, self.rng.randrange(1, 12), num_choices, seconds)
 
     def cancel(self) -> None:
-        if self.gateway.asked:
-            self.gateway.cancel(self.rng.choice(list(self.gateway.asked)))
+        if self.gateway.requests:
+            self.gateway.cancel(self.rng.choice(list(self.gateway.requests)))
 
     def wait(self) -> None:
         self.run(self.rng.choice([0.1, 0.3, 1.0, 4.0]))
 
     def kill(self) -> None:
-        if (life := self._someone(lambda life: not life.process.is_dead)) is not None and self._may_fall:
+        if (life := self._someone(lambda life: not life.process.is_dead)) is not None and self._may_fail:
             self._count("killed", life)
             life.kill()
 
@@ -95,14 +95,14 @@ class World:
             self.fleet.start(life.info.worker_id)
 
     def kill_and_restart(self) -> None:
-        """Before the control plane has noticed."""
+        """Restart before the control plane has noticed the death."""
         if (life := self._someone(lambda life: not life.process.is_dead)) is not None:
             self._count("killed", life)
             life.kill()
             self.fleet.start(life.info.worker_id)
 
     def stop(self) -> None:
-        if (life := self._someone(lambda life: life.process.is_running)) is not None and self._may_fall:
+        if (life := self._someone(lambda life: life.process.is_running)) is not None and self._may_fail:
             self._count("stopped", life)
             life.stop()
 
@@ -111,9 +111,9 @@ class World:
             self._wake(life)
 
     def drain(self) -> None:
-        """A KV service takes nothing new, as before a restart."""
+        """Drain a KV service, as before a restart."""
         life = self._someone(lambda life: isinstance(life, KvLife) and life.is_ready and life.process.is_running)
-        if isinstance(life, KvLife) and self._may_fall:
+        if isinstance(life, KvLife) and self._may_fail:
             self._count("drained", life)
             life.process.call(life.store.drain)
 
@@ -126,7 +126,7 @@ class World:
         self.network.separate(one, other)
 
     def disturb(self) -> None:
-        """Make the network worse in one way or another."""
+        """Set random network faults."""
         draw, choose = self.rng.random, self.rng.choice
         self.network.faults = Faults(
             lose=choose([0.0, 0.05, 0.3]),
@@ -139,10 +139,10 @@ class World:
     def heal(self) -> None:
         self.network.heal()
 
-    # ------------------------------------------------------------------------------------------------ workings
+    # ------------------------------------------------------------------------------------------------ helpers
 
     @property
-    def _may_fall(self) -> bool:
+    def _may_fail(self) -> bool:
         return sum(not life.process.is_running for life in self.fleet.lives.values()) < _MAX_DOWN
 
     def _someone(self, is_wanted: Callable[[Life], bool]) -> Life | None:
@@ -174,31 +174,31 @@ ACTIONS: dict[str, int] = {
     "disturb": 3,
     "heal": 4,
 }
-"""How often each happens, in so many of a hundred or so."""
+"""Relative weights of the actions."""
 
 
 @contextlib.contextmanager
-def new_world(seed: int) -> Iterator[World]:
-    """Everything of ours inside is simulated: time, network, sockets, processes."""
+def new_harness(seed: int) -> Iterator[Harness]:
+    """Run a harness in which time, network, sockets and processes are simulated."""
     loop, rng = VirtualLoop(), random.Random(seed)  # type: ignore[abstract] # it has no sockets
     truth = Truth(loop.time)
     network = Network(loop, rng, truth.counts)
-    network.on_bug = truth.violated
+    network.on_violation = truth.violated
     sockets = SocketFolder(network)
     machine = type("WatchedMachine", (WatchedMachine,), {"truth": truth})
     packets = type("Packets", (), {"connect": staticmethod(sockets.connect)})
     with (
         virtual_time.installed(loop.time) as time,
-        virtual_time.logs_kept(truth.violated),
+        virtual_time.logs_checked(truth.violated),
         patch.object(kv_transfer_svc.store, "HandleMachine", machine),
         patch.object(tandem_worker.kv_link, "_POLL_SECONDS", _LINK_POLL_SECONDS),
         patch.object(tandem_runtime.kv.client, "open_channel", partial(Channel, network)),
         patch.object(control_plane.fleet.worker_links, "open_channel", partial(Channel, network)),
         patch.object(tandem_runtime.kv.regions, "PacketSocket", packets),
     ):
-        world = World(Surroundings(loop, rng, network, sockets, truth, time))
+        harness = Harness(Environment(loop, rng, network, sockets, truth, time))
         try:
-            yield world
+            yield harness
         finally:
             loop.end()
-            world.fleet.close()
+            harness.fleet.close()

@@ -1,4 +1,4 @@
-"""What must hold after every step, and what once everything has come to rest?"""
+"""The invariants of the system: after every step, and at rest."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from kv_transfer_svc.handle_record import HandleRecord
 from tandem_engine.scheduling.request import RequestState
 from tests.kv_transfer_svc.simulation.fleet import Fleet
 from tests.kv_transfer_svc.simulation.gateway import DEADLINE_SLACK_SECONDS, Gateway
-from tests.kv_transfer_svc.simulation.lives import SWEEP_SECONDS, KvLife, Surroundings, WorkerLife
+from tests.kv_transfer_svc.simulation.lives import SWEEP_SECONDS, Environment, KvLife, WorkerLife
 from tests.kv_transfer_svc.simulation.truth import Violation
 from tests.kv_transfer_svc.simulation.watched_machine import WatchedMachine
 
 _SWEEP_SLACK_SECONDS = SWEEP_SECONDS + 0.01
 
 
-def check_step(around: Surroundings, fleet: Fleet, gateway: Gateway) -> None:
-    """Raise Violation unless the whole system is in a state that it may be in."""
+def check_step(around: Environment, fleet: Fleet, gateway: Gateway) -> None:
+    """Raise Violation unless the whole system is in a legal state."""
     around.truth.raise_if_violated()
     if around.loop.broken:
-        raise Violation(f"nobody caught: {around.loop.broken}")
+        raise Violation(f"uncaught: {around.loop.broken}")
     for worker in fleet.workers:
         if worker.is_ready:
             _check_pool(worker)
-            _check_promises(worker)
+            _check_held_slots(worker)
     for service in fleet.kv_services:
         if service.is_ready:
             _check_service(around, service)
     now = around.time.time()
-    for asked in gateway.asked.values():
-        _ensure(now < asked.deadline + DEADLINE_SLACK_SECONDS, f"{asked.name} waits past its deadline")
+    for request in gateway.requests.values():
+        _ensure(now < request.deadline + DEADLINE_SLACK_SECONDS, f"{request.name} waits past its deadline")
 
 
-def check_rest(around: Surroundings, fleet: Fleet, gateway: Gateway) -> None:
-    """Raise Violation unless nothing is left of all that was asked."""
+def check_rest(around: Environment, fleet: Fleet, gateway: Gateway) -> None:
+    """Raise Violation if anything is left of any request."""
     check_step(around, fleet, gateway)
-    _ensure(not gateway.asked, f"requests never ended: {sorted(gateway.asked)}")
+    _ensure(not gateway.requests, f"requests never ended: {sorted(gateway.requests)}")
     for worker in fleet.workers:
         _check_worker_at_rest(worker)
     for service in fleet.kv_services:
@@ -51,7 +51,7 @@ def _ensure(holds: bool, what: str) -> None:
 
 
 def _check_pool(worker: WorkerLife) -> None:
-    """free + cached + used = total, and each block is in as many tables as it is referred to."""
+    """free + cached + used = total, and each block's reference count is the number of tables that contain the block."""
     scheduler, name = worker.engine.core.scheduler, worker.info.incarnation
     pool = scheduler.pool
     try:
@@ -62,18 +62,18 @@ def _check_pool(worker: WorkerLife) -> None:
     _ensure(total == pool.num_blocks, f"{name}: {total} blocks of {pool.num_blocks}")
     references = Counter(block for request in scheduler._requests.values() for block in request.block_table)
     counted = {block: count for block, count in enumerate(pool._references) if count}
-    _ensure(references == counted, f"{name}: blocks are referred to by nobody, or by more than is counted")
+    _ensure(references == counted, f"{name}: reference counts differ from the block tables")
 
 
-def _check_promises(worker: WorkerLife) -> None:
-    """What is held for readers has not been handed out again."""
+def _check_held_slots(worker: WorkerLife) -> None:
+    """Slots held for readers have not been reused."""
     generations = worker.engine.runner.generations
     for request_id, _ in worker.holds.values():
         is_kept = all(generations[slot] == generation for slot, generation in worker.sealed.get(request_id, ()))
         _ensure(is_kept, f"{worker.info.incarnation}: a slot of {request_id} was reused while it is held for readers")
 
 
-def _check_service(around: Surroundings, service: KvLife) -> None:
+def _check_service(around: Environment, service: KvLife) -> None:
     name, store, arena = service.info.incarnation, service.store, service.arena
     _ensure(arena.free_bytes + arena.used_bytes == arena.total_bytes, f"{name}: the arena lost pages")
     blocks = service.cache.blocks
@@ -93,7 +93,7 @@ def _check_service(around: Surroundings, service: KvLife) -> None:
 
 
 def _check_fences(service: KvLife, record: HandleRecord) -> None:
-    """Nothing that was meant for another life of this service, or comes from another life of the writer."""
+    """No record belongs to another incarnation of this service or comes from another incarnation of the writer."""
     name, handle = service.info.incarnation, record.handle
     _ensure(handle.holder_incarnation == name, f"{name} keeps a handle of {handle.holder_incarnation}")
     writer = f"pool-{handle.prefill_incarnation}"
@@ -101,11 +101,11 @@ def _check_fences(service: KvLife, record: HandleRecord) -> None:
 
 
 def _check_held(service: KvLife, now: float) -> None:
-    """What a service that runs keeps is within its lease, and what the arena has given out belongs to a pull."""
+    """A running service keeps only what is within its lease, and every used page of the arena belongs to a pull."""
     name, pulls = service.info.incarnation, service.service.puller._pulls
     for record in service.store._live:
         machine = record.machine
-        assert isinstance(machine, WatchedMachine), "the world has put it in the real one's place"
+        assert isinstance(machine, WatchedMachine), "the harness replaces the real machine"
         late = now - machine.rightful_until
         _ensure(late <= _SWEEP_SLACK_SECONDS, f"{name}: {machine.name} is kept {late:.2f} s past its lease")
         for reader in machine._leases:

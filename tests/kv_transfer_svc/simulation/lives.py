@@ -1,6 +1,6 @@
-"""What is one life of a KV service or a worker, from its start to kill -9?
+"""One life of a KV service or a worker, from its start to kill -9.
 
-Everything in it is the product's own, but for the engine's model, the network below gRPC and the Unix sockets.
+Everything is product code, except the engine's model, the network below gRPC and the Unix sockets.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _STORE_BYTES = 4096 * 12
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What every process of a world is put into."""
+class Environment:
+    """The surroundings of every process of one run."""
 
     loop: VirtualLoop
     rng: random.Random
@@ -65,7 +65,7 @@ class Surroundings:
 class Life(ABC):
     """One process of the system; `info` is what it registers with."""
 
-    def __init__(self, around: Surroundings, info: pb.WorkerInfo, host: int) -> None:
+    def __init__(self, around: Environment, info: pb.WorkerInfo, host: int) -> None:
         self.around = around
         self.info = info
         self.is_ready = False
@@ -80,12 +80,12 @@ class Life(ABC):
         self.process.stop()
         self.around.network.stopped(self.process)
 
-    def close(self) -> None:  # noqa: B027 - most lives have nothing to give back
-        """Give back what the world's end would not: descriptors."""
+    def close(self) -> None:  # noqa: B027 - most lives have nothing to close
+        """Close the descriptors, which the end of the run would leave open."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """Start what the process runs; called inside it."""
+        """Start the process's tasks; called inside the process."""
 
 
 class KvLife(Life):
@@ -122,7 +122,7 @@ class KvLife(Life):
         if self.is_ready:
             lent = [region.memory for region in self.store.regions]
             for memory in (*lent, self.arena.region, self.cache.blocks.allocator.region):
-                with contextlib.suppress(BufferError):  # a pull was copying into it as it was killed
+                with contextlib.suppress(BufferError):  # a pull was copying into the region when the process was killed
                     memory.close()
 
     async def _sweep(self) -> None:
@@ -131,9 +131,9 @@ class KvLife(Life):
             self.service.sweep()
 
     def _note_what_is_sealed(self) -> None:
-        """Tell the truth of what lies in our own regions: pulled copies and stored blocks."""
+        """Record sealed bytes in the service's own regions: pulled copies and stored blocks."""
         truth, arena, store, blocks = self.around.truth, self.arena, self.store, self.cache.blocks
-        seal_record, seal_block, room = store.seal, blocks.seal, self.cache.blocks.allocator
+        seal_record, seal_block, allocator = store.seal, blocks.seal, blocks.allocator
 
         def seal_handle(record: HandleRecord, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
             for slab in slabs if record.transport == "grpc" else ():
@@ -144,7 +144,7 @@ class KvLife(Life):
         def seal_stored(key: Any, extent: Any, checksum: int) -> bool:
             placed = pb.Extent(region_id=f"store-{self.info.incarnation}", offset=extent.offset, slot=extent.slot)
             placed.num_bytes, placed.generation = extent.num_bytes, extent.generation
-            truth.sealed(placed, bytes(room.region.view(extent.offset, extent.num_bytes)))
+            truth.sealed(placed, bytes(allocator.region.view(extent.offset, extent.num_bytes)))
             return seal_block(key, extent, checksum)
 
         store.seal, blocks.seal = seal_handle, seal_stored  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ class WorkerLife(Life):
 
     def __init__(
         self,
-        around: Surroundings,
+        around: Environment,
         info: pb.WorkerInfo,
         host: int,
         kv_of_host: Callable[[], cp.KvServiceAddress | None],

@@ -1,11 +1,11 @@
-"""What does the network between the simulated processes do to their messages?
+"""The network between the simulated processes, and its faults.
 
-    unary calls   each message on its own: delayed, so that they overtake each other; lost on the way there or back,
-                  which the caller hears of as a broken connection, or never; delivered twice, the second time late
-    streams       in order, as TCP has it; delayed, held up, broken in the middle
-    hosts apart   everything between them waits, streams break after the keepalive's seconds
+    unary calls   each message on its own: delayed, so that messages overtake each other; request or reply lost, which
+                  the caller sees as a broken connection or not at all; delivered twice, the second time late
+    streams       in order, as in TCP; delayed, held up, broken in the middle
+    hosts apart   every message between the two hosts waits; streams break after the keepalive time
 
-A process that is killed resets its connections; one that is stopped keeps them until the keepalive gives up.
+A killed process resets its connections. A stopped process keeps them until the keepalive gives up.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _HELD_UP_SECONDS = 0.3
 
 @dataclass
 class Faults:
-    """How bad the network is now; probabilities per message of a unary call."""
+    """The current faults; probabilities are per message of a unary call."""
 
     lose: float = 0.0
     silence: float = 0.0
-    """Lost, and nobody is told."""
+    """Lost without an error."""
     duplicate: float = 0.0
     slowest_seconds: float = 0.002
     duplicate_seconds: float = 8.0
 
 
 class Connection(Protocol):
-    """What a broken connection ends: one end of a call or of a socket in each of two processes."""
+    """A call or a socket between two processes, which a broken connection ends."""
 
     ends: tuple[Process, Process]
 
@@ -46,14 +46,14 @@ class Connection(Protocol):
 
 @dataclass
 class Server:
-    """Who listens at an address: its process, and what answers each method."""
+    """A listener at an address: its process and its methods."""
 
     process: Process
     methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class Network:
-    """The only writer of what is on its way."""
+    """The only owner of messages in transit."""
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, counts: Counter[str]) -> None:
         self.loop = loop
@@ -61,15 +61,15 @@ class Network:
         self.counts = counts
         self.faults = Faults()
         self.servers: dict[str, Server] = {}
-        self.on_bug: Callable[[str], None] = lambda what: None
+        self.on_violation: Callable[[str], None] = lambda what: None
         self._wire = Context()
         self._apart: set[frozenset[int]] = set()
         self._connections: dict[Connection, None] = {}
 
-    # ----------------------------------------------------------------------------------------- what is broken
+    # ------------------------------------------------------------------------------------------- connections
 
     def separate(self, one: int, other: int) -> None:
-        """Let nothing through between two hosts, until `heal`."""
+        """Hold back every message between two hosts until `heal`."""
         pair = frozenset((one, other))
         self._apart.add(pair)
         self.later(KEEPALIVE_SECONDS, self._give_up, pair)
@@ -79,7 +79,7 @@ class Network:
         self.faults = Faults()
 
     def later(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
-        """Do something of the network's own: it happens whatever becomes of the process that caused it."""
+        """Schedule an event of the network, which happens even if the causing process dies."""
         self.loop.call_later(seconds, function, *args, context=self._wire)
 
     def are_apart(self, one: Process, other: Process) -> bool:
@@ -92,7 +92,7 @@ class Network:
         self._connections.pop(connection, None)
 
     def break_one(self) -> None:
-        """Break every call between two processes that have one; any two."""
+        """Break every connection between two randomly chosen processes."""
         pairs = list(dict.fromkeys(connection.ends for connection in self._connections))
         if pairs:
             ends = self.rng.choice(pairs)
@@ -102,7 +102,7 @@ class Network:
         self._break(lambda connection: process in connection.ends, f"{process.name} was killed")
 
     def stopped(self, process: Process) -> None:
-        """Its kernel still acknowledges; only gRPC's keepalive finds out."""
+        """Break the connections after the keepalive time: the kernel of a stopped process still acknowledges."""
 
         def give_up() -> None:
             if process.is_stopped and not process.is_dead:
@@ -126,7 +126,7 @@ class Network:
         return self.rng.uniform(0.0001, self.faults.slowest_seconds)
 
     def deliver(self, sender: Process, receiver: Process, function: Callable[..., Any], *args: Any) -> None:
-        """Deliver one message by itself; it waits while the hosts are apart."""
+        """Deliver one message; it waits while the hosts are apart."""
 
         def arrive() -> None:
             if self.are_apart(sender, receiver):
@@ -138,7 +138,7 @@ class Network:
 
 
 class Pipe:
-    """One direction of a stream: what goes in comes out in order."""
+    """One direction of a stream: delivers in order."""
 
     def __init__(self, network: Network, sender: Process, receiver: Process) -> None:
         self._network = network
@@ -153,7 +153,7 @@ class Pipe:
             self._wait_for_first()
 
     def close(self) -> None:
-        """What is still on its way is lost."""
+        """Drop every message in transit."""
         self._is_closed = True
 
     def _arrive(self) -> None:

@@ -1,7 +1,7 @@
-"""How does a Unix socket look to the real region client and server, without one?
+"""A simulated Unix socket for the real region client and server.
 
-Stands in for tandem_runtime.kv.packets.PacketSocket. The kernel closes the ends of a killed process;
-a stopped one does not answer.
+Replaces tandem_runtime.kv.packets.PacketSocket. The kernel closes the sockets of a killed process; a stopped process
+does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Accept = Callable[["SimulatedPackets"], None]
 
 
 class SocketFolder:
-    """Which process listens at which path."""
+    """The listening processes by path."""
 
     def __init__(self, network: Network) -> None:
         self.network = network

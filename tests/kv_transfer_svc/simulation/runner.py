@@ -1,4 +1,4 @@
-"""What is one seeded run of a world, and what was seen in all of them?"""
+"""Runs one seed from start to rest, and sums up what all runs covered."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import random
 from collections import Counter
 
 from tandem_runtime.kv_handle import HandleState
-from tests.kv_transfer_svc.simulation.harness import ACTIONS, new_world
+from tests.kv_transfer_svc.simulation.harness import ACTIONS, new_harness
 from tests.kv_transfer_svc.simulation.truth import Truth, Violation
 from tests.kv_transfer_svc.simulation.watched_machine import WANTED
 
 
-def play(seed: int, num_steps: int, totals: Totals) -> None:
-    """Run one world from its seed to its rest; raises Violation."""
+def run_seed(seed: int, num_steps: int, totals: Totals) -> None:
+    """Run one seed with random actions until rest; raises Violation."""
     driver = random.Random(~seed)
     names, weights = list(ACTIONS), list(ACTIONS.values())
-    with new_world(seed) as world:
+    with new_harness(seed) as harness:
         try:
             for _ in range(num_steps):
                 action = driver.choices(names, weights)[0]
                 totals.actions[action] += 1
-                world.truth.note(f"-- {action}")
-                getattr(world, action)()
-                world.run(driver.choice([0.0, 0.002, 0.02, 0.1]))
-            world.come_to_rest()
+                harness.truth.note(f"-- {action}")
+                getattr(harness, action)()
+                harness.run(driver.choice([0.0, 0.002, 0.02, 0.1]))
+            harness.come_to_rest()
         except Violation as violation:
-            _report(seed, violation, world.truth)
+            _report(seed, violation, harness.truth)
             raise
         finally:
-            totals.add(world.truth, world.loop.time(), world.loop.num_events)
+            totals.add(harness.truth, harness.loop.time(), harness.loop.num_events)
 
 
 class Totals:
-    """What was seen over all worlds."""
+    """Counts over all runs."""
 
     def __init__(self) -> None:
         self.actions: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class Totals:
 
     @property
     def missing(self) -> list[str]:
-        """Edges of the machine that were never taken."""
+        """Edges of the state machine that were never taken."""
         return [
             f"{edge}: {before.name} -> {after.name}"
             for edge, (before, after) in WANTED
@@ -69,10 +69,10 @@ class Totals:
 
 
 def _report(seed: int, violation: Violation, truth: Truth) -> None:
-    print(f"\nVIOLATED in the world of seed {seed}: {violation}\nthe last events:")
+    print(f"\nVIOLATED in the run of seed {seed}: {violation}\nthe last events:")
     for event in truth.events:
         print("  " + event)
-    print(f"again: python -m tests.kv_transfer_svc.simulation --seed {seed} --worlds 1")
+    print(f"repeat: python -m tests.kv_transfer_svc.simulation --seed {seed} --runs 1")
 
 
 def _print(title: str, counts: Counter[str]) -> None:

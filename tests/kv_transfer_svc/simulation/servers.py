@@ -1,4 +1,4 @@
-"""How does the simulated network find a real servicer's methods?"""
+"""Maps the methods of a real servicer to paths of the simulated network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 
 def methods_of(service: ServiceDescriptor, servicer: Any) -> dict[str, Callable[..., Any]]:
-    """Return what answers each path, bytes to bytes."""
+    """Return a function from bytes to bytes for each path."""
     return {
         f"/{service.full_name}/{method.name}": _answering(method, getattr(servicer, method.name))
         for method in service.methods

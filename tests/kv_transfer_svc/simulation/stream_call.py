@@ -1,4 +1,4 @@
-"""What may happen to a stream, seen from both its ends?"""
+"""A stream over the simulated network, with both its ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = object()
 
 
 class StreamCall:
-    """A stream from a server, and for Attach one to it; iterate it as gRPC's own."""
+    """The client's end of a stream; has the interface of a gRPC call. Attach also sends requests."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StreamCall:
         self._far = ServedStream(network, self, server.methods[path], self._back)
         network.open(self)
 
-    # ------------------------------------------------------------------------------------------ as gRPC has it
+    # ------------------------------------------------------------------------------------------- as in gRPC
 
     def __aiter__(self) -> StreamCall:
         return self
@@ -94,7 +94,7 @@ class StreamCall:
             self._there.send(self._far.start, request)
 
     def open(self, serialize: Callable[[Any], bytes]) -> None:
-        """Begin a stream whose requests are written one by one."""
+        """Open a stream whose requests are written one by one."""
         self._serialize = serialize
         if self._far is not None:
             self._there.send(self._far.start, None)
@@ -109,7 +109,7 @@ class StreamCall:
             self._sending = asyncio.get_running_loop().create_task(self._send_each(requests, serialize))
 
     async def _send_each(self, requests: AsyncIterator[Any], serialize: Callable[[Any], bytes]) -> None:
-        assert self._far is not None, "started only if somebody listens"
+        assert self._far is not None, "started only with a server"
         async for request in requests:
             self._there.send(self._far.receive, serialize(request))
         self._there.send(self._far.receive, None)
@@ -136,7 +136,7 @@ class StreamCall:
         self.on_end()
 
     def broken(self, why: str) -> None:
-        """The network's word, to both ends."""
+        """End both ends with an error; called by the network."""
         error = unreachable(self._address, why)
         self._network.later(self._network.delay(), self._client.call, self.end, error)
         if self._far is not None:
@@ -144,8 +144,8 @@ class StreamCall:
             self._there.close()
             self._far.process.call(self._far.cancel)
 
-    def hung_up(self) -> None:
-        """The channel was closed: gRPC then cancels whoever waits, as if its owner had."""
+    def channel_closed(self) -> None:
+        """Handle a closed channel: gRPC then cancels every waiting caller."""
         if not self._is_over:
             self.end(asyncio.CancelledError())
             self._tell_server()
@@ -161,7 +161,7 @@ class StreamCall:
 
 
 class ServedStream:
-    """The server's end of a stream; also the context that the servicer is given."""
+    """The server's end of a stream; also the servicer's context."""
 
     def __init__(self, network: Network, call: StreamCall, method: Callable[..., Any], back: Pipe) -> None:
         self._network = network
@@ -201,7 +201,7 @@ class ServedStream:
         except TandemError as error:
             self._back.send(self._call.end, from_proto(error.to_proto()))
         except Exception as error:  # noqa: BLE001 - reported as a violation
-            self._network.on_bug(f"a stream raised {error!r}")
+            self._network.on_violation(f"a stream raised {error!r}")
             self._back.send(self._call.end, InternalError(repr(error)))
         else:
             self._back.send(self._call.end, None, self._trailing)

@@ -1,4 +1,4 @@
-"""What has the simulation found, and does it stay mended?"""
+"""Regression tests for faults that the simulation found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
 
 
 def test_a_call_that_is_to_be_repeated_on_a_closed_client_ends_as_unavailable() -> None:
-    """Not as grpc's UsageError: a gateway that hangs up on a dead KV service has releases and aborts under way."""
+    """Not as grpc's UsageError: a gateway disconnects from a dead KV service while releases and aborts run."""
     loop = VirtualLoop()  # type: ignore[abstract] # it has no sockets
     network = Network(loop, random.Random(1), Counter())
     process = Process("gateway", 0, loop)

@@ -1,7 +1,7 @@
-"""What does the simulated model compute?
+"""The simulated model.
 
-The KV of a token is 8 bytes that depend on it and on every token before it, and the token that follows is read off the
-last one: whoever attends to a wrong, stale or foreign byte would say another token.
+The KV of a token is 8 bytes that depend on the token and on every token before it. The next token is derived from the
+last KV, so a wrong, stale or foreign byte changes the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _START = 0x54616E64656D
 
 
 def kv_of(token_ids: Sequence[int]) -> bytes:
-    """Return the KV of a run of tokens from a request's beginning."""
+    """Return the KV of a request's leading tokens."""
     return _kv_of(tuple(token_ids))
 
 
@@ -34,13 +34,13 @@ def _kv_of(token_ids: tuple[int, ...]) -> bytes:
 
 
 def token_after(kv: bytes) -> int:
-    """Return the token that follows; `kv` is that of all tokens before it."""
+    """Return the next token; `kv` is the KV of all tokens before it."""
     last: int = struct.unpack_from("<Q", kv, len(kv) - KV_BYTES)[0]
     return last % VOCABULARY
 
 
 def answer_to(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Return what an undisturbed run says."""
+    """Return the output of an undisturbed run."""
     token_ids = list(prompt)
     for _ in range(max_tokens):
         token_ids.append(token_after(kv_of(token_ids)))

@@ -1,7 +1,7 @@
-"""What really happened, whatever the processes believe?
+"""Records what really happened, independent of the processes.
 
-Every slab is noted with the bytes it had when it was sealed; a reader that accepts other bytes, or a slab that nobody
-sealed, is a violation.
+Every slab is recorded with its bytes at the time of the seal. A reader that accepts other bytes, or a slab that was
+never sealed, is a violation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Extents = dict[tuple[str, int, int, int], tuple[int, bytes]]
 
 
 class Violation(AssertionError):
-    """The simulation found the system in a state that it must never be in."""
+    """The simulation found the system in an illegal state."""
 
 
 class Truth:
-    """One per world; the processes never read it."""
+    """One per run; the processes never read it."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.counts: Counter[str] = Counter()
@@ -36,7 +36,7 @@ class Truth:
         self.events.append(f"{self._now():12.4f} {event}")
 
     def violated(self, what: str) -> None:
-        """Remember a violation; `raise_if_violated` raises it where no code under test can catch it."""
+        """Store a violation; `raise_if_violated` raises it where no code under test can catch it."""
         self.note(f"VIOLATION {what}")
         self._violations.append(what)
 
@@ -45,14 +45,14 @@ class Truth:
             raise Violation("; ".join(self._violations))
 
     def sealed(self, extent: Any, content: bytes) -> None:
-        """Bytes became visible. The same slot in the same generation must hold the same bytes for ever."""
+        """Record bytes that became visible. The same slot in the same generation must always hold the same bytes."""
         key = extent.region_id, extent.slot, extent.generation, extent.offset
         known = self._sealed.setdefault(key, (extent.num_bytes, content))
         if known != (extent.num_bytes, content):
             self.violated(f"slot {extent.slot} of {extent.region_id} was sealed twice in one generation, differently")
 
     def accepted(self, extent: ExtentRef, content: bytes) -> None:
-        """A reader took bytes for good."""
+        """Check bytes that a reader accepted."""
         self.counts["blocks accepted by readers"] += 1
         if extent.region_id.startswith("staged-"):  # fetched over gRPC into a region of the reader's own
             return

@@ -1,4 +1,4 @@
-"""What may happen to one request and its answer?"""
+"""A unary call over the simulated network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tandem_runtime.errors import DeadlineExceeded, InternalError, TandemError, 
 from tests.kv_transfer_svc.simulation.network import Network, Server, unreachable
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
 
-IS_REPEATED: ContextVar[bool] = ContextVar("a message that was carried out before", default=False)
-"""Set while a duplicate of a unary call that succeeded is carried out."""
+IS_REPEATED: ContextVar[bool] = ContextVar("a message that was executed before", default=False)
+"""Set while the duplicate of a successful unary call is executed."""
 
 
 class UnaryCall:
-    """One request and its answer, either of which may be lost, late, or come twice."""
+    """One request and its reply; each may be lost, late or duplicated."""
 
     def __init__(self, network: Network, client: Process, address: str, path: str) -> None:
         self._network = network
@@ -47,7 +47,7 @@ class UnaryCall:
         error = unreachable(self._address, why)
         self._network.later(self._network.delay(), self._client.call, self._fail, error)
 
-    def hung_up(self) -> None:
+    def channel_closed(self) -> None:
         self._answer.cancel()
 
     def _send(self, server: Server, request: bytes) -> None:
@@ -64,9 +64,9 @@ class UnaryCall:
         self._network.deliver(self._client, server.process, self._serve, server, request)
 
     def _serve(self, server: Server, request: bytes) -> None:
-        asyncio.get_running_loop().create_task(self._carry_out(server, request))
+        asyncio.get_running_loop().create_task(self._execute(server, request))
 
-    async def _carry_out(self, server: Server, request: bytes) -> None:
+    async def _execute(self, server: Server, request: bytes) -> None:
         if self._has_succeeded:
             self._network.counts["duplicates after success"] += 1
             IS_REPEATED.set(True)
@@ -75,7 +75,7 @@ class UnaryCall:
         except TandemError as error:
             answer, args = self._fail, (from_proto(error.to_proto()),)
         except Exception as error:  # noqa: BLE001 - reported as a violation
-            self._network.on_bug(f"{self._path} raised {error!r}")
+            self._network.on_violation(f"{self._path} raised {error!r}")
             answer, args = self._fail, (InternalError(repr(error)),)
         else:
             self._has_succeeded = True
@@ -85,11 +85,11 @@ class UnaryCall:
 
     def _is_lost(self, what: str) -> bool:
         network, faults = self._network, self._network.faults
-        drawn = network.rng.random()
-        if drawn >= faults.lose + faults.silence:
+        draw = network.rng.random()
+        if draw >= faults.lose + faults.silence:
             return False
         network.counts[what] += 1
-        if drawn < faults.lose:
+        if draw < faults.lose:
             self.broken("the connection was reset")
         return True
 

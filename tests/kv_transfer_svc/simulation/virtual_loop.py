@@ -1,8 +1,8 @@
-"""How does asyncio code run on a clock that we turn, in processes that we can stop and kill?
+"""An event loop on virtual time, for simulated processes that can be stopped and killed.
 
-One loop carries all processes of the simulation. A callback belongs to the process in whose context it was scheduled:
-those of a stopped process wait until it is woken, those of a killed one never run. Tasks of killed processes are kept,
-so that the garbage collector does not run their `finally` clauses: kill -9 runs none.
+One loop runs all processes of the simulation. A callback belongs to the process in whose context it was scheduled.
+Callbacks of a stopped process wait until it is woken; those of a killed process never run. Tasks of killed processes
+are kept, so that the garbage collector does not run their `finally` clauses: kill -9 runs none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Process:
     is_stopped: bool = False
     woken_at: float = 0.0
     on_end: list[Callable[[], None]] = field(default_factory=list)
-    """What its kernel does when it is killed: its sockets close."""
+    """Called when the process is killed: the kernel closes its sockets."""
     context: Context = field(init=False)
     backlog: deque[asyncio.Handle] = field(default_factory=deque)
 
@@ -42,7 +42,7 @@ class Process:
         return not (self.is_dead or self.is_stopped)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have `function` called in this process, in order with what else it does."""
+        """Schedule `function` in this process, in order with its other callbacks."""
         self.loop.call_soon(function, *args, context=self.context)
 
     def kill(self) -> None:
@@ -66,12 +66,12 @@ def current_process() -> Process | None:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """What tasks, futures, timers and `to_thread` need of a loop; there are no sockets."""
+    """Implements what tasks, futures, timers and `to_thread` need; has no sockets."""
 
     def __init__(self) -> None:
         self.num_events = 0
         self.broken: list[str] = []
-        """What no task was there to raise to."""
+        """Exceptions that no task could receive."""
         self._now = 0.0
         self._number = 0
         self._ready: deque[asyncio.Handle] = deque()
@@ -83,7 +83,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # -------------------------------------------------------------------------------------------- running it
 
     def run_until(self, when: float, after_each_moment: Callable[[], None]) -> None:
-        """Run everything due until `when`; the callback runs whenever all that one moment brought is done."""
+        """Run everything due until `when`; call `after_each_moment` when all callbacks of one moment are done."""
         asyncio._set_running_loop(self)
         try:
             while self._ready or (self._timers and self._timers[0][0] <= when):
@@ -97,7 +97,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def end(self) -> None:
-        """Cancel everything, killed processes' tasks too, so that nothing of this world is left to be run later."""
+        """Cancel every task, of killed processes too, so that nothing of this run is left."""
         asyncio._set_running_loop(self)
         try:
             self._is_over = True
@@ -121,7 +121,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.extend(handles)
 
     def _advance(self) -> None:
-        """Go to the next timer, and make ready all that are due with it."""
+        """Advance to the next timer and make all due timers ready."""
         when = self._timers[0][0]
         self._now = max(self._now, when)
         while self._timers and self._timers[0][0] <= self._now:
@@ -138,7 +138,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.num_events += 1
         handle._run()
 
-    # ---------------------------------------------------------------------------------- what asyncio asks for
+    # ---------------------------------------------------------------------------------- asyncio's interface
 
     def time(self) -> float:
         return self._now
@@ -167,7 +167,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are skipped when they are due."""
+        """Do nothing: cancelled timers are skipped when they are due."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -183,7 +183,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run a thread's work a moment later, in one piece."""
+        """Run a thread's work 2 ms later, in one piece."""
         result = self.create_future()
 
         def work() -> None:
@@ -191,7 +191,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 return
             try:
                 result.set_result(function(*args))
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:  # noqa: BLE001 - goes to the caller
                 result.set_exception(error)
 
         self.call_later(0.002, work)

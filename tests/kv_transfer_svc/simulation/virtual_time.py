@@ -1,4 +1,4 @@
-"""What time is it for the code under test, and where does what it logs go?"""
+"""Gives the code under test a virtual clock, and checks its logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _START = 1_700_000_000.0
 
 
 class VirtualTime:
-    """Stands in for the module `time` where our packages have imported it."""
+    """Replaces the module `time` in the packages that import it."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -39,7 +39,7 @@ class VirtualTime:
 
 @contextlib.contextmanager
 def installed(seconds: Callable[[], float]) -> Iterator[VirtualTime]:
-    """Let every module of ours read this clock."""
+    """Install the virtual clock in every module of the product."""
     virtual = VirtualTime(seconds)
     modules = [
         module
@@ -56,8 +56,8 @@ def installed(seconds: Callable[[], float]) -> Iterator[VirtualTime]:
 
 
 @contextlib.contextmanager
-def logs_kept(on_error: Callable[[str], None]) -> Iterator[None]:
-    """Drop what is logged, but for errors: code under test says `log.exception` only of its own bugs."""
+def logs_checked(on_error: Callable[[str], None]) -> Iterator[None]:
+    """Drop log events except errors: code under test logs an error only for its own faults."""
 
     def take(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
         if level in ("error", "exception", "critical"):

@@ -1,4 +1,4 @@
-"""Does the real machine of a handle take no edge but those of its table, and keep nobody past what was granted?"""
+"""Checks that the real state machine of a handle takes only legal edges and keeps no lease for too long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEGAL: dict[str, set[tuple[HandleState, HandleState]]] = {
     "abort": {(state, _ABORTED) for state in _LIVE},
     "expire": {(state, state) for state in _LIVE} | {(_L, _S)} | {(state, _EXPIRED) for state in _LIVE},
 }
-"""Every change of state that tandem_runtime.kv_handle allows; what changes nothing is always allowed."""
+"""Every change of state that tandem_runtime.kv_handle allows; no change is always allowed."""
 
 WANTED = [
     *[("reserve", change) for change in LEGAL["reserve"]],
@@ -44,11 +44,11 @@ WANTED = [
     ("release", (_L, _S)),
     ("expire", (_L, _S)),
 ]
-"""Edges that a long run must have taken."""
+"""Edges that a long run must take."""
 
 
 class WatchedMachine(HandleMachine):
-    """The real machine; every edge is counted and compared with the table, and the leases are kept a second time."""
+    """The real machine with checks: compares every edge with the table, and keeps the leases a second time."""
 
     truth: Truth
 
@@ -61,7 +61,7 @@ class WatchedMachine(HandleMachine):
 
     @property
     def rightful_until(self) -> float:
-        """When the last who may keep the handle loses that right, by what the callers were granted."""
+        """When the last right to keep the handle ends, by the leases that were granted."""
         rights = list(self._readers_rights.values())
         if not (self._reader_bound and rights):
             rights = [self._writers_right, *(rights if self.closed is not None else ())]
@@ -130,12 +130,12 @@ class WatchedMachine(HandleMachine):
             truth.note(f"{edge} {self.name}: {state.name} -> {self.state.name}")
         if (is_changed or state is not self.state) and (state, self.state) not in LEGAL[edge]:
             truth.violated(f"{edge} took {self.name} from {state.name} to {self.state.name}")
-        # A copy for a host's readers remembers none: whose Watch was overtaken by its Release is new to it.
+        # A copy does not remember its readers: a reader whose Release overtook its Watch is new to the copy.
         if is_changed and IS_REPEATED.get() and not self._reader_bound:
             truth.violated(f"a duplicate {edge} changed {self.name}, which was {state.name}")
 
     def _fixed(self) -> tuple[Any, ...]:
-        """All but the leases' times."""
+        """Everything except the times of the leases."""
         phase = HandleState.SEALED if self.state is HandleState.LEASED else self.state
         is_closed = self.closed is not None
         return phase, len(self.slabs), is_closed, self._writer, frozenset(self._released), self.end_error

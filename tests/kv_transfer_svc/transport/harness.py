@@ -1,4 +1,4 @@
-"""What does a test of links need? Two KV services that talk raw TCP, and a proxy between them that does harm."""
+"""Fixtures for tests of links: KV services with data connections, and a proxy that injects faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def linked_host(
     transports: Sequence[str] = ("tcp", "grpc"),
     open_source: OpenSource | None = None,
 ) -> AsyncIterator[tuple[Host, DataServer]]:
-    """A KV service with a listener for data connections."""
+    """Run a KV service with a listener for data connections."""
     async with running_host(folder) as host:
         host.service.puller.links = Links(
             host.incarnation,
@@ -49,7 +49,7 @@ async def linked_host(
 async def sealed(
     writer: Writer, slots: Sequence[int], checksums: Sequence[int] = (), seconds: float = 60.0
 ) -> pb.KvHandle:
-    """A closed handle of one slab."""
+    """Return a closed handle of one slab."""
     handle = writer.handle(num_blocks=len(slots), seconds=seconds)
     await writer.client.reserve(handle, writer.region_id, a_layout())
     slab = writer.slab(0, 0, slots)
@@ -59,7 +59,7 @@ async def sealed(
 
 
 def link_of(host: Host) -> pb.KvLink:
-    """The only link that `host` has, as it reports it."""
+    """Return the report of the only link of `host`."""
     (link,) = host.service.puller.links.report()
     return link
 
@@ -69,24 +69,24 @@ async def everything_is_back(*hosts: Host) -> None:
         await until(partial(nothing_is_left, host))
 
 
-async def a_grant(host: Host) -> kv.DataRequest:
-    """A request that `host` lets in, of no kind yet."""
+async def a_request(host: Host) -> kv.DataRequest:
+    """Return a request with a valid token of `host` and without a kind."""
     return kv.DataRequest(incarnation=host.incarnation, token=host.service.handshake.tokens.new())
 
 
 @dataclass
-class Harm:
-    """What happens to bytes on their way to the reader, `after` so many more of them."""
+class TransferFault:
+    """A fault on the way to the reader, `after` so many more bytes. Kinds: flip, cut, stall."""
 
     kind: str
     after: int
 
 
 class Proxy:
-    """Forwards connections to a data server, and does what `harm` says, once; then forwards again."""
+    """Forwards connections to a data server and injects `fault` once."""
 
     def __init__(self, target: str) -> None:
-        self.harm: Harm | None = None
+        self.fault: TransferFault | None = None
         self.has_stalled = asyncio.Event()
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
@@ -111,7 +111,7 @@ class Proxy:
         asking = asyncio.create_task(_forward(reader, upstream_writer))
         try:
             while data := bytearray(await upstream_reader.read(1 << 16)):
-                if not await self._harmed(data, writer):
+                if not await self._inject(data, writer):
                     return
                 writer.write(data)
                 await writer.drain()
@@ -120,19 +120,19 @@ class Proxy:
             upstream_writer.close()
             writer.close()
 
-    async def _harmed(self, data: bytearray, writer: asyncio.StreamWriter) -> bool:
-        """Do harm if it is due. False: the connection is cut."""
-        if self.harm is None or self.harm.after >= len(data):
-            if self.harm is not None:
-                self.harm.after -= len(data)
+    async def _inject(self, data: bytearray, writer: asyncio.StreamWriter) -> bool:
+        """Inject the fault if it is due. False: the connection is cut."""
+        if self.fault is None or self.fault.after >= len(data):
+            if self.fault is not None:
+                self.fault.after -= len(data)
             return True
-        harm, self.harm = self.harm, None
-        if harm.kind == "flip":
-            data[harm.after] ^= 0x10
+        fault, self.fault = self.fault, None
+        if fault.kind == "flip":
+            data[fault.after] ^= 0x10
             return True
-        writer.write(data[: harm.after])
+        writer.write(data[: fault.after])
         await writer.drain()
-        if harm.kind == "stall":
+        if fault.kind == "stall":
             self.has_stalled.set()
             await asyncio.Event().wait()
         return False
@@ -147,7 +147,7 @@ async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 @contextlib.asynccontextmanager
 async def proxied(host: Host) -> AsyncIterator[Proxy]:
-    """Offer a way to `host` that leads through a proxy."""
+    """Route data connections to `host` through a proxy."""
     proxy = Proxy(host.service.handshake.tcp_address)
     host.service.handshake.tcp_address = await proxy.start()
     try:

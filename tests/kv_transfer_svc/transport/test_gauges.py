@@ -1,4 +1,4 @@
-"""A metrics backend gets the figures of every link."""
+"""Tests that a metrics backend receives the stats of every link."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ async def test_links_are_exported_as_gauges_and_totals() -> None:
     async with OtlpSink() as sink:
         metrics.configure("tandem-kv", sink.endpoint)
         export_gauges(lambda: [pb.KvLink(address="10.0.0.2:7", transport="tcp", bytes_per_second=1e9, num_errors=2)])
-        await asyncio.to_thread(metrics.shutdown)  # the last reading goes to the sink, which is on this loop
-        figures = ("bytes_per_second", "latency", "is_impaired", "errors", "bytes", "transfers", "fallbacks")
-        await sink.wait_for(lambda it: {f"tandem.kv.link.{name}" for name in figures} <= it.metric_names)
+        await asyncio.to_thread(metrics.shutdown)  # flushes to the sink, which runs on this loop
+        names = ("bytes_per_second", "latency", "is_impaired", "errors", "bytes", "transfers", "fallbacks")
+        await sink.wait_for(lambda it: {f"tandem.kv.link.{name}" for name in names} <= it.metric_names)

@@ -1,4 +1,4 @@
-"""Bytes come by the best way that works, arrive equal, and what goes wrong on the way is seen."""
+"""Tests of links: bytes arrive unchanged over the best working transport, and every fault is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.host import a_client, running_writer, until, watch_all
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
 from tests.kv_transfer_svc.test_two_hosts import bytes_at
-from tests.kv_transfer_svc.transport.harness import Harm, everything_is_back, link_of, linked_host, proxied, sealed
+from tests.kv_transfer_svc.transport.harness import (
+    TransferFault,
+    everything_is_back,
+    link_of,
+    linked_host,
+    proxied,
+    sealed,
+)
 from tests.kv_transfer_svc.writer import Writer
 
 SLOTS = [5, 3, 8, 1]
@@ -82,7 +89,7 @@ async def test_services_of_one_host_copy_from_each_others_regions(tmp_path: Path
         await everything_is_back(here, there)
 
 
-async def test_a_setting_restricts_the_ways(tmp_path: Path) -> None:
+async def test_a_setting_restricts_the_transports(tmp_path: Path) -> None:
     async with (
         linked_host(tmp_path, transports=("grpc",)) as (here, _),
         linked_host(tmp_path) as (there, data),
@@ -106,7 +113,7 @@ async def test_a_service_that_offers_no_tcp_is_read_over_grpc(tmp_path: Path) ->
         assert (event.transport, link_of(here).note) == ("grpc", "")
 
 
-async def test_a_way_that_cannot_be_opened_is_said_and_tried_again_later(tmp_path: Path) -> None:
+async def test_a_transport_that_cannot_be_opened_is_reported_and_tried_again_later(tmp_path: Path) -> None:
     async with (
         linked_host(tmp_path) as (here, _),
         linked_host(tmp_path) as (there, _),
@@ -141,7 +148,7 @@ async def test_a_connection_that_breaks_in_a_block_costs_one_fallback(tmp_path: 
         a_client(here) as reader,
     ):
         await watch_all(reader, await sealed(writer, [0]), "r")
-        proxy.harm = Harm("cut", after=BLOCK_BYTES + 100)
+        proxy.fault = TransferFault("cut", after=BLOCK_BYTES + 100)
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert (event.transport, await bytes_at(here, event.slab)) == ("grpc", whole(writer))
         link = link_of(here)
@@ -174,7 +181,7 @@ async def test_a_peer_that_dies_in_a_block_is_a_typed_error_and_leaves_nothing(t
             first = await sealed(writer, [0])
             await watch_all(reader, first, "r")
             await reader.release(first, "r")
-            proxy.harm = Harm("stall", after=BLOCK_BYTES + 100)
+            proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
             reading = asyncio.ensure_future(watch_all(reader, await sealed(writer, SLOTS), "r"))
             await proxy.has_stalled.wait()
             await data.stop()
@@ -196,7 +203,7 @@ async def test_a_reader_that_leaves_in_a_block_stops_the_thread_that_writes(tmp_
         first = await sealed(writer, [0])
         await watch_all(reader, first, "r")
         await reader.release(first, "r")
-        proxy.harm = Harm("stall", after=BLOCK_BYTES + 100)
+        proxy.fault = TransferFault("stall", after=BLOCK_BYTES + 100)
         handle = await sealed(writer, SLOTS)
         reading = asyncio.ensure_future(watch_all(reader, handle, "r"))
         await proxy.has_stalled.wait()
@@ -207,7 +214,7 @@ async def test_a_reader_that_leaves_in_a_block_stops_the_thread_that_writes(tmp_
 
 
 class ReusedWhileSent:
-    """A source whose slot its owner gives up between the first byte and the last."""
+    """A source whose slot is reused between the first byte and the last."""
 
     def __init__(self, source: Source, writer: Writer) -> None:
         self.num_bytes = source.num_bytes
@@ -227,13 +234,13 @@ async def test_a_slot_that_is_reused_while_it_is_sent_is_refused_by_the_receiver
     inner: list[OpenSource] = []
 
     @asynccontextmanager
-    async def harmful(request: kv.DataRequest) -> AsyncIterator[Source]:
+    async def faulty(request: kv.DataRequest) -> AsyncIterator[Source]:
         async with inner[0](request) as source:
             yield ReusedWhileSent(source, writers[0]) if request.HasField("slab") else source
 
     async with (
         linked_host(tmp_path) as (here, _),
-        linked_host(tmp_path, open_source=harmful) as (there, _),
+        linked_host(tmp_path, open_source=faulty) as (there, _),
         running_writer(there) as writer,
         a_client(here) as reader,
     ):
@@ -256,14 +263,14 @@ async def test_a_flipped_bit_is_counted_and_read_again_over_grpc(tmp_path: Path)
         a_client(here) as reader,
     ):
         await watch_all(reader, await sealed(writer, [0]), "r")
-        proxy.harm = Harm("flip", after=2 * BLOCK_BYTES)
+        proxy.fault = TransferFault("flip", after=2 * BLOCK_BYTES)
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert (event.transport, await bytes_at(here, event.slab)) == ("grpc", whole(writer))
         assert here.store.counters["checksum_failures"] == 1
         assert "do not match their checksums" in link_of(here).note
 
 
-async def test_what_is_spoilt_by_both_ways_is_a_typed_error(tmp_path: Path) -> None:
+async def test_bytes_corrupted_by_both_transports_are_a_typed_error(tmp_path: Path) -> None:
     async with (
         linked_host(tmp_path) as (here, _),
         linked_host(tmp_path) as (there, _),
@@ -292,7 +299,7 @@ async def test_checksums_are_made_once(tmp_path: Path) -> None:
         slab = record.machine.slabs[0]
         writer.region.view(BLOCK_BYTES, 1)[0] ^= 1
         async with a_client(there) as another:
-            with pytest.raises(KvCorrupt, match="block 1 does not match"):  # the sum is of the bytes as they were
+            with pytest.raises(KvCorrupt, match="block 1 does not match"):  # the checksum is of the original bytes
                 await another.read(handle, "r", slab, memoryview(bytearray(2 * BLOCK_BYTES)))
 
 

@@ -1,4 +1,4 @@
-"""Cutting and summing lose nothing, whatever the blocks' sizes are; figures say what was measured."""
+"""Tests of pieces and link stats: cuts and checksums cover every byte, for blocks of any size."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_the_rest_of_a_group_is_what_has_not_moved() -> None:
 
 
 def test_small_transfers_tell_latency_and_large_ones_speed() -> None:
-    figures = LinkStats()
-    figures.transferred(1000, 0.002)
-    assert (figures.latency_seconds, figures.bytes_per_second) == (0.002, 0.0)
-    figures.transferred(1 << 20, 0.001)
-    assert figures.bytes_per_second == (1 << 20) / 0.001 and figures.slowness == ""
+    stats = LinkStats()
+    stats.transferred(1000, 0.002)
+    assert (stats.latency_seconds, stats.bytes_per_second) == (0.002, 0.0)
+    stats.transferred(1 << 20, 0.001)
+    assert stats.bytes_per_second == (1 << 20) / 0.001 and stats.slowness == ""
 
 
 def test_a_link_much_below_its_own_best_is_slow() -> None:
-    figures = LinkStats()
-    figures.transferred(16 << 20, 0.01)
+    stats = LinkStats()
+    stats.transferred(16 << 20, 0.01)
     for _ in range(8):
-        figures.transferred(16 << 20, 1.0)
-    assert figures.slowness == "slow: 1% of its best"
-    figures.reset_rate()
-    assert figures.slowness == ""
+        stats.transferred(16 << 20, 1.0)
+    assert stats.slowness == "slow: 1% of its best"
+    stats.reset_rate()
+    assert stats.slowness == ""

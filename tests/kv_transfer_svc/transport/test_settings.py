@@ -1,4 +1,4 @@
-"""Which ways a service may use is a setting, and grpc is always one of them."""
+"""Tests of the transport settings: grpc is always included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kv_transfer_svc.settings import KvSettings
 
 
 @pytest.mark.parametrize("transports", [("tcp",), ("grpc", "rdma"), ()])
-def test_ways_must_be_known_and_contain_grpc(transports: tuple[str, ...]) -> None:
+def test_transports_must_be_known_and_contain_grpc(transports: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="--transports"):
         KvSettings(transports=transports)
 

@@ -1,4 +1,4 @@
-"""Do stored blocks of another host come over the link's best way, whole or not at all?"""
+"""Tests that stored blocks of another host arrive over the link's best transport, whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.kv_transfer_svc.host import a_client, running_writer
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
 from tests.kv_transfer_svc.test_host_cache import chain, content, published, wanted
-from tests.kv_transfer_svc.transport.harness import Harm, link_of, linked_host, proxied
+from tests.kv_transfer_svc.transport.harness import TransferFault, link_of, linked_host, proxied
 
 
 async def test_they_come_over_tcp_and_nothing_stays_lent(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ async def test_what_is_spoilt_on_the_wire_is_seen_and_read_again_over_grpc(tmp_p
         await writer.client.publish(published(writer, chain(5), range(5)))
         async with proxied(far) as proxy, a_client(near) as reader:
             await reader.load(wanted(chain(1, "first contact"), "probe", source=far.address))
-            proxy.harm = Harm(kind, after=2 * BLOCK_BYTES)
+            proxy.fault = TransferFault(kind, after=2 * BLOCK_BYTES)
             reply = await reader.load(wanted(chain(5), source=far.address))
             assert content(near, reply) == [writer.block(slot) for slot in range(5)]
             assert near.store.counters["link_errors"] == 1
@@ -46,10 +46,10 @@ async def test_what_is_spoilt_on_the_wire_is_seen_and_read_again_over_grpc(tmp_p
 
 
 async def test_services_of_one_host_read_them_over_grpc(tmp_path: Path) -> None:
-    ways = ("shm", "tcp", "grpc")
+    transports = ("shm", "tcp", "grpc")
     async with (
-        linked_host(tmp_path, host_id="h", transports=ways) as (near, _),
-        linked_host(tmp_path, host_id="h", transports=ways) as (far, _),
+        linked_host(tmp_path, host_id="h", transports=transports) as (near, _),
+        linked_host(tmp_path, host_id="h", transports=transports) as (far, _),
         running_writer(far) as writer,
         a_client(near) as reader,
     ):

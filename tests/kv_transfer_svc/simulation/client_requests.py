@@ -1,4 +1,4 @@
-"""What has a client asked, and which workers work at it?"""
+"""The requests of simulated clients, and their submissions to workers."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class Choice:
 
 
 @dataclass(eq=False)
-class Asked:
+class SimulatedRequest:
     """One request of a client."""
 
     name: str
     prompt: list[int]
     max_tokens: int
     deadline: float
-    """Of the virtual wall clock."""
+    """On the virtual wall clock."""
     choices: list[Choice]
     handle: pb.KvHandle | None = None
     attempt: int = 0
-    open_legs: dict[Leg, None] = field(default_factory=dict)
+    open_submissions: dict[Submission, None] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     outcome: str = ""
 
 
-Take = Callable[[Asked, pb.TokenOutput], None]
+Take = Callable[[SimulatedRequest, pb.TokenOutput], None]
 
 
-class Leg:
+class Submission:
     """One Submit at one worker; implements control_plane.fleet.worker_links.Sink."""
 
-    def __init__(self, take: Take, asked: Asked, link: WorkerLink, submit: pb.Submit) -> None:
+    def __init__(self, take: Take, request: SimulatedRequest, link: WorkerLink, submit: pb.Submit) -> None:
         self._take = take
-        self._asked = asked
+        self._request = request
         self._link = link
         self._submit = submit
         loop = asyncio.get_running_loop()
         self._answered: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[TandemError | None] = loop.create_future()
-        asked.open_legs[self] = None
+        request.open_submissions[self] = None
         link.submit(submit, self)
 
     async def run(self) -> TandemError | None:
-        """Return how it ended; a worker that says nothing at all counts as lost."""
+        """Return how the submission ended; a worker without any reply counts as lost."""
         try:
             await asyncio.wait([self._answered], timeout=_ACCEPT_SECONDS)
             if not self._answered.done():
@@ -73,7 +73,7 @@ class Leg:
             self._answered.set_result(None)
 
     def output(self, output: pb.TokenOutput) -> None:
-        self._take(self._asked, output)
+        self._take(self._request, output)
         is_last_choice = output.choice_index == len(self._submit.choice_seeds) - 1
         if output.HasField("ledger") and (is_last_choice or not self._submit.choice_seeds):
             self._end(None)
@@ -82,13 +82,13 @@ class Leg:
         self._end(error)
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the submission unless it has ended."""
         if not self.over.done():
             self._link.cancel(self._submit.request_id, self._submit.attempt)
             self._end(Cancelled("the gateway cancelled"))
 
     def _end(self, error: TandemError | None) -> None:
-        self._asked.open_legs.pop(self, None)
+        self._request.open_submissions.pop(self, None)
         self.accepted()
         if not self.over.done():
             self._link.forget(self._submit.request_id, self._submit.attempt)

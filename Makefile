@@ -17,7 +17,7 @@ run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 	$(BIN)/python -m pytest $(ARGS)
 
-simulate: $(VENV)/.dev ## run KV handles through faults for 100,000 steps (ARGS="--seed 7" selects a run)
+simulate: $(VENV)/.dev ## play KV handles under faults for 100,000 steps (ARGS="--seed 7" for a certain run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.kv_transfer_svc.simulation $(ARGS)
 
 chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes (ARGS="--minutes 4 --seed 7")

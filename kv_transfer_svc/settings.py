@@ -30,9 +30,7 @@ class KvSettings:
     host_id: str = setting("", "name of this host; different names let one machine act as several hosts", shared=True)
     worker_id: str = setting("", "stable name of this service; built from role, host and process id if empty")
     arena_bytes: int = setting(256 << 20, "bytes for KV pulled from other hosts, allocated at start")
-    store_bytes: int = setting(
-        256 << 20, "bytes for KV blocks kept for later prompts, allocated at start; 0: keep none"
-    )
+    store_bytes: int = setting(256 << 20, "bytes for stored KV blocks, allocated at start; 0: no store")
     disk_bytes: int = setting(0, "bytes on disk for blocks evicted from memory; 0: no disk tier")
     disk_dir: str = setting("", "folder of the disk tier; `kv-disk` in the state directory if empty")
     account_bytes: int | None = setting(
@@ -40,9 +38,7 @@ class KvSettings:
     )
     lease_seconds: float = setting(10.0, "seconds until a reader's lease expires without renewal")
     max_handles: int = setting(65_536, "maximum handles at once; more are refused as overload")
-    verify_kv: bool = setting(
-        False, "verify every block of this host against its checksum, not only a sample", shared=True
-    )
+    verify_kv: bool = setting(False, "verify the checksum of every block of this host, not only a sample", shared=True)
     drain_seconds: float = setting(120.0, "seconds that handles may take to end after SIGTERM")
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)

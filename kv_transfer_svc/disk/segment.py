@@ -141,9 +141,7 @@ class Segment:
         try:
             _write_all(self._writer, [memoryview(header), payload, memoryview(padding)], offset)
         except OSError:
-            with suppress(
-                OSError
-            ):  # if even this fails, the next record overwrites the rest, or a scan discards the rest
+            with suppress(OSError):  # then the next record overwrites the rest, or a scan discards the rest
                 os.ftruncate(self._writer, offset)
             raise
         self.num_bytes += num_bytes

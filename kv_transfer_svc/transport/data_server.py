@@ -111,10 +111,7 @@ class DataServer:
             while (request := await _next_request(sock, idle_seconds)) is not None:
                 await self._answer(sock, request)
                 idle_seconds = _IDLE_SECONDS
-        except (
-            OSError,
-            TandemError,
-        ) as error:  # the reader is gone or a stranger; a reader of ours retries or uses gRPC
+        except (OSError, TandemError) as error:  # the reader is gone or a stranger; our readers retry or use gRPC
             log.info("data_connection_ended", peer=peer, reason=str(error))
         finally:
             sock.close()

@@ -78,12 +78,7 @@ def export_gauges(links: Callable[[], Sequence[pb.KvLink]]) -> None:
         ("bytes", "By", "Bytes received over the link.", lambda it: it.num_bytes),
         ("transfers", "{transfer}", "Transfers over the link.", lambda it: it.num_transfers),
         ("errors", "{error}", "Broken connections and corrupted transfers.", lambda it: it.num_errors),
-        (
-            "fallbacks",
-            "{transfer}",
-            "Transfers over gRPC because a better transport failed.",
-            lambda it: it.num_fallbacks,
-        ),
+        ("fallbacks", "{transfer}", "Transfers over gRPC after a transport failed.", lambda it: it.num_fallbacks),
     )
     for name, unit, description, pick in gauges:
         meter.create_observable_gauge(f"tandem.kv.link.{name}", [observe(pick)], unit, description)

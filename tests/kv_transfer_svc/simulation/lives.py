@@ -106,7 +106,7 @@ class KvLife(Life):
         around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, self.service))
         regions = RegionServer(Path(self.info.kv_socket), self.store.regions)
         around.sockets.listen(
-            self.info.kv_socket, self.process, lambda end: regions._spawn(regions._serve(cast(PacketSocket, end)))
+            self.info.kv_socket, self.process, lambda end: regions._tasks.spawn(regions._serve(cast(PacketSocket, end)))
         )
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
         self.is_ready = True

@@ -18,7 +18,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import Process, current_proce
 
 _SECONDS = 0.0002
 
-Accept = Callable[["SimulatedPackets"], None]
+Accept = Callable[["SimulatedPackets"], object]
 
 
 class SocketFolder:

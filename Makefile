@@ -1,4 +1,4 @@
-# What can be done here: `make help`. Every target sets up what it needs.
+# `make help` lists the targets. Each target sets up what it needs.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,10 +6,14 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test simulate chaos determinism schemathesis ledger check services peers format protos clean
+.PHONY: help run test wheel-test simulate chaos determinism schemathesis ledger check docs services peers format protos clean
+
+# The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
+MERMAID := 11.6.0
+MERMAID_SHA256 := 3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 	@$(BIN)/tandem up $(ARGS)
@@ -17,33 +21,40 @@ run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 	$(BIN)/python -m pytest $(ARGS)
 
-simulate: $(VENV)/.dev ## play KV handles under faults for 100,000 steps (ARGS="--seed 7" for a certain run)
+wheel-test: $(VENV)/.dev ## install each extra from the wheel into a fresh environment and start each service
+	PYTHONPATH=. $(BIN)/python -m tests.packaging.extras $(ARGS)
+
+simulate: $(VENV)/.dev ## run KV handles under faults for 100,000 steps (ARGS="--seed 7" repeats a run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.kv_transfer_svc.simulation $(ARGS)
 
 chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes (ARGS="--minutes 4 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.chaos $(ARGS)
 
-determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" for a certain run)
+determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" repeats a run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.tandem_engine.determinism $(ARGS)
 
-schemathesis: $(VENV)/.dev ## send 5,000 requests made from the OpenAPI document (ARGS="--cases 300 --seed 7")
+schemathesis: $(VENV)/.dev ## send 5,000 requests generated from the OpenAPI document (ARGS="--cases 300 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.api.generated_requests $(ARGS)
 
-ledger: $(VENV)/.dev ## 2,000 requests with cancellations and a killed worker: do the ledger's sums hold?
+ledger: $(VENV)/.dev ## check the ledger's sums after 2,000 requests with cancellations and a killed worker
 	TANDEM_LEDGER_REQUESTS=2000 $(BIN)/python -m pytest tests/system/test_ledger.py $(ARGS)
 
-check: $(VENV)/.dev ## lint, types, import contracts, protos
+check: $(VENV)/.dev ## lint, spelling, types, import contracts, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	PYTHONPATH=protos/gen $(BIN)/lint-imports --no-logo
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python protos/compile.py --check
 
+docs: $(VENV)/.dev build/mermaid.min.js ## build the documentation site into build/site (ARGS=serve to look at it while you write)
+	$(BIN)/mkdocs $(or $(ARGS),build)
+
 services: ## install what some tests need: a C compiler and PostgreSQL (apt), workerd and other clients (npm)
 	@infra/services.sh
 
-peers: ## install the engines that benchmarks measure ours beside (ARGS="openvino" for one of them)
+peers: ## install the engines that the benchmarks compare with ours (ARGS="openvino" for one of them)
 	$(PYTHON) -m benchmarks.peers.install $(ARGS)
 
 format: $(VENV)/.dev ## format the code
@@ -53,10 +64,20 @@ format: $(VENV)/.dev ## format the code
 protos: $(VENV)/.dev ## generate Python from the .proto files
 	$(BIN)/python protos/compile.py
 
+build/mermaid.min.js:
+	@mkdir -p build
+	@if npm pack --silent mermaid@$(MERMAID) --pack-destination build >/dev/null; then \
+		tar -xzf build/mermaid-$(MERMAID).tgz -C build --strip-components 2 package/dist/mermaid.min.js; \
+		rm build/mermaid-$(MERMAID).tgz; \
+		echo "$(MERMAID_SHA256)  $@" | sha256sum --check --quiet || { rm $@; exit 1; }; \
+	else \
+		echo "no Mermaid from npm: the site will show diagrams as text" >&2; \
+	fi
+
 clean: ## remove what was built
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache examples/worker/node_modules tests/clients/node_modules
 
-# Two marks, so that a newcomer's `make run` does not wait for test tools.
+# Two marks: `make run` installs no test tools.
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (once; torch is most of it)"

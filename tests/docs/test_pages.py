@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
     named = [span for span in code_spans((ROOT / name).read_text()) if _FILE.fullmatch(span) or _FOLDER.fullmatch(span)]
     missing = [each for each in named if not (ROOT / each).exists() and not (ROOT / "tandem_engine" / each).exists()]
     assert missing == []
+
+
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    releases = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases[:2] == ["Unreleased", version]
 
 
 def test_the_page_of_questions_has_ten_each_with_an_answer() -> None:

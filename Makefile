@@ -49,7 +49,7 @@ check: $(VENV)/.dev ## lint, spelling, types, import contracts, protos
 	$(BIN)/python protos/compile.py --check
 
 docs: $(VENV)/.dev build/mermaid.min.js ## build the documentation site into build/site (ARGS=serve to look at it while you write)
-	$(BIN)/mkdocs $(or $(ARGS),build)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
 services: ## install what some tests need: a C compiler and PostgreSQL (apt), workerd and other clients (npm)
 	@infra/services.sh

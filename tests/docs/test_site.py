@@ -53,6 +53,11 @@ def test_the_reference_has_the_client_and_every_endpoint(site: Path) -> None:
     assert 'id="ChatBody"' in (site / "http-reference.html").read_text()
 
 
+def test_decisions_keep_their_numbers(site: Path) -> None:
+    starts = re.findall(r'<ol start="(\d+)"', (site / "decisions" / "index.html").read_text())
+    assert starts[:3] == ["5", "7", "17"]
+
+
 def test_links_between_pages_work_on_the_site_as_in_the_repository(site: Path) -> None:
     front = (site / "index.html").read_text()
     assert 'href="architecture/"' in front

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 import venv
@@ -28,6 +29,8 @@ _SERVICES = {
     "prefill": "prefill_svc",
     "decode": "decode_svc",
 }
+_OTHERS = ("client", "cli", "all")
+_NOT_FOR_USERS = ("engine", "docs", "dev")  # `engine` is a part of `prefill` and `decode`
 _READY_SECONDS = 300.0  # the first worker compiles the kernels
 _STOP_SECONDS = 60.0
 _HTTP, _GRPC = "127.0.0.1:18642", "127.0.0.1:18643"
@@ -44,10 +47,12 @@ for name in ("grpc", "torch", "starlette", "control_plane.app"):
 def main() -> int:
     """Install every extra, start every service, ask once; return 0 if all of it worked."""
     argparse.ArgumentParser(description=__doc__).parse_args()
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(declared) == {*_SERVICES, *_OTHERS, *_NOT_FOR_USERS}, "an extra that nobody tries"
     with tempfile.TemporaryDirectory(prefix="tandem-wheel-") as name:
         folder = Path(name)
         wheel = build_wheel(folder)
-        pythons = {extra: _environment(folder / extra, wheel, extra) for extra in [*_SERVICES, "client", "cli", "all"]}
+        pythons = {extra: _environment(folder / extra, wheel, extra) for extra in (*_SERVICES, *_OTHERS)}
         _run_services(folder, pythons)
         _run_together(folder, pythons["all"])
     print("every extra installs, every service starts and ends")

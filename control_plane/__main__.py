@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from control_plane.accounts.command import main as account_command
+from control_plane.account_command import main as account_command
 from control_plane.gateway import Gateway
 from control_plane.settings import ControlPlaneSettings
 from tandem_runtime import lifecycle, log, metrics, tracing

@@ -1,4 +1,4 @@
-"""Which application answers HTTP, and what is it made of?"""
+"""Builds the ASGI application that answers HTTP."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
-from control_plane.accounts.service import Accounts, ReadyWithDatabase
+from control_plane.accounts.service import Accounts
 from control_plane.api.admin import operations
 from control_plane.api.admin.accounts import Administration
-from control_plane.api.admin.usage import UsageFace
-from control_plane.api.http.authentication import Authentication
+from control_plane.api.admin.usage import UsageEndpoints
+from control_plane.api.http.authentication import AuthenticationMiddleware
 from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
-from control_plane.api.http.request_context import RequestContext
+from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
 from control_plane.api.openai import routes as openai
-from control_plane.api.openapi import routes as openapi
-from control_plane.api.services import FleetView, HttpSettings, Readiness, Services
-from control_plane.api.workers_ai import binding
+from control_plane.api.openapi import document as openapi
+from control_plane.api.workers_ai import binding, remote_proxy
 from control_plane.api.workers_ai import routes as workers_ai
-from control_plane.api.workers_ai.remote_proxy import RemoteProxy
 from control_plane.generation import ModelCatalog
 from control_plane.text.text_service import TextService
 from tandem_runtime.errors import TandemError
@@ -34,11 +32,11 @@ def create_app(
     settings: HttpSettings,
     accounts: Accounts | None = None,
 ) -> Starlette:
-    """Return the ASGI application with all faces; make it after `tracing.configure` and `metrics.configure`.
+    """Return the ASGI application with all endpoints. Call it after `tracing.configure` and `metrics.configure`.
 
-    Without `accounts` nobody is asked for a token, and there is no administration.
-    It changes one thing for the process: streams are no longer cut when uvicorn begins to shut down, because a draining
-    gateway finishes what runs.
+    Without `accounts`, requests need no token and the administration endpoints are absent.
+    Side effect on the process: streams are no longer cut when uvicorn begins to shut down, because a draining gateway
+    finishes running requests.
     """
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     app = Starlette(
@@ -46,16 +44,20 @@ def create_app(
             *operations.routes(),
             *openai.routes("/v1"),
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
+            *remote_proxy.routes(),
             *workers_ai.routes(),
             *binding.routes(),
             *openapi.routes(),
-            *(Administration(accounts.store, accounts.gate).routes() if accounts else ()),
-            *(UsageFace(accounts.usage).routes() if accounts else ()),
+            *(Administration(accounts.store, accounts.authenticator).routes() if accounts else ()),
+            *(UsageEndpoints(accounts.usage).routes() if accounts else ()),
         ],
         middleware=[
             Middleware(RequestContext),
-            *([Middleware(Authentication, accounts.gate, settings.operator_token)] if accounts else ()),
-            Middleware(RemoteProxy),
+            *(
+                [Middleware(AuthenticationMiddleware, accounts.authenticator, settings.operator_token)]
+                if accounts
+                else ()
+            ),
         ],
         exception_handlers={
             TandemError: on_tandem_error,
@@ -65,7 +67,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     if accounts is not None:
-        readiness = ReadyWithDatabase(readiness, accounts.database)
+        readiness = operations.ReadyWithDatabase(readiness, accounts.database)
     price_of = accounts.metering.price_of if accounts else None
     app.state.services = Services(text, catalog, fleet, readiness, settings, price_of)
     return app

@@ -13,7 +13,7 @@ import uvicorn
 
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor

@@ -5,12 +5,8 @@ They are HTTP's alone: no worker sends them. control_plane.api.http.errors has t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from control_plane.accounts.limits import RateLimitStatus
 from tandem_runtime.errors import InvalidRequest, Overloaded, Unauthenticated
-
-if TYPE_CHECKING:
-    from control_plane.accounts.window import Standing
 
 
 class NotAllowed(Unauthenticated):
@@ -28,5 +24,5 @@ class AlreadyThere(InvalidRequest):
 class LimitReached(Overloaded):
     """The account has used up what it may use in a minute or at once."""
 
-    standings: tuple[Standing | None, Standing | None] = (None, None)
+    statuses: tuple[RateLimitStatus | None, RateLimitStatus | None] = (None, None)
     """Of requests and of tokens, as they are told to the caller."""

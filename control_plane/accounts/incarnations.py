@@ -55,7 +55,9 @@ class Incarnations:
             )
             await connection.execute(mine.values(seen_ms=now_ms, ended_ms=None))
         if was_ended is not None:
-            log.warning("was_given_up", remedy="another gateway did not see this one's heartbeat for too long")
+            log.warning(
+                "gateway_was_declared_lost", remedy="another gateway did not see this one's heartbeat for too long"
+            )
 
     async def sweep(self) -> None:
         """Give up gateways that were not heard of for too long; close what they have left as aborted."""

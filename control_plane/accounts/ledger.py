@@ -157,7 +157,7 @@ class Ledger:
         except TandemError as failure:
             error = failure
         except Exception as bug:
-            log.exception("ledger_broke")
+            log.exception("ledger_failed")
             error = InternalError(f"the ledger could not be written: {bug!r}")
         for _, is_there in openings:
             _tell(is_there, error)

@@ -19,8 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from control_plane.accounts.errors import LimitReached
-from control_plane.accounts.store import Limits
-from control_plane.accounts.window import Refusal, Standing, Window
+from control_plane.accounts.limits import Limits, RateLimitStatus, Refusal, Window
 from control_plane.storage.database import Database
 from control_plane.storage.tables import windows
 from tandem_runtime.errors import InternalError, TandemError, Unavailable
@@ -46,8 +45,8 @@ class Admission:
     """Whether there is anything to settle."""
     is_running: bool
     """Whether it counts among those that run at once."""
-    requests: Standing | None
-    tokens: Standing | None
+    requests: RateLimitStatus | None
+    tokens: RateLimitStatus | None
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Limiter:
     def __init__(self, database: Database, gateway: str) -> None:
         self._database = database
         self._gateway = gateway
-        self._books: dict[str, _Book] = {}
+        self._account_limiters: dict[str, AccountLimiter] = {}
 
     async def admit(self, account: str, limits: Limits, num_tokens: int) -> Admission:
         """Count a request that will use about `num_tokens`. Raises LimitReached, Unavailable."""
@@ -83,7 +82,7 @@ class Limiter:
             answer.add_done_callback(lambda done: self._undo(account, limits, num_tokens, done))
             raise
         if refusal is not None:
-            raise book.refused(limits, refusal, _standings(window, limits, self._database.now()))
+            raise book.refused(limits, refusal, _statuses(window, limits, self._database.now()))
         return self._admission(account, limits, num_tokens, window)
 
     def settle(self, admission: Admission, num_tokens: int) -> None:
@@ -110,13 +109,13 @@ class Limiter:
 
     async def drain(self) -> None:
         """Wait until everything that was settled is written."""
-        await asyncio.gather(*(book.idle() for book in list(self._books.values())))
+        await asyncio.gather(*(book.idle() for book in list(self._account_limiters.values())))
 
     def _admission(self, account: str, limits: Limits, num_tokens: int, window: Window) -> Admission:
         is_running = limits.max_concurrent_requests is not None
         is_counted = is_running or limits.max_tokens_per_minute is not None
-        standings = _standings(window, limits, self._database.now())
-        return Admission(account, window.used[-1][0], num_tokens, is_counted, is_running, *standings)
+        statuses = _statuses(window, limits, self._database.now())
+        return Admission(account, window.used[-1][0], num_tokens, is_counted, is_running, *statuses)
 
     def _undo(
         self, account: str, limits: Limits, num_tokens: int, done: asyncio.Future[tuple[Window, Refusal | None]]
@@ -127,13 +126,13 @@ class Limiter:
         if refusal is None:
             self.settle(self._admission(account, limits, num_tokens, window), 0)
 
-    def _book(self, account: str) -> _Book:
-        if account not in self._books:
-            self._books[account] = _Book(self._database, account, self._gateway)
-        return self._books[account]
+    def _book(self, account: str) -> AccountLimiter:
+        if account not in self._account_limiters:
+            self._account_limiters[account] = AccountLimiter(self._database, account, self._gateway)
+        return self._account_limiters[account]
 
 
-class _Book:
+class AccountLimiter:
     """One account's window, as this gateway knows it.
 
     How many of its requests run, a gateway knows better than the window: where the answer to a write was lost, that may
@@ -180,10 +179,10 @@ class _Book:
             raise _again(error, seconds)
         self._blocked = None
 
-    def refused(self, limits: Limits, refusal: Refusal, standings: Standings) -> LimitReached:
+    def refused(self, limits: Limits, refusal: Refusal, statuses: RateLimitStatuses) -> LimitReached:
         seconds = refusal.retry_after_seconds
         error = LimitReached(_SENTENCES[refusal.what].format(account=self._account, limit=refusal.limit))
-        error.standings = standings
+        error.statuses = statuses
         if refusal.what == "requests":  # these are only ever given back by time
             self._blocked = limits, time.monotonic() + seconds, error
         return _again(error, seconds)
@@ -202,7 +201,7 @@ class _Book:
                 except TandemError as error:
                     await self._failed(batch, error)
                 except Exception as bug:
-                    log.exception("limits_broke", account=self._account)
+                    log.exception("limits_failed", account=self._account)
                     await self._failed(batch, InternalError(f"the limits could not be looked up: {bug!r}"))
                 else:
                     for change, result in zip(batch, results, strict=True):
@@ -283,7 +282,7 @@ _SWAP = (
     .returning(windows.c.revision, windows.c.state)
 )
 
-Standings = tuple[Standing | None, Standing | None]
+RateLimitStatuses = tuple[RateLimitStatus | None, RateLimitStatus | None]
 
 _SENTENCES = {
     "requests": "account {account} has used its {limit:,} requests a minute; try again later, or have the limit raised",
@@ -297,11 +296,11 @@ def _without(gateway: str) -> Callable[[Window], tuple[Window, None]]:
     return lambda window: (window.with_running(gateway, 0), None)
 
 
-def _standings(window: Window, limits: Limits, now: float) -> Standings:
+def _statuses(window: Window, limits: Limits, now: float) -> RateLimitStatuses:
     return window.requests(limits, now), window.tokens(limits, now)
 
 
 def _again(error: LimitReached, seconds: float) -> LimitReached:
     copy = LimitReached(error.message, retry_after_seconds=seconds)
-    copy.standings = error.standings
+    copy.statuses = error.statuses
     return copy

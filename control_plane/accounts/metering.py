@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from control_plane.accounts.errors import LimitReached
+from control_plane.accounts.identity import Caller
 from control_plane.accounts.ledger import NOTHING_USED, Closing, Ledger, Opening, Status
 from control_plane.accounts.limiter import Admission, Limiter
+from control_plane.accounts.limits import NO_LIMITS, Limits, RateLimitStatus
 from control_plane.accounts.prices import Price, PriceTable
-from control_plane.accounts.store import NO_LIMITS, Limits
-from control_plane.accounts.window import Standing
 from control_plane.generation import TokenRequest, Usage
-from control_plane.text.request import Caller
 from tandem_runtime.errors import InvalidRequest
 
 _MAX_ESTIMATED_ANSWER_TOKENS = 4096
@@ -21,7 +20,7 @@ _MAX_ESTIMATED_ANSWER_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Asked:
+class BilledRequest:
     """What a caller wants done, as far as limits and ledger care: an answer, or the scores of a prompt."""
 
     request_id: str
@@ -34,13 +33,13 @@ class Asked:
     """How a refusal for its tokens begins."""
 
     @classmethod
-    def answer(cls, request: TokenRequest) -> Asked:
+    def for_answer(cls, request: TokenRequest) -> BilledRequest:
         num_choices = len(request.choice_seeds)
         num_answer = min(request.sampling.max_tokens, _MAX_ESTIMATED_ANSWER_TOKENS) * num_choices
         return cls(request.request_id, request.model_id, num_choices, len(request.token_ids), num_answer)
 
     @classmethod
-    def scores(cls, request: TokenRequest) -> Asked:
+    def for_prompt_scores(cls, request: TokenRequest) -> BilledRequest:
         """How likely each token of the prompt but the first is: one request from each place in it."""
         num_places = len(request.token_ids) - 1
         num_prompt = num_places * (num_places + 1) // 2
@@ -48,7 +47,7 @@ class Asked:
         return cls(request_id, request.model_id, 1, num_prompt, num_places, what)
 
 
-class Entry(Protocol):
+class LedgerEntry(Protocol):
     """One request's account with us."""
 
     async def opened(self) -> None:
@@ -62,7 +61,7 @@ class Entry(Protocol):
 
 
 class Meter(Protocol):
-    async def admit(self, caller: Caller, asked: Asked) -> Entry:
+    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
         """Let a request in, or raise LimitReached, InvalidRequest for what no minute has room for, or Unavailable."""
 
 
@@ -77,7 +76,7 @@ class Metering:
     def price_of(self, model_id: str) -> Price:
         return self._prices.of(model_id)
 
-    async def admit(self, caller: Caller, asked: Asked) -> Entry:
+    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
         self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
         admission = None
@@ -86,7 +85,7 @@ class Metering:
             try:
                 admission = await self._limiter.admit(caller.account, limits, num_tokens)
             except LimitReached as error:
-                caller.answer_headers.update(rate_limit_headers(*error.standings))
+                caller.answer_headers.update(rate_limit_headers(*error.statuses))
                 raise
             caller.answer_headers.update(rate_limit_headers(admission.requests, admission.tokens))
         token_id = caller.identity.token_id if caller.identity else None
@@ -94,7 +93,7 @@ class Metering:
             asked.request_id, caller.account, token_id, asked.model_id, asked.num_choices, asked.num_prompt_tokens
         )
         is_there = self._ledger.open(opening)
-        return _Entry(self, caller, opening, is_there, self.price_of(asked.model_id), admission)
+        return _MeteredEntry(self, caller, opening, is_there, self.price_of(asked.model_id), admission)
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:
@@ -107,7 +106,7 @@ class Metering:
         await asyncio.gather(self._limiter.drain(), self._ledger.drain())
 
 
-class _Entry:
+class _MeteredEntry:
     def __init__(
         self,
         metering: Metering,
@@ -148,11 +147,11 @@ class _Entry:
 class Unmetered:
     """A meter that lets everybody in and remembers nothing."""
 
-    async def admit(self, caller: Caller, asked: Asked) -> Entry:
-        return _NO_ENTRY
+    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
+        return _UNMETERED_ENTRY
 
 
-class _NoEntry:
+class _UnmeteredEntry:
     async def opened(self) -> None:
         return
 
@@ -163,21 +162,21 @@ class _NoEntry:
         return
 
 
-_NO_ENTRY = _NoEntry()
+_UNMETERED_ENTRY = _UnmeteredEntry()
 
 
-def rate_limit_headers(requests: Standing | None, tokens: Standing | None) -> dict[str, str]:
+def rate_limit_headers(requests: RateLimitStatus | None, tokens: RateLimitStatus | None) -> dict[str, str]:
     """Return OpenAI's headers for those limits that there are."""
     headers = {}
-    for what, standing in (("requests", requests), ("tokens", tokens)):
-        if standing is not None:
-            headers[f"x-ratelimit-limit-{what}"] = str(standing.limit)
-            headers[f"x-ratelimit-remaining-{what}"] = str(standing.remaining)
-            headers[f"x-ratelimit-reset-{what}"] = f"{standing.reset_seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    for what, status in (("requests", requests), ("tokens", tokens)):
+        if status is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(status.limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(status.remaining)
+            headers[f"x-ratelimit-reset-{what}"] = f"{status.reset_seconds:.3f}".rstrip("0").rstrip(".") + "s"
     return headers
 
 
-def _estimate(asked: Asked, account: str, limits: Limits) -> int:
+def _estimate(asked: BilledRequest, account: str, limits: Limits) -> int:
     """Return how many tokens a request is counted with until it has ended: never more than a whole minute's."""
     num_prompt, most = asked.num_prompt_tokens, limits.max_tokens_per_minute
     num_tokens = num_prompt + asked.num_answer_tokens

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 from sqlalchemy.engine import URL
 
-from control_plane.accounts.gate import Gate
+from control_plane.accounts.authenticator import Authenticator
 from control_plane.accounts.incarnations import Incarnations
 from control_plane.accounts.ledger import Ledger
 from control_plane.accounts.limiter import Limiter
@@ -28,24 +26,6 @@ _USED_SECONDS = 30.0
 _DRAIN_SECONDS = 15.0
 
 
-class Readiness(Protocol):
-    async def check(self) -> tuple[bool, dict[str, Any]]: ...
-
-
-@dataclass(frozen=True)
-class ReadyWithDatabase:
-    """A readiness that also needs the database: without it no request is taken. The heartbeat keeps it current."""
-
-    others: Readiness
-    database: Database
-
-    async def check(self) -> tuple[bool, dict[str, Any]]:
-        is_ready, details = await self.others.check()
-        if not self.database.problem:
-            return is_ready, details
-        return False, {**details, "ready": False, "reason": "the database cannot be used"}
-
-
 class Accounts:
     """Owns the database of one gateway process; `open` before anything else, `close` after the last request."""
 
@@ -58,7 +38,7 @@ class Accounts:
     ) -> None:
         self.database = Database(url)
         self.store = AccountStore(self.database)
-        self.gate = Gate(self.store)
+        self.authenticator = Authenticator(self.store)
         incarnation = incarnation or identity.new_incarnation()
         limiter = Limiter(self.database, incarnation)
         self.metering = Metering(limiter, Ledger(self.database, incarnation), prices or PriceTable())
@@ -77,7 +57,7 @@ class Accounts:
 
     async def check_exposed(self, listen: str) -> None:
         """Refuse to serve beyond loopback as long as everybody may do everything. Raises InvalidRequest."""
-        if await self.gate.is_open():
+        if await self.authenticator.is_open():
             raise InvalidRequest(
                 f"--listen {listen} is beyond loopback and there is no account, so anybody could use it; make one with "
                 "`python -m control_plane account create NAME` (with the same --database-url or --state-dir), which "
@@ -105,11 +85,11 @@ class Accounts:
             await self._note_used()
 
     async def _note_used(self) -> None:
-        used, self.gate.used_ms = self.gate.used_ms, {}
+        used, self.authenticator.used_ms = self.authenticator.used_ms, {}
         if not used:
             return
         try:
             await self.store.used(used)
         except Unavailable as error:
-            self.gate.used_ms = used | self.gate.used_ms
-            log.warning("token_use_not_noted", error=error.message)
+            self.authenticator.used_ms = used | self.authenticator.used_ms
+            log.warning("token_use_not_saved", error=error.message)

@@ -1,51 +1,31 @@
-"""Which accounts and tokens are there, and how are they made and changed?"""
+"""Reads and changes accounts and tokens in the database."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from control_plane.accounts.errors import AlreadyThere, NoSuchThing
-from control_plane.accounts.lookup import Lookup
+from control_plane.accounts.limits import NO_LIMITS, Limits
 from control_plane.accounts.tokens import SCOPES, Scope, Token, checked_scopes, digest_of, new_secret, now_ms
 from control_plane.storage.database import Database
 from control_plane.storage.tables import accounts, tokens
-from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
+from tandem_runtime.log import get_logger
 
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_NAME_CHARACTERS = 128
 _MINUTE_MS = 60_000
 LAST_MS = 253_402_300_799_999
 """The last moment of the year 9999 in UTC, which is as far as times can be written."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an account may use; None: as much as it likes."""
-
-    max_requests_per_minute: int | None = None
-    max_tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not 1 <= value < 2**31:
-                raise InvalidRequest(
-                    f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; none for no limit", field=field.name
-                )
-
-    def __bool__(self) -> bool:
-        return self != NO_LIMITS
-
-
-NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -224,3 +204,54 @@ def _token(row: Mapping[Any, Any]) -> Token:
     scopes = frozenset(scope for scope in SCOPES if scope in row["scopes"].split(" "))
     times = {name: row[name] for name in ("created_ms", "expires_ms", "revoked_ms", "used_ms")}
     return Token(row["id"], row["account"], row["name"], scopes, **times)
+
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+_MAX_TOGETHER = 256
+
+
+class Lookup(Generic[T]):
+    """Finds things by digest, on one event loop. No answer is from a read that began before it was asked for."""
+
+    def __init__(self, read: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, T]]]) -> None:
+        self._read = read
+        self._wanted: dict[bytes, asyncio.Future[T | None]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def find(self, digest: bytes) -> T | None:
+        """Return what has this digest, if anything has; raises what the read raises."""
+        found = self._wanted.get(digest)
+        if found is None:
+            found = self._wanted[digest] = asyncio.get_running_loop().create_future()
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read_all())
+        return await asyncio.shield(found)
+
+    async def _read_all(self) -> None:
+        try:
+            while self._wanted:
+                batch = {digest: self._wanted.pop(digest) for digest in list(islice(self._wanted, _MAX_TOGETHER))}
+                await self._answer(batch)
+        finally:
+            self._reader = None
+
+    async def _answer(self, batch: Mapping[bytes, asyncio.Future[T | None]]) -> None:
+        try:
+            holders = await self._read(list(batch))
+        except TandemError as error:
+            _fail(batch, error)
+        except Exception as bug:
+            log.exception("lookup_failed")
+            _fail(batch, InternalError(f"the database could not be read: {bug!r}"))
+        else:
+            for digest, found in batch.items():
+                found.set_result(holders.get(digest))
+
+
+def _fail(batch: Mapping[bytes, asyncio.Future[T | None]], error: TandemError) -> None:
+    for found in batch.values():
+        found.set_exception(error)
+        found.exception()  # whoever waited may have left: nobody need read it

@@ -1,1 +1,1 @@
-"""How clients reach Tandem: OpenAI, Workers AI REST, the binding of workerd, and the administration."""
+"""HTTP endpoints: OpenAI, Workers AI's REST and binding, administration and the OpenAPI document."""

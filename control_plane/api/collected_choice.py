@@ -1,4 +1,4 @@
-"""What is a whole answer, when nobody streams it?"""
+"""Collects the deltas of an answer into whole choices, for answers that are not streamed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from control_plane.api.openai.objects import UsageObject
 from control_plane.generation import AnswerEnd, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs
-from control_plane.text.tools.tool import CallDelta
+from control_plane.text.tool import CallDelta
 
 
 class Answer(Protocol):
-    """The running answer to one HTTP request: a TextStream, or several side by side."""
+    """The running answer to one HTTP request: a TextStream or a MultiPromptStream."""
 
     @property
     def model(self) -> ModelDescription: ...
@@ -27,13 +26,13 @@ class Answer(Protocol):
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 
     def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
-        """Yield the same, all that has come at a time; a batch is read to its end before the next is asked for."""
+        """Yield the same deltas in batches of all that has arrived. Read a batch to its end before the next."""
 
     async def aclose(self) -> None: ...
 
 
 @dataclass
-class WholeCall:
+class CollectedCall:
     call_id: str
     name: str
     arguments: str = ""
@@ -41,26 +40,26 @@ class WholeCall:
 
 
 @dataclass
-class WholeChoice:
+class CollectedChoice:
     text: str = ""
     logprobs: list[TextLogprobs] = field(default_factory=list)
     finish_reason: AnswerEnd | None = None
-    calls: list[WholeCall] = field(default_factory=list)
+    calls: list[CollectedCall] = field(default_factory=list)
     is_cut_in_call: bool = False
 
 
-def add_call(calls: list[WholeCall], delta: CallDelta) -> None:
-    """Put a part of a call to those before it."""
+def add_call(calls: list[CollectedCall], delta: CallDelta) -> None:
+    """Add a part of a call to the calls before it."""
     if delta.name is not None:
-        calls.append(WholeCall(delta.call_id, delta.name))
+        calls.append(CollectedCall(delta.call_id, delta.name))
     calls[delta.index].arguments += delta.arguments
     calls[delta.index].is_complete = delta.is_last
 
 
-async def collect(answer: Answer) -> list[WholeChoice]:
-    """Read `answer` to its end."""
+async def collect(answer: Answer) -> list[CollectedChoice]:
+    """Read `answer` to its end and return its choices."""
     parts: list[list[str]] = [[] for _ in range(answer.num_choices)]
-    choices = [WholeChoice() for _ in range(answer.num_choices)]
+    choices = [CollectedChoice() for _ in range(answer.num_choices)]
     async for delta in answer:
         choice = choices[delta.choice_index]
         parts[delta.choice_index].append(delta.text)
@@ -72,15 +71,3 @@ async def collect(answer: Answer) -> list[WholeChoice]:
     for choice, texts in zip(choices, parts, strict=True):
         choice.text = "".join(texts)
     return choices
-
-
-def usage_json(usage: Usage) -> UsageObject:
-    shown: UsageObject = {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_completion_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-    }
-    if usage.microneurons is not None:
-        shown["neurons"] = usage.microneurons / 1e6
-    return shown

@@ -1,17 +1,30 @@
-"""Which fields do all text-generation bodies share, and which of others' fields do no harm?"""
+"""Fields that all text-generation bodies share: sampling, structured output, prompt caches, Workers AI's run options.
+
+Structured output, at most one field per request:
+
+response_format    OpenAI's: {type: text | json_object | json_schema}; the schema is bare, as in Workers AI, or in
+                   OpenAI's {name, schema, strict}. With `strict: false` the schema holds, too.
+guided_*           vLLM's: guided_json, guided_regex, guided_choice, guided_grammar (Lark)
+structured_outputs vLLM's newer form: {json | regex | choice | grammar | json_object}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
 
-from control_plane.api.http.body import Body, refuse_extras
-from control_plane.api.structured_output import StructuredBody
-from control_plane.api.workers_ai.run_options import RunOptions
+from control_plane.accounts.identity import Caller
+from control_plane.api.http.body import Body, ObjectOrText, refuse_extras
+from control_plane.api.http.request_context import caller_of
 from control_plane.cache_policy import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.text.request import GenerationOptions
+from tandem_engine.scheduling.grammar import Grammar, GrammarKind
+from tandem_runtime.errors import InvalidRequest, Unsupported
 
 MAX_CHOICES = 128
 _MAX_STOP_STRINGS = 4
@@ -23,7 +36,7 @@ HARMLESS = frozenset(
         "session_id", "tags",
     }
 )  # fmt: skip
-"""Fields that change nothing about the answer, or nothing without others that are refused."""
+"""Fields that do not change the answer, or only together with fields that are refused."""
 
 UNSUPPORTED = frozenset(
     {
@@ -35,7 +48,125 @@ UNSUPPORTED = frozenset(
         "mm_processor_kwargs", "return_token_ids", "verbosity",
     }
 )  # fmt: skip
-"""Fields that are known elsewhere and would change the answer."""
+"""Fields of other APIs that would change the answer; refused by name."""
+
+_WRAPPER = {"name", "description", "schema", "strict"}
+Tag = Annotated[str, Field(max_length=50, pattern=r"^[A-Za-z0-9:\-./@]*$")]
+
+
+class GatewayOptions(Body):
+    """Options of Cloudflare's AI Gateway. Tandem has no cache of answers, so every answer is new."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"id", "cacheKey", "cacheTtl", "skipCache", "metadata", "collectLog", "eventId", "retries"}
+    )
+
+    requestTimeoutMs: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """The request's timeout in milliseconds; the operator's timeout is the maximum."""
+
+
+class RunOptions(Body):
+    """Workers AI's run options: `options` of a body, and the third argument of `AI.run`. Names are Cloudflare's."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"returnRawResponse", "prefix", "extraHeaders", "sessionOptions", "signal"}
+    )
+    """The binding handles these options itself."""
+
+    rejectIfBusy: bool | None = None
+    """Answer 429 at once, instead of waiting while every worker is busy."""
+    queueRequest: Annotated[bool | None, Field(json_schema_extra={"enum": [False, None]})] = None
+    """Asynchronous batches are not supported."""
+    websocket: Annotated[bool | None, Field(json_schema_extra={"enum": [False, None]})] = None
+    """A WebSocket as the answer is not supported."""
+    tags: Annotated[list[Tag], Field(max_length=5)] | None = None
+    gateway: GatewayOptions | None = None
+
+    def check(self, at: str = "options.") -> None:
+        """Raise Unsupported naming an option that is not built."""
+        for name, what in (("queueRequest", "asynchronous batches"), ("websocket", "a WebSocket as the answer")):
+            if getattr(self, name):
+                raise Unsupported(f"{at}{name} is not supported here ({what}); leave it out", field=f"{at}{name}")
+
+    @property
+    def timeout_seconds(self) -> float | None:
+        gateway = self.gateway
+        return gateway.requestTimeoutMs / 1000 if gateway is not None and gateway.requestTimeoutMs else None
+
+
+class ResponseFormat(Body):
+    type: Annotated[str, Field(json_schema_extra={"enum": ["text", "json_object", "json_schema"]})]
+    json_schema: dict[str, Any] | None = None
+    """A JSON Schema, or OpenAI's {name, schema, strict} around one."""
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar of the answer. Raise InvalidRequest."""
+        if self.type not in ("text", "json_object", "json_schema"):
+            raise Unsupported(
+                f"response_format {self.type!r} is not supported here; send text, json_object or json_schema",
+                field="response_format",
+            )
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise InvalidRequest(
+                "response_format.json_schema needs type json_schema, and that type needs it; send both or neither",
+                field="response_format",
+            )
+        if self.json_schema is not None:
+            return _schema_grammar(_unwrapped(self.json_schema), "response_format")
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    json_schema: Annotated[ObjectOrText | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def requested_grammars(self) -> dict[str, Grammar | None]:
+        return {
+            "structured_outputs.json": _json_grammar(self.json_schema, "structured_outputs.json"),
+            "structured_outputs.regex": _grammar("regex", self.regex, "structured_outputs.regex"),
+            "structured_outputs.choice": _choice_grammar(self.choice, "structured_outputs.choice"),
+            "structured_outputs.grammar": _grammar("lark", self.grammar, "structured_outputs.grammar"),
+            "structured_outputs.json_object": Grammar("json_object") if self.json_object else None,
+        }
+
+
+class StructuredBody(Body):
+    """The fields that request a structure. A request may use at most one of them."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: ObjectOrText | None = None
+    """vLLM's name for response_format with a JSON Schema."""
+    guided_regex: str | None = None
+    """The answer matches this regular expression in Rust's syntax, without look-around and back-references."""
+    guided_choice: list[str] | None = None
+    """The answer is one of these texts."""
+    guided_grammar: str | None = None
+    """The answer matches this grammar, in llguidance's Lark dialect."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's newer name for the same: one of json, regex, choice, grammar and json_object."""
+
+    @property
+    def wants_json(self) -> bool:
+        _, grammar = self.structure()
+        return grammar is not None and grammar.kind in ("json_object", "json_schema")
+
+    def structure(self) -> tuple[str, Grammar | None]:
+        """Return the field that requests a structure, and the answer's grammar. Raise InvalidRequest."""
+        requested = {
+            "response_format": self.response_format.grammar() if self.response_format is not None else None,
+            "guided_json": _json_grammar(self.guided_json, "guided_json"),
+            "guided_regex": _grammar("regex", self.guided_regex, "guided_regex"),
+            "guided_choice": _choice_grammar(self.guided_choice, "guided_choice"),
+            "guided_grammar": _grammar("lark", self.guided_grammar, "guided_grammar"),
+            **(self.structured_outputs.requested_grammars() if self.structured_outputs is not None else {}),
+        }
+        found = {name: grammar for name, grammar in requested.items() if grammar is not None}
+        if len(found) > 1:
+            raise InvalidRequest(f"{' and '.join(found)} exclude each other; send one of them", field=list(found)[1])
+        return next(iter(found.items()), ("response_format", None))
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -74,13 +205,13 @@ TokenId = Annotated[int, Field(ge=0)]
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    """One more chunk, with the usage, before [DONE]."""
+    """Send one more chunk, with the usage, before [DONE]."""
     include_obfuscation: bool | None = None
-    """Taken, and changes nothing."""
+    """Accepted without effect."""
 
 
 class TextBody(StructuredBody):
-    """What the OpenAI and the Workers AI bodies have in common; null is "not said" everywhere."""
+    """The fields that OpenAI's and Workers AI's bodies share. null means that the field is absent."""
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
@@ -91,34 +222,34 @@ class TextBody(StructuredBody):
     }
 
     stream: bool | None = None
-    """Server-sent events instead of one answer."""
+    """Answer with server-sent events."""
     stream_options: StreamOptions | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the likeliest tokens that together have this probability."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Draw only tokens that are this likely, measured at the likeliest."""
+    """Sample only tokens whose probability is at least this share of the likeliest token's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    """Above 1, tokens of prompt and answer become less likely."""
+    """Above 1, tokens of the prompt and of the answer become less likely."""
     frequency_penalty: Penalty | None = None
-    """Above 0, tokens become less likely each time they occur in the answer."""
+    """Above 0, tokens become less likely with each occurrence in the answer."""
     presence_penalty: Penalty | None = None
     """Above 0, tokens that occur in the answer become less likely."""
     stop: StopStrings = Field(default_factory=list)
-    """The answer ends before the first of these."""
+    """The answer ends before the first of these strings."""
     stop_token_ids: list[TokenId] | None = None
     """The answer ends before the first of these tokens."""
     ignore_eos: bool | None = None
-    """The model's own end does not end the answer."""
+    """The model's end token does not end the answer."""
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    """The answer cannot end by itself before it has as many tokens."""
+    """The model cannot end the answer before it has this many tokens."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """How many answers."""
+    """Number of answers."""
     cache_salt: Annotated[str, BeforeValidator(_cache_salt, json_schema_input_type=_CacheSalt)] | None = None
-    """Only requests of the account with the same salt share the prompt's cache. The answer stays the same."""
+    """Share the prompt's cache only with requests of the account with the same salt. The answer does not change."""
     prompt_cache: Annotated[CacheMode, BeforeValidator(_cache_mode, json_schema_input_type=CacheMode)] | None = None
-    """`read` leaves nothing in the prompt caches, `write` takes nothing from them, `off` neither."""
+    """Use of the prompt caches: `on`, `read` (write nothing), `write` (read nothing), `off` (neither)."""
     prompt_cache_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Only so many leading tokens of the prompt are taken from caches or left there."""
+    """Read from caches and write to them only this many leading tokens of the prompt."""
     options: RunOptions | None = None
     """Workers AI's run options."""
 
@@ -127,7 +258,7 @@ class TextBody(StructuredBody):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     def check_extras(self) -> None:
-        """Refuse by name what would change the answer and is not built; raises InvalidRequest."""
+        """Raise InvalidRequest naming a field that would change the answer and is not built."""
         if self.options is not None:
             self.options.check()
         self.structure()
@@ -151,3 +282,73 @@ class TextBody(StructuredBody):
             cache=CachePolicy.of(self.prompt_cache or "on", self.prompt_cache_tokens),
             cache_salt=self.cache_salt or "",
         )
+
+
+def caller_with(request: Request, *options: RunOptions | None) -> Caller:
+    """Return who calls, with the strictest of these run options."""
+    given = [each for each in options if each is not None]
+    timeouts = [each.timeout_seconds for each in given if each.timeout_seconds is not None]
+    return replace(
+        caller_of(request),
+        reject_if_busy=any(each.rejectIfBusy for each in given),
+        timeout_seconds=min(timeouts, default=None),
+    )
+
+
+def _schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
+    """Return the grammar of the JSON Schema in `field`. Raise InvalidRequest if it is too large or too deep."""
+    if "x-guidance" in schema:
+        raise Unsupported(f"{field} has x-guidance, which is not supported here; remove it", field=field)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as error:
+        raise InvalidRequest(f"{field} is nested too deeply; make it flatter", field=field) from error
+    return _checked_grammar("json_schema", text, field)
+
+
+def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
+    if "schema" not in value and (not value or value.keys() - _WRAPPER):  # no JSON Schema has a keyword `schema`
+        return value
+    if unknown := sorted(value.keys() - _WRAPPER):
+        field = f"response_format.json_schema.{unknown[0]}"
+        raise InvalidRequest(f"{field} is not a field beside schema; move it into schema, or leave it out", field=field)
+    schema = value.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest("response_format.json_schema has no schema; send an object", field="response_format")
+    return schema
+
+
+def _json_grammar(value: dict[str, Any] | str | None, field: str) -> Grammar | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field} is not a JSON Schema; send an object", field=field)
+    return _schema_grammar(value, field)
+
+
+def _choice_grammar(choices: Sequence[str] | None, field: str) -> Grammar | None:
+    if choices is None:
+        return None
+    if not choices or not all(choices):
+        raise InvalidRequest(f"{field} must be a list of texts, none of them empty", field=field)
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    # One lexeme for all choices: with one parser item per choice, the limit would be 2,000 choices.
+    return _checked_grammar("lark", f"start: CHOICE\nCHOICE: {texts}", field)
+
+
+def _grammar(kind: GrammarKind, text: str | None, field: str) -> Grammar | None:
+    if text == "":
+        raise InvalidRequest(f"{field} is empty; send what the answer must match, or leave it out", field=field)
+    return None if text is None else _checked_grammar(kind, text, field)
+
+
+def _checked_grammar(kind: GrammarKind, text: str, field: str) -> Grammar:
+    try:
+        return Grammar(kind, text)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", field=field) from error

@@ -1,4 +1,4 @@
-"""How are several prompts of one request answered at the same time?"""
+"""Answers several prompts of one request at the same time, as one stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from control_plane.text.choice import TextDelta
 from control_plane.text.text_service import TextStream
 
 
-class SideBySide:
-    """Streams of the same model as one; choice c of prompt p has index p * choices per prompt + c, as OpenAI counts."""
+class MultiPromptStream:
+    """Several streams of one model as one stream.
+
+    Choice c of prompt p has index p * num_choices_per_prompt + c, as in OpenAI's API.
+    """
 
     def __init__(self, streams: Sequence[TextStream], before: Usage) -> None:
-        """`before`: what the same request has used up to here."""
+        """`before`: usage of the same HTTP request before these streams."""
         self.streams = list(streams)
         self._before = before
 
@@ -42,24 +45,24 @@ class SideBySide:
                 yield delta
 
     async def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
-        """Yield batches of all streams as they come; the first failure ends all of them."""
-        if len(self.streams) == 1:  # nothing to wait for beside it
+        """Yield batches of all streams as they arrive. The first failure ends all streams."""
+        if len(self.streams) == 1:  # no other stream to wait for
             async for texts in self.streams[0].batches():
                 yield texts
             return
         iterators = [aiter(stream.batches()) for stream in self.streams]
-        coming = {_next(iterator): index for index, iterator in enumerate(iterators)}
+        pending = {_next(iterator): index for index, iterator in enumerate(iterators)}
         try:
-            while coming:
-                done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    index = coming.pop(task)
+                    index = pending.pop(task)
                     batch = task.result()
                     if batch is not None:
                         yield self._renumbered(batch, index)
-                        coming[_next(iterators[index])] = index
+                        pending[_next(iterators[index])] = index
         finally:
-            await _cancel(coming)
+            await _cancel(pending)
             await self.aclose()
 
     async def aclose(self) -> None:
@@ -70,11 +73,11 @@ class SideBySide:
         return batch if first == 0 else (replace(delta, choice_index=first + delta.choice_index) for delta in batch)
 
 
-async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) -> SideBySide:
-    """Wait until every stream has started; if one is refused, the others are closed and its error is raised."""
+async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) -> MultiPromptStream:
+    """Wait until every stream has started. If one is refused, close the others and raise its error."""
     tasks = [asyncio.ensure_future(start) for start in starting]
     try:
-        return SideBySide(await asyncio.gather(*tasks), before)
+        return MultiPromptStream(await asyncio.gather(*tasks), before)
     except BaseException:
         with anyio.CancelScope(shield=True):
             await _cancel(tasks)
@@ -92,7 +95,7 @@ def _next(iterator: AsyncIterator[Iterator[TextDelta]]) -> asyncio.Future[Iterat
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel `tasks` and wait until they have ended."""
+    """Cancel `tasks` and wait until all have ended."""
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from control_plane.audit.asking import ANSWER_SECONDS, Asker
 from control_plane.audit.checks import KINDS, suspicions
 from control_plane.audit.snapshot import Snapshot
 from control_plane.audit.suspicion import MIN_SIGHTINGS, Finding, Suspicions, orphan_bytes
+from control_plane.audit.table_reader import ANSWER_SECONDS, TableReader
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from tandem_runtime.log import get_logger
@@ -69,7 +69,7 @@ class Auditor:
         is_alone: bool = True,
         audit_seconds: float = 10.0,
         grace_seconds: float = 5.0,
-        asker: Asker | None = None,
+        asker: TableReader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = AuditReport()
@@ -79,7 +79,7 @@ class Auditor:
         self._is_alone = is_alone
         self._audit_seconds = audit_seconds
         self._grace_seconds = grace_seconds
-        self._asker = asker or Asker()
+        self._asker = asker or TableReader()
         self._clock = clock
         self._suspicions = Suspicions()
         self._known: dict[tuple[str, str, str, str], Finding] = {}
@@ -93,7 +93,7 @@ class Auditor:
             try:
                 report = await self.audit()
             except Exception:  # the next one may be luckier, and requests do not depend on any
-                log.exception("audit_broke")
+                log.exception("audit_failed")
                 report = AuditReport()
             await asyncio.sleep(
                 min(self._audit_seconds, _pause(report)) if report.num_suspicions else self._audit_seconds

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from control_plane.audit.snapshot import Audited, Snapshot
+from control_plane.audit.snapshot import AuditedService, Snapshot
 from control_plane.audit.suspicion import REGION, Suspicion
 from tandem.v1.tables_pb2 import HandleRow, HoldRow, ReaderRow, RequestRow
 
-Check = Callable[[Audited, Snapshot], Iterator[Suspicion]]
+Check = Callable[[AuditedService, Snapshot], Iterator[Suspicion]]
 Facts = dict[str, str | int]
 
 KINDS = {
@@ -43,13 +43,13 @@ def suspicions(snapshot: Snapshot) -> Iterator[Suspicion]:
 # ------------------------------------------------------------------------------------------------------- KV services
 
 
-def _regions(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _regions(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in kv.tables.regions:
         if not snapshot.is_here(row.owner_incarnation):
             yield _suspicion(REGION, kv, row.region_id, row.num_bytes, place=row.owner_incarnation)
 
 
-def _handles(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _handles(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in kv.tables.handles:
         for kind, needs in _faults(row, kv, snapshot):
             yield _suspicion(
@@ -63,7 +63,7 @@ def _handles(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
             )
 
 
-def _faults(row: HandleRow, kv: Audited, snapshot: Snapshot) -> Iterator[tuple[str, frozenset[str]]]:
+def _faults(row: HandleRow, kv: AuditedService, snapshot: Snapshot) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield what is wrong with a handle, and whose answers say so."""
     if not snapshot.is_here(row.owner_incarnation):
         yield "owner_gone", frozenset()
@@ -91,13 +91,13 @@ def _is_gone(reader: ReaderRow, handle_id: bytes, snapshot: Snapshot) -> bool:
     return handle_id not in who.handles if who.is_kv else (handle_id, reader.reader_id) not in who.pulled
 
 
-def _untold(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _untold(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in kv.tables.untold:
         name = _name(row.request_id, row.handle_id)
         yield _suspicion("untold", kv, name, row.num_bytes, place=row.owner_incarnation)
 
 
-def _arena(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _arena(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in kv.tables.arena:
         if row.has_ended and row.num_bytes:
             yield _suspicion("arena_kept", kv, _name(row.request_id, row.handle_id), row.num_bytes)
@@ -106,7 +106,7 @@ def _arena(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
         yield _suspicion("arena_unclaimed", kv, "arena", unclaimed)
 
 
-def _store(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _store(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for lease in kv.tables.store_leases:
         if lease.lease_until_unix_ms < kv.tables.now_unix_ms:
             yield _suspicion("store_lease_overdue", kv, lease.reader_id, lease.num_bytes)
@@ -117,7 +117,7 @@ def _store(kv: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
 # ----------------------------------------------------------------------------------------------------------- workers
 
 
-def _holds(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _holds(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in worker.tables.holds:
         name = _name(row.request_id, row.handle_id)
         facts: Facts = {"attempt": row.attempt, "holder": row.holder_incarnation}
@@ -135,7 +135,7 @@ def _is_unknown(row: HoldRow, snapshot: Snapshot) -> bool:
     return holder.is_complete and row.handle_id not in holder.handles
 
 
-def _requests(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _requests(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in worker.tables.requests:
         if not _is_wanted(row, worker, snapshot):
             facts: Facts = {"attempt": row.attempt, "gateway": row.gateway_id}
@@ -143,14 +143,14 @@ def _requests(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
             yield _suspicion("request_gone", worker, name, row.num_bytes, facts=facts)
 
 
-def _is_wanted(row: RequestRow, worker: Audited, snapshot: Snapshot) -> bool:
+def _is_wanted(row: RequestRow, worker: AuditedService, snapshot: Snapshot) -> bool:
     if row.deadline_unix_ms < worker.tables.now_unix_ms:
         return False
     is_ours = row.gateway_id == snapshot.gateway_id
     return not is_ours or (worker.incarnation, row.request_id, row.attempt) in snapshot.running
 
 
-def _pulls(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _pulls(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in worker.tables.pulls:
         kv = snapshot.at(row.kv_address)
         if kv is not None and kv.is_complete and row.handle_id not in kv.handles:
@@ -159,7 +159,7 @@ def _pulls(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
             yield _suspicion("pull_in_vain", worker, name, row.num_bytes, needs=needs)
 
 
-def _pool(worker: Audited, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _pool(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     """A pool lags behind the tables, but not for as long as nobody asks anything of the worker."""
     tables = worker.tables
     is_idle = not (tables.requests or tables.holds or tables.pulls)
@@ -174,7 +174,7 @@ _WORKER_CHECKS: tuple[Check, ...] = (_holds, _requests, _pulls, _pool)
 
 def _suspicion(
     kind: str,
-    service: Audited,
+    service: AuditedService,
     name: str,
     num_bytes: int,
     *,

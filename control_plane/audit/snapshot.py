@@ -12,7 +12,7 @@ from tandem.v1.tables_pb2 import HandleRow, TablesReply
 
 
 @dataclass(frozen=True, eq=False)
-class Audited:
+class AuditedService:
     """One process and its tables."""
 
     worker: Worker
@@ -48,7 +48,7 @@ class Audited:
 class Snapshot:
     """All that one audit compares. `answered` and `silent` are incarnations: together, all that are registered."""
 
-    answered: Mapping[str, Audited]
+    answered: Mapping[str, AuditedService]
     silent: frozenset[str] = frozenset()
     running: frozenset[tuple[str, str, int]] = frozenset()
     """Incarnation, request id and attempt of what this gateway has running."""
@@ -64,7 +64,7 @@ class Snapshot:
         """Whether a process of that incarnation is registered."""
         return incarnation in self.answered or incarnation in self.silent
 
-    def at(self, address: str) -> Audited | None:
+    def at(self, address: str) -> AuditedService | None:
         """Return who listens at an address, if he answered."""
         return next((each for each in self.answered.values() if each.worker.info.address == address), None)
 

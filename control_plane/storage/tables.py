@@ -62,7 +62,7 @@ windows = Table(
     metadata,
     Column("account", String(64), primary_key=True),
     Column("revision", String(32), nullable=False),  # of whoever wrote last; a write says which one it has read
-    Column("state", String, nullable=False),  # control_plane.accounts.window.Window as JSON
+    Column("state", String, nullable=False),  # control_plane.accounts.limits.Window as JSON
 )
 
 ledger = Table(

@@ -1,1 +1,1 @@
-"""Where does text become token ids, and token ids text again?"""
+"""Turns text into token ids, and token ids into text: templates, tokenizers, stop strings, tools and grammars."""

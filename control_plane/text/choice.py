@@ -1,7 +1,8 @@
-"""How do the tokens of one choice become text that ends where it must?
+"""Turns the tokens of one choice into text that ends at its stop string or stop token.
 
-Tokens pass the detokenizer (whole characters only), then the stop strings (nothing that might be one). A token's
-log probability leaves with the last character of that token, and not at all if the token lies behind the end.
+Tokens pass the detokenizer (whole characters only), then the stop strings (which hold back text that may become a stop
+string), then the parser of tool calls. A token's log probability is returned with the token's last character, and not
+at all for a token after the end.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from control_plane.generation import AnswerEnd, Logprob, PositionLogprobs, TokenDelta
 from control_plane.text.stop_strings import StopStrings
 from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tool import CallDelta
 from control_plane.text.tools.parser import CallParser, Parsed
-from control_plane.text.tools.tool import CallDelta
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TokenText:
 
 @dataclass(frozen=True)
 class TextLogprobs:
-    """The chosen token, what else was likely, and where in the choice's text the token begins, in characters."""
+    """The chosen token, its likeliest alternatives, and its offset in the choice's text in characters."""
 
     chosen: TokenText
     top: tuple[TokenText, ...]
@@ -41,7 +42,7 @@ class TextLogprobs:
 class TextDelta:
     """New text and calls of one choice.
 
-    `token_ids` are those that came since the last delta, whether their text left or not.
+    `token_ids` are all token ids since the last delta, also those whose text is still held back.
     """
 
     choice_index: int
@@ -51,11 +52,11 @@ class TextDelta:
     finish_reason: AnswerEnd | None = None
     calls: tuple[CallDelta, ...] = ()
     is_cut_in_call: bool = False
-    """Whether the answer ended within a call, by whatever ended it."""
+    """Whether the answer ended within a tool call."""
 
 
 class ChoiceText:
-    """The text of one choice as it grows."""
+    """The text of one choice while its tokens arrive."""
 
     def __init__(
         self,
@@ -67,14 +68,15 @@ class ChoiceText:
         calls: CallParser | None = None,
         shown_ids: Sequence[int] = (),
     ) -> None:
-        """`context_ids`: tokens before the answer whose text the answer continues. Stop tokens are never text.
+        """`context_ids` are the tokens before the answer if the answer continues their text.
 
-        `calls` takes tool calls out of the text; `shown_ids` are control tokens that it has to see.
+        `calls` extracts tool calls from the text. `shown_ids` are control tokens that `calls` needs by name. Stop
+        tokens are never part of the text.
         """
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(context_ids, shown_ids)
         self._calls = calls
-        self._stop_strings = StopStrings(stop_strings)
+        self._stop_strings = StopStrings(stop_strings) if any(stop_strings) else None
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_decoded = 0
         self._num_released = 0
@@ -83,16 +85,18 @@ class ChoiceText:
 
     @property
     def ended_by_stop_string(self) -> bool:
-        return self._stop_strings.matched is not None
+        return self._stop_strings is not None and self._stop_strings.matched is not None
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """Take new tokens of this choice and return what may leave."""
+        """Add new tokens of this choice and return the text that is now certain."""
         text = "".join(self._take(token_id, logprobs) for token_id, logprobs in self._text_tokens(delta))
         if delta.finish_reason is not None:
-            text += self._release(self._detokenizer.flush()) + self._count(self._stop_strings.flush())
+            text += self._release(self._detokenizer.flush())
+            if self._stop_strings is not None:
+                text += self._count(self._stop_strings.flush())
         self.finish_reason = "stop" if self.ended_by_stop_string else delta.finish_reason
         logprobs, parsed = self._leaving_logprobs(), self._parsed(text)
-        if self._calls is not None and self._calls.has_whole_calls and self.finish_reason == "stop":
+        if self._calls is not None and self._calls.has_complete_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         return TextDelta(
             *(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls),
@@ -101,11 +105,14 @@ class ChoiceText:
 
     @property
     def _is_cut_in_call(self) -> bool:
-        """Whether a call is half, or was cut off behind its opening; a model itself may leave it at that."""
+        """Return whether the answer ended within a call: incomplete, or cut off after its opening.
+
+        A model that itself ends the answer after an opening has not been cut off.
+        """
         if self._calls is None or self.finish_reason is None:
             return False
         is_cut = self.finish_reason == "length" or self.ended_by_stop_string
-        return self._calls.has_half_call or (is_cut and self._calls.is_within_call)
+        return self._calls.has_incomplete_call or (is_cut and self._calls.is_within_call)
 
     def _parsed(self, text: str) -> Parsed:
         if self._calls is None:
@@ -116,7 +123,7 @@ class ChoiceText:
         return Parsed(parsed.text + self._calls.flush().text, parsed.calls)
 
     def _text_tokens(self, delta: TokenDelta) -> list[tuple[int, PositionLogprobs | None]]:
-        """Pair tokens with their log probabilities, less a stop token at the end."""
+        """Return tokens with their log probabilities, without a stop token at the end."""
         logprobs = delta.logprobs or (None,) * len(delta.token_ids)
         pairs = list(zip(delta.token_ids, logprobs, strict=True))
         ends_with_stop = delta.finish_reason == "stop" and pairs and pairs[-1][0] in self._stop_token_ids
@@ -131,14 +138,14 @@ class ChoiceText:
         return self._release(text)
 
     def _release(self, text: str) -> str:
-        return self._count(self._stop_strings.push(text))
+        return self._count(text if self._stop_strings is None else self._stop_strings.push(text))
 
     def _count(self, released: str) -> str:
         self._num_released += len(released)
         return released
 
     def _leaving_logprobs(self) -> tuple[TextLogprobs, ...]:
-        """Return the entries whose text has left; at the end, also of those that were cut short."""
+        """Return the entries whose text has been released; at the end, also of tokens that were cut short."""
         leaving = []
         while self._waiting:
             end, entry = self._waiting[0]

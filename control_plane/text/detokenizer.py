@@ -1,4 +1,4 @@
-"""How does text grow token by token without ever showing half a character?"""
+"""Decodes tokens one by one, without ever returning part of a character."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _CONTEXT_TOKENS = 8
 
 
 class Detokenizer(Protocol):
-    """The pieces returned, joined, are what decoding all tokens at once gives, special tokens left out."""
+    """The returned pieces, joined, equal the decoding of all tokens at once, without special tokens."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain now, "" while a character is incomplete."""
+        """Add a token and return the text that is certain now; "" while a character is incomplete."""
 
     def flush(self) -> str:
-        """Return what is left at the end; incomplete characters become U+FFFD."""
+        """Return the rest at the end of the answer. Incomplete characters become U+FFFD."""
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: the text is the UTF-8 decoding of the tokens' bytes, so one decoder with state is enough."""
+    """For byte-level BPE, where the text is the UTF-8 decoding of the tokens' bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        """`token_bytes` gives b"" for special tokens."""
+        """`token_bytes` returns b"" for special tokens."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -36,17 +36,17 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: what a token adds is how the decoding of a short window grows.
+    """For other decoders: a token's text is what the token adds to the decoding of a short window.
 
-    The window always begins with tokens whose text has left already, because decoders treat the first token of a
-    sequence differently (a leading space is dropped).
+    The window begins with tokens whose text has already been returned, because decoders treat the first token of a
+    sequence differently (they drop a leading space).
 
         ids:  ... | emitted before | not yet emitted |
                   ^0               ^_num_emitted     ^end
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context_ids: Sequence[int] = ()) -> None:
-        """`context_ids` are the tokens before the first one pushed, whose text belongs to somebody else."""
+        """`context_ids` are the tokens before the first pushed token. Their text is not returned."""
         self._decode = decode
         self._window = list(context_ids[-_CONTEXT_TOKENS:])
         self._num_emitted = len(self._window)
@@ -61,19 +61,19 @@ class WindowDetokenizer:
 
     def _emit(self, text: str) -> str:
         new = text[len(self._decode(self._window[: self._num_emitted])) :]
-        if new:  # a window of tokens without text would make the next one look like the first of all
+        if new:  # keep tokens that have text: without them, the decoder would treat the next token as the first
             del self._window[: self._num_emitted]
             self._num_emitted = len(self._window)
         return new
 
 
 class NamingDetokenizer:
-    """Shows some control tokens by name; what is between them another detokenizer does."""
+    """Returns some control tokens by name, and decodes the tokens between them with another detokenizer."""
 
     def __init__(
         self, make: Callable[[Sequence[int]], Detokenizer], names: Mapping[int, str], context_ids: Sequence[int] = ()
     ) -> None:
-        """`make` gives the detokenizer of what follows the tokens that it is told."""
+        """`make` returns a detokenizer for the tokens after the given ones."""
         self._make = make
         self._names = names
         self._inner = make(context_ids)

@@ -1,8 +1,8 @@
-"""How likely were a prompt's own tokens? What `echo` with `logprobs` shows.
+"""Computes the log probabilities of a prompt's own tokens, for `echo` with `logprobs`.
 
-The engine gives the log probabilities of tokens that it generates, so each token of the prompt is generated once, from
-what stands before it, with a bias that makes it the likeliest: log probabilities come from raw logits, before any bias.
-With the prompt caches that computes about one block for each token. The number of tokens is bounded.
+The engine returns log probabilities of generated tokens only. So each token of the prompt is generated once, from the
+tokens before it, with a bias that makes it the likeliest. Log probabilities come from raw logits, before any bias.
+With the prompt caches this computes about one block per token. The number of tokens is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BIAS = 100.0
 
 
 def check_scored(num_prompt_tokens: int) -> None:
-    """Raise InvalidRequest if the prompts of one HTTP request have too many tokens together."""
+    """Raise InvalidRequest if the prompts of one HTTP request together have too many tokens."""
     if num_prompt_tokens > MAX_SCORED_TOKENS:
         raise InvalidRequest(
             f"echo with logprobs takes up to {MAX_SCORED_TOKENS:,} prompt tokens in a request, this one has "
@@ -34,35 +34,35 @@ def check_scored(num_prompt_tokens: int) -> None:
 async def prompt_logprobs(
     dispatcher: Dispatcher, request: TokenRequest, num_logprobs: int, used: list[Usage]
 ) -> Sequence[PositionLogprobs]:
-    """Return those of every token of the request's prompt but the first, which follows nothing; raises TandemError.
+    """Return the log probabilities of every token of the prompt but the first. Raise TandemError.
 
-    `used` gets what was done for each token, also where not all of them could be scored.
+    The usage of each token is appended to `used`, also if scoring fails for another token.
     """
-    places = range(len(request.token_ids) - 1, 0, -1)  # the longest first: it leaves the blocks that the others find
+    positions = range(len(request.token_ids) - 1, 0, -1)  # longest first: its blocks are cached for the others
     slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
-    async def one(place: int) -> PositionLogprobs:
+    async def one(position: int) -> PositionLogprobs:
         async with slots:
-            return await _of_token(dispatcher, request, place, num_logprobs, used)
+            return await _score_token(dispatcher, request, position, num_logprobs, used)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(place)) for place in places]
+            tasks = [group.create_task(one(position)) for position in positions]
     except* TandemError as failed:
         raise _first(failed) from None
     return [task.result() for task in reversed(tasks)]
 
 
-async def _of_token(
-    dispatcher: Dispatcher, request: TokenRequest, place: int, num_logprobs: int, used: list[Usage]
+async def _score_token(
+    dispatcher: Dispatcher, request: TokenRequest, position: int, num_logprobs: int, used: list[Usage]
 ) -> PositionLogprobs:
-    target = request.token_ids[place]
+    target = request.token_ids[position]
     stream = await dispatcher.submit(
         replace(
             request,
-            request_id=f"{request.request_id}-prompt-{place}",
-            token_ids=request.token_ids[:place],
-            num_public_tokens=min(request.num_public_tokens, place),
+            request_id=f"{request.request_id}-prompt-{position}",
+            token_ids=request.token_ids[:position],
+            num_public_tokens=min(request.num_public_tokens, position),
             sampling=SamplingParams(
                 max_tokens=1, temperature=0.0, logit_bias={target: _BIAS}, num_logprobs=num_logprobs
             ),
@@ -75,15 +75,17 @@ async def _of_token(
         await stream.aclose()
     used.append(stream.usage)
     if len(found) != 1:
-        raise InternalError(f"{len(found)} log probabilities came for one token of the prompt; try again")
+        raise InternalError(
+            f"the engine returned {len(found)} log probabilities for one token of the prompt; try again"
+        )
     if found[0].chosen.token_id == target:
         return found[0]
-    return PositionLogprobs(Logprob(target, -math.inf, 0), found[0].top)  # so unlikely that the bias did not help
+    return PositionLogprobs(Logprob(target, -math.inf, 0), found[0].top)  # so unlikely that the bias was not enough
 
 
 def _first(failed: BaseExceptionGroup[TandemError]) -> TandemError:
     error: BaseException = failed
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, TandemError), "the group has nothing else"
+    assert isinstance(error, TandemError), "the group has only TandemErrors"
     return error

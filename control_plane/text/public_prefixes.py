@@ -1,7 +1,8 @@
-"""Which texts may every account find in the prompt caches, because the operator marked them public?
+"""Finds the public texts that all accounts may share in the prompt caches.
 
-They are the *.txt files of a folder: system prompts, mostly. What counts is the beginning of a prompt's token ids, so
-each text is made into token ids as it would begin a chat (up to where two users' messages differ), and a prompt.
+The operator puts these texts, mostly system prompts, into a folder as *.txt files. A prompt shares a text's cache if
+its token ids begin with the text's token ids. So each text is tokenized as the start of a chat (up to the first token
+that depends on the user's message) and as the start of a prompt.
 """
 
 from __future__ import annotations
@@ -21,34 +22,32 @@ log = get_logger(__name__)
 TokenIds = tuple[int, ...]
 
 _VALID_SECONDS = 3600.0
-"""There are templates that write today's date."""
+"""Token ids are made again after this time, because some templates write today's date."""
 _MAX_MODELS = 16
 
 
 class PublicPrefixes:
-    """Public texts, and their token ids for each model that was asked."""
+    """Public texts, and their token ids per model."""
 
     def __init__(self, texts: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
-        """`texts` by name, for messages to the operator."""
+        """`texts` has each text by its file name, which log events use."""
         self._texts = texts
         self._clock = clock
         self._made: dict[tuple[str, str], tuple[float, list[TokenIds]]] = {}
 
     @classmethod
-    def read(cls, folder: Path | None) -> PublicPrefixes:
-        """Read a folder's texts; raises InvalidRequest if it, or one of them, cannot be read."""
+    def read(cls, folder: Path | None) -> PublicPrefixes | None:
+        """Read a folder's texts; None without a folder. Raise InvalidRequest if folder or text cannot be read."""
         if folder is None:
-            return cls({})
+            return None
         if not folder.is_dir():
-            raise InvalidRequest(f"--public-prefixes {folder} is no folder; make it, with one .txt file for each text")
+            raise InvalidRequest(f"--public-prefixes {folder} is not a folder; create it, with one .txt file per text")
         texts = {path.name: _read(path) for path in sorted(folder.glob("*.txt"))}
         log.info("public_prefixes", folder=str(folder), names=list(texts))
         return cls({name: text for name, text in texts.items() if text})
 
     async def num_tokens(self, model: ModelDescription, tokenizer: TextTokenizer, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens of a prompt are the beginning of a public text."""
-        if not self._texts:
-            return 0
+        """Return how many leading tokens of a prompt are the start of a public text."""
         prefixes = await self._prefixes(model, tokenizer)
         return max((_num_common(prefix, token_ids) for prefix in prefixes), default=0)
 
@@ -64,7 +63,7 @@ class PublicPrefixes:
         return prefixes
 
     async def _make(self, name: str, model: ModelDescription, tokenizer: TextTokenizer) -> list[TokenIds]:
-        """Return a text's token ids at the beginning of a chat, of a prompt, and of one in the model's own format."""
+        """Return a text's token ids at the start of a chat, of a prompt, and of a prompt in the model's own format."""
         text = self._texts[name]
         made = [tuple(await tokenizer.prompt_ids(text, control_tokens=is_raw)) for is_raw in (False, True)]
         if model.chat_template:
@@ -76,11 +75,11 @@ class PublicPrefixes:
 
 
 async def _chat_ids(text: str, chat_template: str, tokenizer: TextTokenizer) -> TokenIds:
-    """Return what any chat with this system message begins with, wherever the template puts that."""
+    """Return the token ids with which every chat with this system message begins."""
     template = ChatTemplate(chat_template, tokenizer.special_tokens)
     chats = [
-        await tokenizer.chat_ids(template, [{"role": "system", "content": text}, {"role": "user", "content": said}])
-        for said in ("0", "x")
+        await tokenizer.chat_ids(template, [{"role": "system", "content": text}, {"role": "user", "content": message}])
+        for message in ("0", "x")
     ]
     return tuple(chats[0][: _num_common(*chats)])
 
@@ -91,8 +90,8 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _read(path: Path) -> str:
-    """Return a file's text without the line end that editors put behind it."""
+    """Return a file's text without the line break at its end."""
     try:
         return path.read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the public prefix {path} cannot be read: {error}; make it a text in UTF-8") from error
+        raise InvalidRequest(f"the public prefix {path} cannot be read: {error}; save it as a UTF-8 text") from error

@@ -1,6 +1,6 @@
-"""What does a face ask of the text pipeline, and which `TokenRequest` comes of it?
+"""Requests to the text pipeline, and how they become token ids and a `TokenRequest`.
 
-A value that the caller did not give comes from the model's own defaults, then from the face's.
+A value that the caller did not send comes from the model's own defaults, then from the endpoint's.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from control_plane.accounts.gate import Identity
+from control_plane.accounts.identity import Caller
 from control_plane.cache_policy import EVERYTHING, CachePolicy
 from control_plane.generation import ModelDescription, TokenRequest
-from control_plane.text.tools.tool import ToolUse
+from control_plane.text.template import ChatTemplate
+from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tool import ToolUse
 from tandem_engine.scheduling.grammar import Grammar
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import ContextTooLong, InvalidRequest
@@ -23,28 +25,12 @@ _SMALLEST_TOP_P = 1e-6
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who asks, and what they want besides text."""
-
-    request_id: str
-    account: str = "default"
-    session_affinity: str = ""
-    reject_if_busy: bool = False
-    timeout_seconds: float | None = None
-    """None: the service's own, which is also the longest."""
-    identity: Identity | None = None
-    """Who was let in; None: nobody asks for tokens, and nobody is limited."""
-    answer_headers: dict[str, str] = field(default_factory=dict, compare=False)
-    """What the answer's head is to say besides, as it becomes known."""
-
-
-@dataclass(frozen=True)
 class GenerationOptions:
-    """How to generate; None is "not said": then the model's own default holds, then the face's."""
+    """How to generate. None means not sent: then the model's default holds, then the endpoint's."""
 
     max_tokens: int | None = None
     default_max_tokens: int | None = None
-    """The face's default; None: what the prompt leaves of the context."""
+    """The endpoint's default; None for the rest of the context."""
     temperature: float | None = None
     default_temperature: float = 1.0
     top_p: float | None = None
@@ -62,12 +48,12 @@ class GenerationOptions:
     ignore_eos: bool = False
     min_tokens: int = 0
     grammar: Grammar | None = None
-    """What the answer's text must look like."""
+    """The grammar that the answer must match."""
     grammar_field: str = "response_format"
-    """Where the request asks for that."""
+    """The request's field that has the grammar, for error messages."""
     cache: CachePolicy = EVERYTHING
     cache_salt: str = ""
-    """Only requests of the same account with the same salt share the prompt's cache; "" with all of the account."""
+    """The prompt's cache is shared with the account's requests that have the same salt."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,7 @@ class CompletionRequest:
     caller: Caller
     options: GenerationOptions = GenerationOptions()
     control_tokens: bool = False
-    """The prompt is written in the model's own format: names of control tokens in it are control tokens."""
+    """Whether names of control tokens in the prompt are control tokens: the prompt is in the model's own format."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +73,9 @@ class ChatRequest:
     caller: Caller
     options: GenerationOptions = GenerationOptions()
     tools: ToolUse | None = None
-    """Those that the answer may call."""
+    """Tools that the answer may call; None for none."""
     template_tools: tuple[Mapping[str, Any], ...] = ()
-    """Those that the chat template is told of."""
+    """Tools that the chat template renders."""
 
 
 def token_request(
@@ -119,7 +105,7 @@ def token_request(
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """Return the seed of one choice: choice 0 is what the request would give alone, the others are independent."""
+    """Return the seed of one choice. Choice 0 has the request's seed, the others have seeds derived from it."""
     if choice_index == 0:
         return seed
     return int.from_bytes(blake2b(seed.to_bytes(8) + choice_index.to_bytes(4), digest_size=8).digest())
@@ -130,7 +116,8 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
     top_p = _first(options.top_p, defaults.get("top_p"), 1.0)
     if options.grammar is not None and options.ignore_eos:
         raise InvalidRequest(
-            "ignore_eos: an answer with a structure ends where that ends; leave it out", field="ignore_eos"
+            "ignore_eos cannot be used with structured output or tools, which define the end; leave it out",
+            field="ignore_eos",
         )
     check_token_ids("logit_bias", tuple(options.logit_bias), model)
     check_token_ids("stop_token_ids", options.stop_token_ids, model)
@@ -139,7 +126,7 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
             max_tokens=_max_tokens(options, model, num_prompt_tokens),
             seed=seed,
             temperature=_first(options.temperature, defaults.get("temperature"), options.default_temperature),
-            top_p=max(top_p, _SMALLEST_TOP_P) if top_p == 0 else top_p,  # OpenAI's 0 is "only the likeliest"
+            top_p=max(top_p, _SMALLEST_TOP_P) if top_p == 0 else top_p,  # OpenAI's 0 means the likeliest token only
             top_k=int(_first(options.top_k, defaults.get("top_k"), 0)),
             min_p=options.min_p,
             repetition_penalty=_first(options.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
@@ -156,9 +143,9 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
 
 
 def _max_tokens(options: GenerationOptions, model: ModelDescription, num_prompt_tokens: int) -> int:
-    """Return how many tokens the answer may have: as asked, but never more than the context has room for.
+    """Return the maximum number of tokens of the answer: as requested, limited by the rest of the context.
 
-    A prompt that fills the context still gets one token: it is sampled and never has to be computed itself.
+    A prompt that fills the context still gets one token: this token is sampled, and its KV is never computed.
     """
     room = max(1, model.context_length - num_prompt_tokens)
     if num_prompt_tokens > model.context_length:
@@ -167,8 +154,10 @@ def _max_tokens(options: GenerationOptions, model: ModelDescription, num_prompt_
             f"answer together; shorten the prompt by at least {num_prompt_tokens - model.context_length:,}",
             field="prompt",
         )
-    asked = _first(options.max_tokens, model.generation_defaults.get("max_tokens"), options.default_max_tokens or room)
-    return min(int(asked), room)
+    requested = _first(
+        options.max_tokens, model.generation_defaults.get("max_tokens"), options.default_max_tokens or room
+    )
+    return min(int(requested), room)
 
 
 def stop_token_ids(options: GenerationOptions, model: ModelDescription) -> tuple[int, ...]:
@@ -180,10 +169,33 @@ def check_token_ids(name: str, token_ids: tuple[int, ...], model: ModelDescripti
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidRequest(
-                f"{name} has token id {token_id}, {model.model_id} knows 0 to {model.vocab_size - 1}", field=name
+                f"{name} has token id {token_id}, {model.model_id} has 0 to {model.vocab_size - 1}", field=name
             )
 
 
 def _first(*values: float | None) -> float:
-    """Return the first value that was given; the last one always is."""
+    """Return the first value that is not None; the last value never is."""
     return next(value for value in values if value is not None)
+
+
+async def prompt_ids(
+    request: CompletionRequest | ChatRequest, model: ModelDescription, tokenizer: TextTokenizer
+) -> list[int]:
+    """Return a prompt or a rendered chat as token ids. Raise InvalidRequest."""
+    if isinstance(request, CompletionRequest):
+        return await _completion_ids(request, model, tokenizer)
+    if not request.messages:
+        raise InvalidRequest("messages is empty; send at least one message", field="messages")
+    if not model.chat_template:
+        raise InvalidRequest(f"{model.model_id} has no chat template; send a prompt instead", field="messages")
+    template = ChatTemplate(model.chat_template, tokenizer.special_tokens)
+    return await tokenizer.chat_ids(template, request.messages, request.template_tools)
+
+
+async def _completion_ids(request: CompletionRequest, model: ModelDescription, tokenizer: TextTokenizer) -> list[int]:
+    if not request.prompt:
+        raise InvalidRequest("prompt is empty; send at least one character or token id", field="prompt")
+    if isinstance(request.prompt, str):
+        return await tokenizer.prompt_ids(request.prompt, control_tokens=request.control_tokens)
+    check_token_ids("prompt", request.prompt, model)
+    return list(request.prompt)

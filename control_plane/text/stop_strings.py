@@ -1,4 +1,4 @@
-"""Where does a text end that must not contain certain strings, when it arrives in pieces?"""
+"""Ends a text before the first of some strings, while the text arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, and holds back what might still become one.
+    """Releases text up to the first stop string, and holds back text that may become a stop string.
 
-    The match that is complete first wins, and of those that end together the longest: the result does not depend on
-    how the text was cut into pieces.
+    The match that ends first wins; of matches that end together, the longest. So the result does not depend on how
+    the text was cut into pieces.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -18,7 +18,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Return what may leave now; after a match, nothing ever does."""
+        """Add text and return what is certain now; "" after a match."""
         if self.matched is not None:
             return ""
         if not self._strings:
@@ -32,7 +32,7 @@ class StopStrings:
         return self._release(len(self._held) - self._num_undecided())
 
     def flush(self) -> str:
-        """The text has ended: what was held back was no stop string after all."""
+        """Return the held text at the end of the answer."""
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -44,7 +44,7 @@ class StopStrings:
         return min(found, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _num_undecided(self) -> int:
-        """Return the length of the longest ending of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(len(string) for string in self._strings) - 1)
         endings = (length for length in range(longest, 0, -1))
         return next((n for n in endings if any(s.startswith(self._held[-n:]) for s in self._strings)), 0)

@@ -1,7 +1,7 @@
-"""Can an answer be held to this grammar?
+"""Checks before admission that the engine can enforce a grammar.
 
-Asked before a request is admitted, of the library that the engine uses and with the same limits, but over a vocabulary
-of bytes: so it takes neither the model's tokenizer nor much time, and never the event loop.
+The check uses the engine's library and limits, over a vocabulary of the 256 bytes. So it needs no tokenizer, takes
+little time, and runs in a thread.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tandem_runtime.errors import InvalidRequest, Unsupported
 
 _MAX_KNOWN = 256
 _TRIED_BYTES = 8
-"""Some grammars show only behind their first characters that they are too complex."""
-_NOTHING = "no text fits it"
+"""Bytes to try: some grammars turn out to be too complex only after their first characters."""
+_NO_MATCH = "no text matches it"
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 
 class GrammarCheck:
-    """Remembers the grammars that passed."""
+    """Checks grammars, and remembers those that passed."""
 
     def __init__(self) -> None:
         self._passed: OrderedDict[Grammar, None] = OrderedDict()
 
     async def check(self, grammar: Grammar, field: str) -> None:
-        """Raise Unsupported naming the keywords that are not built, or InvalidRequest saying what else is wrong.
+        """Raise Unsupported naming unsupported keywords, or InvalidRequest with any other problem.
 
-        `field` is where the request asks for it.
+        `field` is the request's field that has the grammar.
         """
         if grammar not in self._passed:
             await asyncio.to_thread(_check, grammar, field)
@@ -51,7 +51,7 @@ def _check(grammar: Grammar, field: str) -> None:
         return
     if found := _UNIMPLEMENTED.search(problem):
         keywords = ", ".join(json.loads(found[1]))
-        raise Unsupported(f"{field} has keywords that are not supported here: {keywords}; take them out", field=field)
+        raise Unsupported(f"{field} has keywords that are not supported here: {keywords}; remove them", field=field)
     raise InvalidRequest(f"{field} cannot be used: {problem}; change or simplify it", field=field)
 
 
@@ -68,16 +68,16 @@ def _problem(grammar: Grammar) -> str:
         matcher.consume_tokens([(mask & -mask).bit_length() - 1])
         num_tried += 1
     if not matcher.is_error():
-        matcher.rollback(num_tried)  # as the engine does behind drafts; not every lexeme can
+        matcher.rollback(num_tried)  # the engine rolls back after drafts; some lexemes cannot
     problem = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return _NOTHING if problem == "NoExtensionBias" else problem
+    return _NO_MATCH if problem == "NoExtensionBias" else problem
 
 
 _END = 256
 
 
 class _Bytes:
-    """A vocabulary of all bytes and an end, as llguidance takes one."""
+    """A vocabulary of all bytes and an end token, in llguidance's form."""
 
     eos_token_id = _END
     bos_token_id = None

@@ -1,7 +1,7 @@
-"""What do traces and metrics say about a generation?
+"""Traces and metrics of a generation.
 
-Names follow OpenTelemetry's semantic conventions for generative AI; the cached share of the prompt is a token type of
-its own.
+Names follow OpenTelemetry's semantic conventions for generative AI. The cached part of the prompt has its own token
+type, `cached_input`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem_runtime import metrics
 
 
 class GenerationMeter:
-    """The instruments; made once, after `metrics.configure`."""
+    """The metrics' instruments. Create one per process, after `metrics.configure`."""
 
     def __init__(self) -> None:
         meter = metrics.meter()
@@ -34,10 +34,10 @@ class GenerationMeter:
 
 
 class GenerationRecord:
-    """One generation as it goes: attributes of the server's span and readings of the meter."""
+    """Records one generation in the attributes of the server's span and in the metrics."""
 
     def __init__(self, meter: GenerationMeter, request: CompletionRequest | ChatRequest) -> None:
-        """The span is the current one."""
+        """The span is the current span."""
         operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
         self._meter = meter
         self._span = trace.get_current_span()
@@ -50,26 +50,26 @@ class GenerationRecord:
 
     def _describe_options(self, request: CompletionRequest | ChatRequest) -> None:
         options = request.options
-        asked = {
+        sent = {
             "gen_ai.request.max_tokens": options.max_tokens,
             "gen_ai.request.temperature": options.temperature,
             "gen_ai.request.top_p": options.top_p,
             "gen_ai.request.seed": options.seed,
             "gen_ai.request.choice.count": options.num_choices if options.num_choices > 1 else None,
         }
-        self._span.set_attributes({name: value for name, value in asked.items() if value is not None})
+        self._span.set_attributes({name: value for name, value in sent.items() if value is not None})
 
     def model_found(self, model: ModelDescription) -> None:
         self._labels["gen_ai.response.model"] = model.model_id
         self._span.set_attribute("gen_ai.response.model", model.model_id)
 
-    def text_came(self) -> None:
+    def text_arrived(self) -> None:
         if self._first_token is None:
             self._first_token = time.perf_counter()
             self._meter.first_tokens.record(self._first_token - self._started, self._labels)
 
     def failed(self, error: BaseException) -> None:
-        """The generation was refused, broke or was cancelled."""
+        """Record that the generation was refused, failed or was cancelled."""
         kind = type(error).__name__
         self._span.set_attribute("error.type", kind)
         self._meter.durations.record(time.perf_counter() - self._started, {**self._labels, "error.type": kind})

@@ -1,7 +1,7 @@
-"""How does a list of chat messages become the text a model was trained on?
+"""Renders chat messages as the text that a model was trained on.
 
-Chat templates come with checkpoints and are untrusted code: they render in jinja2's sandbox, on plain JSON values only,
-and give what `transformers.apply_chat_template` gives (same environment: trimmed blocks, loop controls, the
+Chat templates come with checkpoints and are untrusted code. They render in jinja2's sandbox, on plain JSON values only.
+The result equals that of `transformers.apply_chat_template` (same environment: trimmed blocks, loop controls, the
 `generation` tag, `tojson` without escapes, `raise_exception`, `strftime_now`).
 """
 
@@ -25,10 +25,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """A compiled chat template and the special tokens it may name."""
+    """A compiled chat template and the special tokens that it may use by name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`; raises InternalError if it is not valid jinja: the model is at fault, not the caller."""
+        """Compile `source`. Raise InternalError if it is not valid jinja: the model is at fault, not the caller."""
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._template = _compile(source)
@@ -41,7 +41,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text; raises InvalidRequest with the template's own words if it refuses the messages."""
+        """Return the prompt text. Raise InvalidRequest with the template's own message if it refuses the messages."""
         try:
             return self._template.render(
                 messages=messages,
@@ -76,7 +76,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; for serving its body is rendered as it stands."""
+    """`{% generation %}` marks the assistant's text for training. For serving, its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

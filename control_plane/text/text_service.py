@@ -1,22 +1,25 @@
-"""What happens between a validated request and its text: tokenize, submit, detokenize, stop?
+"""Runs a text request: tokenize, admit, submit, detokenize, stop.
 
-Every face makes a `CompletionRequest` or a `ChatRequest`; `TextService.start` turns it into a running `TextStream`.
+Endpoints make a `CompletionRequest` or a `ChatRequest`, and `TextService.start` returns its running `TextStream`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import operator
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
+from types import TracebackType
 from typing import Any
 
 import anyio
 
 from control_plane.accounts.ledger import Status
-from control_plane.accounts.metering import Asked, Entry, Meter, Unmetered
+from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
 from control_plane.generation import (
     Dispatcher,
     ModelCatalog,
@@ -28,32 +31,24 @@ from control_plane.generation import (
     Usage,
 )
 from control_plane.text.choice import ChoiceText, TextDelta, TextLogprobs
-from control_plane.text.deadline import Deadline
-from control_plane.text.prompt_ids import prompt_ids
 from control_plane.text.prompt_logprobs import prompt_logprobs
 from control_plane.text.public_prefixes import PublicPrefixes
-from control_plane.text.request import (
-    ChatRequest,
-    CompletionRequest,
-    stop_token_ids,
-    token_request,
-)
+from control_plane.text.request import ChatRequest, CompletionRequest, prompt_ids, stop_token_ids, token_request
 from control_plane.text.structure import GrammarCheck
 from control_plane.text.telemetry import GenerationMeter, GenerationRecord
-from control_plane.text.tokenizer import TextTokenizer
-from control_plane.text.tokenizer_cache import TokenizerCache
+from control_plane.text.tokenizer import TextTokenizer, TokenizerCache
 from control_plane.text.tools.parser import CallParser
-from control_plane.text.tools.planning import ToolPlan, call_id, planned
+from control_plane.text.tools.planning import ToolPlan, call_id, plan_tools
 from tandem_runtime import tracing
-from tandem_runtime.errors import Cancelled, InternalError
+from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
-"""Names the model that answered in the place of the one that was asked for."""
+"""Response header with the model that answered in place of the requested one."""
 
 
 class TextService:
-    """Text in, text out; knows no HTTP and no worker."""
+    """Answers text requests with text. Uses no HTTP, and reaches workers only through the dispatcher."""
 
     def __init__(
         self,
@@ -69,21 +64,21 @@ class TextService:
         self._default_timeout_seconds = default_timeout_seconds
         self._tokenizers = TokenizerCache()
         self._grammars = GrammarCheck()
-        self._public_prefixes = public_prefixes or PublicPrefixes({})
+        self._public_prefixes = public_prefixes
         self._meter = GenerationMeter()
         self._accounts: Meter = meter or Unmetered()
 
     async def start(self, request: CompletionRequest | ChatRequest) -> TextStream:
-        """Return the stream once a worker has accepted the request; raises TandemError if none will.
+        """Return the stream as soon as a worker has accepted the request. Raise TandemError if none does.
 
-        The caller owns the stream and closes it. Nothing runs on if this is cancelled.
+        The caller owns the stream and closes it. If this is cancelled, the request is cancelled, too.
         """
         return await self.start_prepared(await self.prepare(request))
 
     async def prepare(self, request: CompletionRequest | ChatRequest) -> Prompt:
-        """Tokenize a request, whose time runs from now on; raises TandemError. Nothing has been admitted yet."""
-        asked_seconds, most_seconds = request.caller.timeout_seconds, self._default_timeout_seconds
-        timeout_seconds = most_seconds if asked_seconds is None else min(asked_seconds, most_seconds)
+        """Tokenize a request and start its deadline, without admission. Raise TandemError."""
+        requested = request.caller.timeout_seconds
+        timeout_seconds = min(self._default_timeout_seconds, math.inf if requested is None else requested)
         deadline = time.time() + timeout_seconds
         record = GenerationRecord(self._meter, request)
         with _recorded(record):
@@ -97,23 +92,27 @@ class TextService:
                 tokenizer = await self._tokenizers.get(model)
                 tool_plan = None
                 if isinstance(request, ChatRequest):
-                    request, tool_plan = await planned(request, model, tokenizer, self._grammars)
+                    request, tool_plan = await plan_tools(request, model, tokenizer, self._grammars)
                 with tracing.tracer().start_as_current_span("tokenize"):
                     token_ids = await prompt_ids(request, model, tokenizer)
-                    num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
-            token_only = token_request(request, model, token_ids, deadline, num_public_tokens)
-        return Prompt(request, model, tokenizer, token_only, timeout_seconds, record, tool_plan)
+                    num_public_tokens = 0
+                    if self._public_prefixes is not None:
+                        num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
+            for_dispatcher = token_request(request, model, token_ids, deadline, num_public_tokens)
+        return Prompt(request, model, tokenizer, for_dispatcher, timeout_seconds, record, tool_plan)
 
     async def start_prepared(self, prompt: Prompt) -> TextStream:
-        """Do the rest of `start`."""
+        """Admit and submit a prepared prompt. Raise TandemError."""
         with _recorded(prompt.record):
             async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
-                entry = await self._accounts.admit(prompt.request.caller, Asked.answer(prompt.token_request))
+                entry = await self._accounts.admit(
+                    prompt.request.caller, BilledRequest.for_answer(prompt.token_request)
+                )
                 tokens = await self._submit(prompt.token_request, entry)
         return TextStream(tokens, prompt, entry)
 
-    async def _submit(self, request: TokenRequest, entry: Entry) -> TokenStream:
-        """Start a request that was admitted; it runs only if it is in the ledger."""
+    async def _submit(self, request: TokenRequest, entry: LedgerEntry) -> TokenStream:
+        """Submit an admitted request, and wait until its ledger row is written."""
         tokens = None
         try:
             tokens = await self._dispatcher.submit(request)
@@ -127,24 +126,26 @@ class TextService:
         return tokens
 
     async def prompt_logprobs(self, prompt: Prompt, num_logprobs: int) -> tuple[tuple[TextLogprobs, ...], Usage]:
-        """Return those of every token of a prompt but the first, and what they cost; raises TandemError.
+        """Return the log probabilities of every token of a prompt but the first, and their usage. Raise TandemError.
 
-        They are admitted and written down as a request of their own.
+        Scoring is admitted and has a ledger row like a request of its own.
         """
         if len(prompt.token_ids) == 1:
             return (), Usage(0, 0, 0, 0)
         with _recorded(prompt.record):
             async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
-                entry = await self._accounts.admit(prompt.request.caller, Asked.scores(prompt.token_request))
+                entry = await self._accounts.admit(
+                    prompt.request.caller, BilledRequest.for_prompt_scores(prompt.token_request)
+                )
                 found, used = await self._score(prompt.token_request, num_logprobs, entry)
         text = ChoiceText(prompt.tokenizer)
         text.push(TokenDelta(0, prompt.token_ids[:1]))
         return text.push(TokenDelta(0, prompt.token_ids[1:], tuple(found), "length")).logprobs, entry.priced(used)
 
     async def _score(
-        self, request: TokenRequest, num_logprobs: int, entry: Entry
+        self, request: TokenRequest, num_logprobs: int, entry: LedgerEntry
     ) -> tuple[Sequence[PositionLogprobs], Usage]:
-        """Score a prompt that was admitted; returns also the sum of what was used."""
+        """Score an admitted prompt. Return the log probabilities and the total usage."""
         used: list[Usage] = []
         try:
             await entry.opened()
@@ -159,7 +160,7 @@ class TextService:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request with what was found out about it on the way to the workers."""
+    """A tokenized request, with its model, tokenizer, deadline and record."""
 
     request: CompletionRequest | ChatRequest
     model: ModelDescription
@@ -168,7 +169,7 @@ class Prompt:
     timeout_seconds: float
     record: GenerationRecord
     tool_plan: ToolPlan | None = None
-    """How calls are read in the answer; None: the answer is text."""
+    """How tool calls are read from the answer; None if the answer is only text."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -176,16 +177,16 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """What a completion continues, as text."""
+        """The prompt as text."""
         if isinstance(self.request, CompletionRequest) and isinstance(self.request.prompt, str):
             return self.request.prompt
         return self.tokenizer.decode(self.token_ids)
 
 
 class TextStream:
-    """The answer to one request, all choices, as text; to be iterated once and closed at any time."""
+    """The answer to one request, all choices, as text. Iterate once; close at any time."""
 
-    def __init__(self, tokens: TokenStream, prompt: Prompt, entry: Entry) -> None:
+    def __init__(self, tokens: TokenStream, prompt: Prompt, entry: LedgerEntry) -> None:
         self.prompt = prompt
         self._tokens = tokens
         self._record = prompt.record
@@ -211,13 +212,13 @@ class TextStream:
         return self._tokens.route
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield text as it comes; every choice ends with a finish reason, or this raises TandemError."""
+        """Yield text as it arrives. Every choice ends with a finish reason, or this raises TandemError."""
         async for batch in self.batches():
             for text in batch:
                 yield text
 
     async def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
-        """Yield the same, all that has come at a time; a batch is read to its end before the next is asked for."""
+        """Yield the same deltas in batches of all that has arrived. Read a batch to its end before the next."""
         try:
             async for batch in self._token_batches():
                 yield self._texts(batch)
@@ -236,7 +237,7 @@ class TextStream:
             for delta in batch:
                 text = self._push(delta)
                 if text is not None:
-                    self._record.text_came()
+                    self._record.text_arrived()
                     yield text
         except Exception as error:
             self._record.failed(error)
@@ -250,15 +251,15 @@ class TextStream:
         return reasons
 
     async def aclose(self) -> None:
-        """Cancel what still runs; completes even while the surrounding task is being cancelled."""
+        """Cancel what still runs. This completes even while the surrounding task is being cancelled."""
         self._close_entry(None)
         with anyio.CancelScope(shield=True):
             await self._tokens.aclose()
 
     def _close_entry(self, error: BaseException | None) -> None:
-        """Say that the answer ended before it was complete: because of an error, or because nobody wants the rest."""
+        """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
         status, _, reasons, name = _outcome(error)
-        # Until the first token nobody knows how much of the prompt was read: then none of it is counted.
+        # Before the first token, the computed part of the prompt is unknown, so nothing is counted.
         self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
 
     async def _token_batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
@@ -277,7 +278,7 @@ class TextStream:
 
     def _push(self, delta: TokenDelta) -> TextDelta | None:
         choice = self._choices[delta.choice_index]
-        if choice.finish_reason is not None:  # tokens that were on their way when a stop string ended the choice
+        if choice.finish_reason is not None:  # tokens that were in flight when a stop string ended the choice
             return None
         text = choice.push(delta)
         if choice.ended_by_stop_string and delta.finish_reason is None:
@@ -286,14 +287,14 @@ class TextStream:
 
 
 def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
-    """Return status, usage, finish reasons and error of a request that did not come to its end."""
+    """Return status, usage, finish reasons and error of an incomplete request, as `LedgerEntry.close` takes them."""
     if isinstance(error, Exception) and not isinstance(error, Cancelled):
         return "failed", None, "", type(error).__name__
     return "cancelled", None, "", ""
 
 
 def _new_choice(prompt: Prompt, index: int) -> ChoiceText:
-    """A completion's text goes on where its prompt ends; an answer in a chat begins anew."""
+    """Return the text of a new choice. A completion continues its prompt's text; a chat answer does not."""
     calls, plan = None, prompt.tool_plan
     if plan is not None:
         calls = CallParser(plan.form, partial(call_id, prompt.token_request.request_id, index))
@@ -313,7 +314,7 @@ def _sum(used: Sequence[Usage]) -> Usage:
 
 @contextmanager
 def _recorded(record: GenerationRecord) -> Iterator[None]:
-    """Note in a record that its generation fails inside the block."""
+    """Record a failure of the generation inside the block."""
     try:
         yield
     except BaseException as error:
@@ -323,10 +324,58 @@ def _recorded(record: GenerationRecord) -> Iterator[None]:
 
 @asynccontextmanager
 async def _until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]:
-    """Turn the passing of `deadline` (Unix seconds) inside the block into DeadlineExceeded."""
+    """Raise DeadlineExceeded if `deadline` (Unix seconds) passes inside the block."""
     time_left = Deadline(deadline, timeout_seconds)
     try:
         async with time_left:
             yield
     finally:
         time_left.close()
+
+
+class Deadline:
+    """`async with deadline:` cancels the awaits inside when the deadline passes, and raises DeadlineExceeded.
+
+    Unlike asyncio.timeout, it can be entered for every wait of a stream, and one timer serves all waits. One task may
+    use it at a time. Call `close` after the last wait.
+    """
+
+    def __init__(self, at: float, timeout_seconds: float) -> None:
+        """`at`: Unix seconds. `timeout_seconds` is only for the error message."""
+        self._timeout_seconds = timeout_seconds
+        self._has_passed = False
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancels = 0
+        self._loop = asyncio.get_running_loop()
+        self._at = self._loop.time() + at - time.time()
+        self._timer = self._loop.call_at(self._at, self._pass)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    async def __aenter__(self) -> None:
+        if self._has_passed or self._loop.time() >= self._at:  # a timer may fire early, by the clock's resolution
+            raise self._error()
+        self._task = asyncio.current_task()
+        assert self._task is not None, "a deadline is entered inside a task"
+        self._num_cancels = self._task.cancelling()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if not self._has_passed or task is None:
+            return
+        # Undo our own cancel; a cancel by others at the same time stays.
+        if task.uncancel() <= self._num_cancels and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._error() from error
+
+    def _pass(self) -> None:
+        self._has_passed = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _error(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the request took longer than its {self._timeout_seconds:g} seconds; request fewer tokens or more time"
+        )

@@ -13,10 +13,11 @@ import openai
 import pytest
 import pytest_asyncio
 
+from control_plane.accounts.identity import Caller
 from control_plane.cache_policy import CachePolicy
-from control_plane.text.request import Caller, ChatRequest, GenerationOptions
+from control_plane.text.request import ChatRequest, GenerationOptions
 from control_plane.text.text_service import TextService
-from control_plane.text.tools.tool import Tool, ToolUse
+from control_plane.text.tool import Tool, ToolUse
 from tandem_client import AsyncAI
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet

@@ -1,6 +1,6 @@
-"""How are accounts, tokens and limits made, seen and changed over HTTP?
+"""Endpoints that create, show and change accounts, tokens and limits.
 
-Cloudflare's paths and envelope where Cloudflare has them: accounts, account tokens, verify, roll.
+Paths and envelope are Cloudflare's where Cloudflare has them: accounts, account tokens, verify, roll.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.accounts.gate import Gate, Identity
-from control_plane.accounts.store import LAST_MS, Account, AccountStore, Limits
+from control_plane.accounts.authenticator import Authenticator
+from control_plane.accounts.identity import Identity
+from control_plane.accounts.limits import Limits
+from control_plane.accounts.store import LAST_MS, Account, AccountStore
 from control_plane.accounts.tokens import SCOPES, Token, now_ms
 from control_plane.api.http.body import Body, Checked, check, read_json_object, refuse_extras
 from control_plane.api.http.paging import page_of
@@ -27,7 +29,7 @@ _TOKENS = f"{_ACCOUNTS}/{{account}}/tokens"
 
 
 class LimitsBody(Body):
-    """Absent: stays as it is; null: no limit."""
+    """An absent field keeps its limit; null removes the limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -51,11 +53,11 @@ class TokenBody(Body):
 
 
 class Administration:
-    """The endpoints; authentication has let only those through that may."""
+    """The endpoints. The authentication middleware has already checked the token's scope."""
 
-    def __init__(self, store: AccountStore, gate: Gate) -> None:
+    def __init__(self, store: AccountStore, authenticator: Authenticator) -> None:
         self._store = store
-        self._gate = gate
+        self._authenticator = authenticator
 
     def routes(self) -> list[Route]:
         table: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
@@ -74,12 +76,12 @@ class Administration:
         return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
 
     async def verify(self, request: Request) -> Response:
-        """Say that the request's own token is good; a bad one has been refused before."""
+        """Answer that the request's own token is valid; the middleware refuses invalid ones."""
         token = _identity(request).token
-        assert token is not None, "without accounts nobody comes here"
-        told = {"id": token.id, "status": "active", "expires_on": _time(token.expires_ms)}
+        assert token is not None, "the middleware refuses this path while no account exists"
+        status = {"id": token.id, "status": "active", "expires_on": _time(token.expires_ms)}
         message = {"code": 10000, "message": "This API Token is valid and active", "type": None}
-        return _envelope(told, messages=[message])
+        return _envelope(status, messages=[message])
 
     async def list_accounts(self, request: Request) -> Response:
         identity = _identity(request)
@@ -105,7 +107,7 @@ class Administration:
         account_id = request.path_params["account"]
         limits = _changed((await self._store.get(account_id)).limits, body.limits)
         account = await self._store.change(account_id, limits=limits, disabled=body.disabled)
-        self._gate.forget()
+        self._authenticator.forget()
         return _envelope(_account_json(account))
 
     async def list_tokens(self, request: Request) -> Response:
@@ -113,7 +115,7 @@ class Administration:
         return _envelope([_token_json(token) for token in shown], result_info=info)
 
     async def create_token(self, request: Request) -> Response:
-        """The answer is the only place where the secret can be seen."""
+        """Create a token. Only this answer shows its secret."""
         body = await _checked(request, TokenBody)
         expires_ms = _milliseconds("expires_on", body.expires_on)
         account_id = request.path_params["account"]
@@ -126,13 +128,13 @@ class Administration:
 
     async def revoke_token(self, request: Request) -> Response:
         token = await self._store.revoke(request.path_params["account"], request.path_params["token"])
-        self._gate.forget()
+        self._authenticator.forget()
         return _envelope({"id": token.id})
 
     async def roll_token(self, request: Request) -> Response:
-        """Answer with a new secret, as Cloudflare does; the old one ends."""
+        """Replace the token's secret and answer with the new one, as Cloudflare does."""
         _, secret = await self._store.roll(request.path_params["account"], request.path_params["token"])
-        self._gate.forget()
+        self._authenticator.forget()
         return _envelope(secret)
 
 

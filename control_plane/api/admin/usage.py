@@ -1,4 +1,4 @@
-"""How do an account and an operator learn what was used?"""
+"""Endpoints that report usage to an account and to the operator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from starlette.routing import Route
 
 from control_plane.accounts.usage import Period, UsageReport, today
 from control_plane.api.http.paging import MAX_PER_PAGE, number
-from control_plane.api.services import MAX_ACCOUNT_CHARACTERS, check_name
+from control_plane.api.http.request_context import MAX_ACCOUNT_CHARACTERS, check_name
 from tandem_runtime.errors import InvalidRequest
 
 _DEFAULT_DAYS = 30
 _MAX_MODEL_CHARACTERS = 256
 
 
-class UsageFace:
+class UsageEndpoints:
     """GET .../ai/usage for one account, GET /admin/usage for all."""
 
     def __init__(self, report: UsageReport) -> None:
@@ -30,7 +30,7 @@ class UsageFace:
         ]
 
     async def usage(self, request: Request) -> Response:
-        """Answer with a page of sums by day, account and model; `from` and `to` are days in UTC, both included."""
+        """Answer a page of sums by day, account and model. `from` and `to` are days in UTC, both included."""
         last = _day(request, "to") or today()
         first = _day(request, "from") or date.fromordinal(max(1, last.toordinal() - _DEFAULT_DAYS + 1))
         if first > last:

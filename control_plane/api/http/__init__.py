@@ -1,1 +1,1 @@
-"""What all endpoints share: bodies, errors, server-sent events, request ids and authentication."""
+"""Shared by all endpoints: bodies, errors, server-sent events, request context and authentication."""

@@ -1,6 +1,6 @@
-"""Does a request bring a token that is good for what it asks?
+"""Checks that a request's token permits the request.
 
-Without any account everything but the administration is open, as on a developer's machine.
+While no account exists, all endpoints but administration are open, as on a developer's machine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.accounts import tokens
+from control_plane.accounts.authenticator import Authenticator
 from control_plane.accounts.errors import NotAllowed
-from control_plane.accounts.gate import Gate, Identity
+from control_plane.accounts.identity import Identity
 from control_plane.api.http.errors import NoSuchRoute, on_tandem_error
 from tandem_runtime.errors import TandemError, Unauthenticated
 
@@ -23,14 +24,14 @@ _FLEET = "/v1/workers"
 _ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
 _ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
 _NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
-"""No token for inference is good for what is not an account's models, routes to come included."""
+"""Paths that a token for inference never opens, future routes under these prefixes included."""
 _ANY_TOKEN = re.compile(r"/client/v4/user/tokens/verify|/client/v4/accounts/[^/]+/tokens/verify")
 _OWN = re.compile(r"/client/v4/accounts(/[^/]+)?")
 _USAGE = re.compile(r"/client/v4/accounts/[^/]+/ai/usage")
 
 
 def needed_scope(method: str, path: str) -> tokens.Scope | None:
-    """Return which scope a token needs here; None: any valid one will do."""
+    """Return the scope that a token needs for this path; None if any valid token is enough."""
     if _ANY_TOKEN.fullmatch(path) and method in ("GET", "HEAD"):
         return None
     if _OWN.fullmatch(path):
@@ -41,27 +42,29 @@ def needed_scope(method: str, path: str) -> tokens.Scope | None:
 
 
 def _check_characters(path: str) -> None:
-    """Raise NoSuchRoute for what routes may read otherwise than we: their `$` also matches before a last newline."""
+    """Raise NoSuchRoute for control characters: a route's `$` also matches before a last newline, our checks do not."""
     if any(character < " " or character == "\x7f" for character in path):
-        raise NoSuchRoute("the path has a control character in it, and no endpoint's has", field="path")
+        raise NoSuchRoute(
+            "the path has a control character, which no endpoint's path has; remove the character", field="path"
+        )
 
 
 def is_administration(path: str) -> bool:
-    """Whether this is about accounts and tokens themselves: even without any account it is not for everybody."""
+    """Return whether the path is about accounts and tokens: closed even while no account exists."""
     is_about_them = _OWN.fullmatch(path) or _ADMIN.fullmatch(path) or _ANY_TOKEN.fullmatch(path)
     return bool(is_about_them) and path != _FLEET
 
 
-class Authentication:
+class AuthenticationMiddleware:
     """Puts `identity` and `answer_headers` into the request's state, or answers 401, 403 or 503 itself.
 
-    A plain ASGI middleware inside RequestContext; what endpoints put into `answer_headers` before they answer goes out
-    with the answer.
+    This is a plain ASGI middleware inside RequestContext. Headers that endpoints add to `answer_headers` before the
+    response starts are sent with the response.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, operator_token: str = "") -> None:
+    def __init__(self, app: ASGIApp, authenticator: Authenticator, operator_token: str = "") -> None:
         self._app = app
-        self._gate = gate
+        self._authenticator = authenticator
         self._operator_token = operator_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,22 +99,22 @@ class Authentication:
         secret = bearer(Headers(scope=scope))
         if path == _FLEET and self._is_operator(secret):
             return Identity("")
-        if await self._gate.is_open():
+        if await self._authenticator.is_open():
             if is_administration(path):
                 raise NotAllowed(
-                    "no account has been made yet; make the first with `python -m control_plane account create NAME`, "
+                    "there is no account yet; create the first with `python -m control_plane account create NAME`, "
                     "which prints its token"
                 )
             return Identity(account or "default")
         if not secret:
-            raise Unauthenticated("an API token is needed; send it as Authorization: Bearer tdm_...")
-        return await self._gate.enter(secret, needed_scope(scope["method"], path), account)
+            raise Unauthenticated("the request needs an API token; send it as Authorization: Bearer tdm_...")
+        return await self._authenticator.identify(secret, needed_scope(scope["method"], path), account)
 
     def _is_operator(self, secret: str) -> bool:
         return bool(self._operator_token) and hmac.compare_digest(secret.encode(), self._operator_token.encode())
 
 
 def bearer(headers: Headers) -> str:
-    """Return the token that a request brings: as a bearer, else as Cloudflare's older X-Auth-Key; "" for none."""
+    """Return the request's token: a bearer token, else Cloudflare's older X-Auth-Key header; "" for none."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     return secret.strip() if scheme.lower() == "bearer" else headers.get("x-auth-key", "").strip()

@@ -1,4 +1,4 @@
-"""How does an HTTP body become a checked value, and how is the caller told what is wrong with it?"""
+"""Turns an HTTP body into a checked value, or into an error that names the field, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from control_plane.api.http.errors import BodyMissing, BodyTooLarge
-from control_plane.api.services import services_of
+from control_plane.api.http.request_context import services_of
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 _MAX_SHOWN_CHARACTERS = 60
 
 
 def _describe_extras(schema: dict[str, Any], model: type[Any]) -> None:
-    """Tell in a JSON Schema which fields are taken without effect, and that no others are taken."""
+    """Add to a JSON Schema which fields are accepted without effect, and that no others are accepted."""
     harmless = {name: {"description": "Taken, and changes nothing."} for name in sorted(model.harmless)}
     schema["properties"] = {**schema.get("properties", {}), **harmless}
     schema["additionalProperties"] = False
@@ -26,7 +26,7 @@ def _describe_extras(schema: dict[str, Any], model: type[Any]) -> None:
 
 
 class Body(BaseModel):
-    """A JSON object at the edge: no silent conversions; fields it does not know are kept for `refuse_extras`."""
+    """A JSON object from a client. Values are not converted; unknown fields are kept for `refuse_extras`."""
 
     model_config = ConfigDict(
         strict=True,
@@ -37,18 +37,18 @@ class Body(BaseModel):
     )
 
     harmless: ClassVar[frozenset[str]] = frozenset()
-    """Fields that change nothing about the answer."""
+    """Fields that are accepted and do not change the answer."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are known elsewhere and would change the answer."""
+    """Fields of other APIs that would change the answer; refused by name."""
     remedies: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of sending these of the unsupported ones."""
+    """For some unsupported fields: what to send instead."""
     json_schema_rules: ClassVar[dict[str, Any]] = {}
-    """What a JSON Schema of it says besides its fields."""
+    """Rules that the JSON Schema has besides the fields."""
 
 
 def _object_or_text(value: Any) -> Any:
     if value is not None and not isinstance(value, dict | str):
-        raise ValueError("must be an object, as it is or as text")
+        raise ValueError("must be an object, or an object as JSON text")
     return value
 
 
@@ -60,7 +60,7 @@ Checked = TypeVar("Checked", bound=Body)
 
 
 async def read_json_object(request: Request) -> dict[str, Any]:
-    """Return the body as a JSON object, whatever its Content-Type says; raises InvalidRequest or BodyTooLarge."""
+    """Return the body as a JSON object, whatever its Content-Type. Raise InvalidRequest or BodyTooLarge."""
     raw = await _read(request, services_of(request).settings.max_body_bytes)
     if not raw.strip():
         raise BodyMissing("the request has no body; send a JSON object")
@@ -69,14 +69,14 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is JSON, but {_show(value)} is no object; send {{...}}")
+        raise InvalidRequest(f"the body is JSON, but {_show(value)} is not an object; send {{...}}")
     return value
 
 
 def check(model: type[Checked], value: Mapping[str, Any], *, at: str = "") -> Checked:
-    """Build `model` from JSON values; raises InvalidRequest naming the field, its value and what it must be.
+    """Build `model` from JSON values. Raise InvalidRequest naming the field, its value and what is expected.
 
-    `at` is where in the request the value stands ("options.").
+    `at` is the prefix of the fields' names in messages, such as "options.".
     """
     try:
         return model.model_validate(value)
@@ -87,15 +87,15 @@ def check(model: type[Checked], value: Mapping[str, Any], *, at: str = "") -> Ch
 
 
 def refuse_extras(body: Body, at: str = "") -> None:
-    """Raise for fields that `body`, or an object in it, does not know, unless they are null or harmless.
+    """Raise for unknown fields of `body` and of the objects in it, unless they are null or harmless.
 
-    A field that is ignored in silence changes the answer behind the caller's back.
+    A silently ignored field would change the answer without the caller's knowledge.
     """
     for name, value in (body.model_extra or {}).items():
         if value is None or name in body.harmless:
             continue
         if name in body.unsupported:
-            if value in (False, [], {}, ""):  # it says "without"
+            if value in (False, [], {}, ""):  # these values ask for the default
                 continue
             remedy = body.remedies.get(name, "leave it out")
             raise Unsupported(f"{at}{name} is not supported here; {remedy}", field=f"{at}{name}")
@@ -120,12 +120,12 @@ async def _read(request: Request, limit_bytes: int) -> bytes:
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > limit_bytes:
-            raise BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send less")
+            raise BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send a smaller body")
     return bytes(raw)
 
 
 def _number(literal: str) -> float:
-    """Return 3.0 as 3: in JSON there is one kind of number, and JSON Schema calls both whole."""
+    """Return 3.0 as 3: JSON has one number type, and JSON Schema counts both as integers."""
     number = float(literal)
     return int(number) if abs(number) < _MAX_EXACT and number.is_integer() else number
 
@@ -135,7 +135,7 @@ _JSON = msgspec.json.Decoder(float_hook=_number)
 
 
 _WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "list_type": "must be a list"}
-"""For pydantic's, which speak of Python."""
+"""Replaces messages of pydantic that use Python's terms."""
 
 
 def _explain(problem: Any, at: str) -> str:

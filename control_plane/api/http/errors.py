@@ -1,17 +1,17 @@
-"""In which words, codes and statuses does each face say that something went wrong?
+"""Writes each error in the format that the request's endpoint uses.
 
-path                     body
-/client/v4/...           {result, success, errors: [{code, message}], messages}        Cloudflare's envelope
-/ai-api/... and others   the same                                                      the binding's calls that read it
-/run, /ai-gateway/run    {internalCode, name, message, description}                    what `env.AI.run` reads
-anything else            {error: {message, type, param, code}}                         OpenAI
+path                     format       body
+/client/v4/...           cloudflare   {result, success, errors: [{code, message}], messages}
+/ai-api/... and others   cloudflare   the same; read by the binding's calls other than `run`
+/run, /ai-gateway/run    binding      {internalCode, name, message, description}; read by `env.AI.run`
+anything else            openai       {error: {message, type, param, code}}
 """
 
 from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -19,30 +19,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.errors import AlreadyThere, LimitReached, NoSuchThing, NotAllowed
-from control_plane.api.services import request_id_of
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
 from tandem_runtime.log import get_logger
 
-Face = Literal["openai", "cloudflare", "binding"]
+ErrorFormat = Literal["openai", "cloudflare", "binding"]
 
 log = get_logger(__name__)
 
 
 class BodyTooLarge(InvalidRequest):
-    """HTTP only: the body never became a request."""
+    """HTTP only: the body is larger than the limit."""
 
 
 class BodyMissing(InvalidRequest):
-    """HTTP only: there is no body."""
+    """HTTP only: the request has no body."""
 
 
 class HeaderMissing(InvalidRequest):
-    """HTTP only: a header that says what is asked for is not there."""
+    """HTTP only: a required header is missing."""
 
 
 class NoLora(Unsupported):
-    """HTTP only: Workers AI has a status of its own for it."""
+    """HTTP only: the request names a LoRA adapter; Workers AI has its own status for that."""
 
 
 class NoSuchRoute(InvalidRequest):
@@ -50,7 +49,7 @@ class NoSuchRoute(InvalidRequest):
 
 
 class MethodNotAllowed(InvalidRequest):
-    """HTTP only: the endpoint does not take this method."""
+    """HTTP only: the endpoint does not support this method."""
 
 
 _BUSY_TEXT = "Capacity temporarily exceeded, please try again."
@@ -68,10 +67,10 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     AlreadyThere: (409, 5006),
     LimitReached: (429, 3021),
 }
-"""HTTP status and Cloudflare's code."""
+"""By error class: HTTP status and Cloudflare's code. Goes before `_CLOUDFLARE`."""
 
 _DOCUMENTED = {3021: 3036}
-"""A Worker learns no status: its client takes that from the code, and knows only those that Cloudflare documents."""
+"""Codes that a Cloudflare Worker gets instead: its client derives the status from documented codes only."""
 
 _CLOUDFLARE: dict[pb.ErrorCode.ValueType, tuple[int, int]] = {
     pb.ERROR_CODE_MODEL_NOT_FOUND: (400, 5007),
@@ -111,40 +110,44 @@ _ENVELOPED = (
     "/ai-gateway/gateways/",
     "/ai-gateway/universal/",
 )
-"""Of the binding's calls all but `run` read errors[0].message and nothing else."""
+"""Prefixes of paths with Cloudflare's envelope. Binding calls other than `run` read only errors[0].message."""
 
 
-def face_of(path: str) -> Face:
+def request_id_of(request: Request) -> str:
+    return cast(str, request.state.request_id)
+
+
+def error_format_of(path: str) -> ErrorFormat:
     if path.startswith(_ENVELOPED):
         return "cloudflare"
     return "binding" if path == "/run" or path.startswith("/ai-gateway/") else "openai"
 
 
 def error_response(request: Request, error: TandemError) -> Response:
-    """Return `error` in the shape of the face that the request came to."""
-    face = face_of(request.url.path)
-    body = error_body(face, error, request_id_of(request))
-    return JSONResponse(body, status_code=_status(face, error), headers=_retry_headers(face, error))
+    """Return the HTTP response for `error`, in the format of the request's endpoint."""
+    error_format = error_format_of(request.url.path)
+    body = error_body(error_format, error, request_id_of(request))
+    return JSONResponse(body, status_code=_status(error_format, error), headers=_retry_headers(error_format, error))
 
 
-def error_event(face: Face, error: TandemError, request_id: str) -> bytes:
-    """Return the last event of a stream that failed; the connection is closed after it, without [DONE]."""
-    body = error_body(face, error, request_id)
-    if face == "cloudflare":  # SDKs look for `error` in an event, and for `errors` everywhere else
+def error_event(error_format: ErrorFormat, error: TandemError, request_id: str) -> bytes:
+    """Return the last event of a failed stream. The caller then closes the connection without [DONE]."""
+    body = error_body(error_format, error, request_id)
+    if error_format == "cloudflare":  # SDKs look for `error` in an event, and for `errors` everywhere else
         body = {**error_body("openai", error, request_id), "errors": body["errors"], "success": False}
-    if face == "binding":
+    if error_format == "binding":
         body = {"error": body}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def error_body(face: Face, error: TandemError, request_id: str) -> dict[str, Any]:
+def error_body(error_format: ErrorFormat, error: TandemError, request_id: str) -> dict[str, Any]:
     code, text = _cloudflare_code(error), _cloudflare_text(error)
-    if face == "cloudflare":
+    if error_format == "cloudflare":
         is_routing = isinstance(error, NoSuchRoute | MethodNotAllowed | NoSuchThing | AlreadyThere) or code == 10000
         message = text if is_routing else f"AiError: AiError: {text} ({request_id})"
         result: dict[str, Any] | None = None if is_routing else {}
         return {"result": result, "success": False, "errors": [{"code": code, "message": message}], "messages": []}
-    if face == "binding":
+    if error_format == "binding":
         code = _DOCUMENTED.get(code, code)
         message = f"AiError: {text} ({request_id})"
         return {"internalCode": code, "name": "InferenceUpstreamError", "message": message, "description": text}
@@ -162,7 +165,7 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Say 404 and 405 in the face's own shape."""
+    """Return routing errors (404, 405) in the format of the request's endpoint."""
     assert isinstance(error, HTTPException)
     response = error_response(request, _routing_error(request, error))
     response.headers.update(error.headers or {})
@@ -170,29 +173,31 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_client_left(request: Request, error: Exception) -> Response:
-    """The client closed the connection while it was sending its body: nobody reads this answer."""
+    """Answer a request whose client closed the connection while sending the body. Nobody reads this answer."""
     return error_response(request, Cancelled("the client closed the connection before its request was complete"))
 
 
-def bug_response(request: Request, error: Exception) -> Response:
-    """Answer for an exception that nobody expected, and log where it came from."""
-    log.error("bug", path=request.url.path, exc_info=error)
-    return error_response(request, InternalError(f"internal error ({type(error).__name__}); the server's log has more"))
+def unhandled_exception_response(request: Request, error: Exception) -> Response:
+    """Return a 500 for an exception that no handler expects, and log the traceback."""
+    log.error("unhandled_exception", path=request.url.path, exc_info=error)
+    return error_response(
+        request, InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+    )
 
 
 def _routing_error(request: Request, error: HTTPException) -> TandemError:
     what = f"{request.method} {request.url.path}"
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return NoSuchRoute(f"no route for {what}; see / for the endpoints there are")
+        return NoSuchRoute(f"no route for {what}; see / for the list of endpoints")
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return MethodNotAllowed(f"{what} is not possible; allowed: {(error.headers or {}).get('Allow', 'nothing')}")
+        return MethodNotAllowed(f"{what} is not supported; allowed: {(error.headers or {}).get('Allow', 'nothing')}")
     return InvalidRequest(f"{what}: {error.detail}")
 
 
-def _status(face: Face, error: TandemError) -> int:
+def _status(error_format: ErrorFormat, error: TandemError) -> int:
     if type(error) in _HTTP_ONLY:
         return _HTTP_ONLY[type(error)][0]
-    return error.http_status if face == "openai" else _CLOUDFLARE.get(error.code, _CLOUDFLARE_INTERNAL)[0]
+    return error.http_status if error_format == "openai" else _CLOUDFLARE.get(error.code, _CLOUDFLARE_INTERNAL)[0]
 
 
 def _cloudflare_code(error: TandemError) -> int:
@@ -203,9 +208,9 @@ def _cloudflare_text(error: TandemError) -> str:
     return f"{_BUSY_TEXT} ({error.message})" if _cloudflare_code(error) == 3040 else error.message
 
 
-def _retry_headers(face: Face, error: TandemError) -> dict[str, str]:
-    if isinstance(error, Aborted):  # OpenAI's and Cloudflare's SDKs would try a 500 again
+def _retry_headers(error_format: ErrorFormat, error: TandemError) -> dict[str, str]:
+    if isinstance(error, Aborted):  # OpenAI's and Cloudflare's SDKs retry a 500 by default
         return {"x-should-retry": "false"}
-    if _status(face, error) not in (429, 503):
+    if _status(error_format, error) not in (429, 503):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_seconds or 1)))}

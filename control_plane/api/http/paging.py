@@ -1,4 +1,4 @@
-"""Which part of a list does a request want to see?"""
+"""Reads `page` and `per_page`, and cuts lists into pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_PER_PAGE = 1000
 
 
 def page_of(request: Request, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-    """Return the page that `page` and `per_page` name, and Cloudflare's `result_info`; past the end it is empty."""
+    """Return the requested page and Cloudflare's `result_info`. A page past the end is empty."""
     page = number(request, "page", default=1, highest=10**9)
     per_page = number(request, "per_page", default=50, highest=MAX_PER_PAGE)
     shown = items[(page - 1) * per_page : page * per_page]
@@ -25,7 +25,7 @@ def page_of(request: Request, items: Sequence[T]) -> tuple[Sequence[T], dict[str
 
 
 def number(request: Request, name: str, *, default: int, highest: int) -> int:
-    """Return a query parameter that is a number from 1 on; raises InvalidRequest."""
+    """Return a query parameter that is a number from 1 to `highest`. Raise InvalidRequest for anything else."""
     text = request.query_params.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest)) and 1 <= int(text) <= highest):
         raise InvalidRequest(f"{name} is {text!r}, must be a number from 1 to {highest:,}", field=name)

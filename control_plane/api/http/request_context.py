@@ -1,8 +1,11 @@
-"""Which id, which trace and which duration does an HTTP request have?"""
+"""Holds what endpoints work with, and gives each request its id, trace, duration and caller."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 from uuid import uuid4
 
 from opentelemetry import propagate, trace
@@ -11,20 +14,82 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.api.http.errors import bug_response
+from control_plane.accounts.identity import Caller, Identity
+from control_plane.accounts.prices import Price
+from control_plane.api.http.errors import request_id_of, unhandled_exception_response
+from control_plane.generation import ModelCatalog
+from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
+from tandem_runtime.errors import InvalidRequest
+
+MAX_ACCOUNT_CHARACTERS = 64
+
+
+class Readiness(Protocol):
+    async def check(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether a recent request has passed prefill, hand-over and decode, and details for the operator."""
+
+
+class FleetView(Protocol):
+    def workers(self) -> list[dict[str, Any]]:
+        """Return every worker with its state, load and memory, as plain JSON values."""
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    max_body_bytes: int = 10 * 1024 * 1024
+    ping_seconds: float = 15.0
+    """Seconds of silence on an OpenAI stream after which a comment is sent, so that proxies keep the connection."""
+    operator_token: str = ""
+    """The token with which `tandem up` reads `GET /v1/workers`; "" for none."""
+
+
+@dataclass(frozen=True)
+class Services:
+    text: TextService
+    catalog: ModelCatalog
+    fleet: FleetView
+    readiness: Readiness
+    settings: HttpSettings
+    price_of: Callable[[str], Price] | None = None
+    """The price of a model, by the id that its worker serves; None without accounts."""
+
+
+def services_of(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+def check_name(name: str, text: str, max_characters: int) -> None:
+    """Raise InvalidRequest if `text` cannot be the name of an account or a model, before any database query."""
+    if len(text) > max_characters or not text.isprintable():
+        raise InvalidRequest(
+            f"{name} is {text[:max_characters]!r}; a name has up to {max_characters} printable characters", field=name
+        )
+
+
+def caller_of(request: Request) -> Caller:
+    """Return who calls. Raise InvalidRequest if the account's name is malformed."""
+    identity = getattr(request.state, "identity", None) or Identity(request.path_params.get("account", "default"))
+    check_name("account", identity.account, MAX_ACCOUNT_CHARACTERS)
+    return Caller(
+        request_id=request_id_of(request),
+        account=identity.account,
+        identity=identity,
+        answer_headers=getattr(request.state, "answer_headers", {}),
+        session_affinity=request.headers.get("x-session-affinity", ""),
+    )
 
 
 class RequestContext:
-    """Gives each request an id (sent back as `cf-ai-req-id` and `x-request-id`) and a server span around all of it.
+    """Gives each request an id, a server span and a duration; returns the id as `cf-ai-req-id` and `x-request-id`.
 
-    A plain ASGI middleware: nothing stands between an endpoint and the client's disconnect.
+    This is a plain ASGI middleware, so that endpoints see the client's disconnect directly.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._durations = metrics.meter().create_histogram(
-            "http.server.request.duration", unit="s", description="From the request's head to the answer's last byte."
+            "http.server.request.duration", unit="s", description="From the request's head to the response's last byte."
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,9 +113,9 @@ class RequestContext:
             try:
                 await self._app(scope, receive, exchange.send)
             except Exception as error:
-                if exchange.has_started:  # too late for words: the server cuts the connection
+                if exchange.has_started:  # too late for an error response: the server cuts the connection
                     raise
-                await bug_response(Request(scope, receive), error)(scope, receive, exchange.send)
+                await unhandled_exception_response(Request(scope, receive), error)(scope, receive, exchange.send)
             finally:
                 span.set_attribute("http.response.status_code", exchange.status)
                 if exchange.status >= 500:
@@ -60,13 +125,13 @@ class RequestContext:
 
 
 class _Exchange:
-    """Passes a response on, with the request's id in its headers, and remembers its status."""
+    """Forwards a response, adds the request's id to its headers, and keeps its status."""
 
     def __init__(self, request_id: str, send: Send) -> None:
         self._request_id = request_id
         self._send = send
         self.status = 499
-        """Until a response starts: the client left before."""
+        """499 (client closed the request) until a response starts."""
         self.has_started = False
 
     async def send(self, message: Message) -> None:

@@ -1,19 +1,21 @@
-"""How does an answer leave as server-sent events, and what happens when the client or the stream goes away?"""
+"""Sends an answer as server-sent events, and stops the work when the client or the stream goes away."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import string
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from control_plane.api.http.errors import error_event, face_of
-from control_plane.api.services import request_id_of
+from control_plane.api.http.errors import error_event, error_format_of, request_id_of
 from tandem_runtime.errors import Cancelled, InternalError, TandemError
 from tandem_runtime.log import get_logger
 
@@ -21,13 +23,22 @@ T = TypeVar("T")
 
 log = get_logger(__name__)
 
+DONE = b"data: [DONE]\n\n"
+_CHARACTERS = string.ascii_lowercase + string.digits
+ALL_FILLERS = tuple(_CHARACTERS[:length] for length in range(1, len(_CHARACTERS) + 1))
+_MARK = secrets.token_hex(16)
+"""Placeholder for the text. It is random, so that it occurs in no name of a client."""
+_RANDOM_BYTES = 4096
+
+_encode = msgspec.json.Encoder().encode
+
 
 class EventStream(EventSourceResponse):
-    """Sends ready-made `data:` frames; a failure becomes the face's error event, and then the connection is cut.
+    """Sends encoded `data:` frames. A failure becomes an error event, then the connection is cut.
 
-    The cut is what tells a client that the answer is not complete: this returns without the final chunk, upon which
-    uvicorn closes the connection. `close` is awaited on every way out, also if not one frame was asked for. A client
-    that does not read holds up its own stream and nothing else.
+    The cut shows the client that the answer is incomplete: this returns without HTTP's final chunk, and uvicorn then
+    closes the connection. `close` is always awaited, even if no frame was read. A client that does not read its
+    stream delays only that stream.
     """
 
     def __init__(
@@ -38,9 +49,9 @@ class EventStream(EventSourceResponse):
         *,
         ping_seconds: float = 0,
     ) -> None:
-        """`frames`: pieces of one frame or more; a comment is sent every `ping_seconds`; 0: never."""
+        """`frames` yields pieces of one or more frames. A comment is sent every `ping_seconds`; 0 for never."""
         self._close = close
-        # Starlette would add a charset, which real Workers AI does not send.
+        # Starlette would add a charset. Workers AI does not send one.
         headers = {"content-type": "text/event-stream"}
         super().__init__(_with_error_event(request, frames), headers=headers, ping=ping_seconds, sep="\n")
 
@@ -48,14 +59,14 @@ class EventStream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except _StreamBroken:
-            pass  # deliberately without the final chunk
+            pass  # deliberately without HTTP's final chunk
         finally:
             with anyio.CancelScope(shield=True):
                 await self._close()
 
 
 class _StreamBroken(Exception):
-    """The error event has been sent; now the connection must not end well."""
+    """The error event has been sent, and the connection must now be cut."""
 
 
 async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -66,21 +77,21 @@ async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> 
                     yield piece
     except TandemError as error:
         log.warning("stream_failed", path=request.url.path, kind=type(error).__name__, error=error.message)
-        yield error_event(face_of(request.url.path), error, request_id_of(request))
+        yield error_event(error_format_of(request.url.path), error, request_id_of(request))
         raise _StreamBroken from error
-    except Exception as error:  # an answer that is cut off in silence would look complete to some clients
+    except Exception as error:  # without an error event, the cut answer would look complete to some clients
         log.exception("stream_failed", path=request.url.path)
-        internal = InternalError(f"internal error ({type(error).__name__}); the server's log has more")
-        yield error_event(face_of(request.url.path), internal, request_id_of(request))
+        internal = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+        yield error_event(error_format_of(request.url.path), internal, request_id_of(request))
         raise _StreamBroken from error
 
 
 async def while_connected(
     request: Request, work: Coroutine[Any, Any, T], *, discard: Callable[[T], Awaitable[None]] | None = None
 ) -> T:
-    """Return what `work` gives; if the client leaves before, cancel it and raise Cancelled.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Cancelled.
 
-    The body must have been read. `discard` gets a result that came too late for anyone to take it.
+    Call this after the body has been read. `discard` releases a result that arrives after the disconnect.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(request))
@@ -88,7 +99,7 @@ async def while_connected(
     try:
         await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():
-            raise Cancelled("the client closed the connection before the answer was there")
+            raise Cancelled("the client closed the connection before the answer was ready")
         taken = True
         return worker.result()
     finally:
@@ -103,3 +114,42 @@ async def while_connected(
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def frame(event: Any) -> bytes:
+    """Return an event with `event` as JSON in its data."""
+    return b"data: " + _encode(event) + b"\n\n"
+
+
+class TextFrames:
+    """Encodes frames of one object in which only the text changes, faster than encoding each object."""
+
+    def __init__(self, event_with: Callable[[str], Any]) -> None:
+        """`event_with` returns the object for a text. It is called once, with a placeholder."""
+        self._before, _, self._after = frame(event_with(_MARK)).partition(_encode(_MARK))
+
+    def frame(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
+
+
+class Fillers:
+    """Fillers of 1 to 36 characters hide the length of each event: on TLS, lengths can reveal tokens.
+
+    The lengths come from the system's random numbers, read 4,096 bytes at a time.
+    """
+
+    def __init__(self) -> None:
+        self._random = b""
+        self._position = 0
+
+    def next(self) -> str:
+        while True:
+            if self._position == len(self._random):
+                self._random, self._position = secrets.token_bytes(_RANDOM_BYTES), 0
+            byte = self._random[self._position]
+            self._position += 1
+            if byte < 252:  # 252 is a multiple of 36: every length is equally likely
+                return ALL_FILLERS[byte % len(ALL_FILLERS)]
+
+
+FILLERS = Fillers()

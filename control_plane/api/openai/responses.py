@@ -1,4 +1,4 @@
-"""How do answers look to OpenAI's clients, whole and in chunks?"""
+"""OpenAI's objects, and the serializers that write answers as these objects, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -7,34 +7,182 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from control_plane.api.collected_choice import WholeChoice, usage_json
-from control_plane.api.http.frames import TextFrames, frame
-from control_plane.api.openai.objects import CompletionLogprobs
-from control_plane.generation import ModelDescription, Usage
+from msgspec import Meta
+
+from control_plane.api.collected_choice import CollectedChoice
+from control_plane.api.http.sse import TextFrames, frame
+from control_plane.generation import AnswerEnd, FinishReason, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
-from control_plane.text.tools.tool import CallDelta
+from control_plane.text.tool import CallDelta
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class UsageObject(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    neurons: NotRequired[float]
+
+
+class ChatToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprobs(ChatToken):
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprobs]
+    refusal: None
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object as text; incomplete if the answer was cut.")]
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[str | None, Meta(description="null if the answer has calls and no text.")]
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: AnswerEnd | None
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: UsageObject
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """A call's first delta has id, type and name, and empty arguments; later deltas have pieces of the arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: AnswerEnd | None
+
+
+class ChatChunk(TypedDict):
+    """One event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[UsageObject | None]
+
+
+class CompletionLogprobs(TypedDict):
+    """Four parallel lists. A prompt's first token has no log probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(TypedDict):
+    """A plain completion, or one event of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageObject | None]
+
+
+class ModelObject(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int
+    aliases: list[str]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
+
+
+class WorkerList(TypedDict):
+    object: Literal["list"]
+    data: Annotated[list[dict[str, Any]], Meta(description="State, load and memory of each worker.")]
+
 
 _SMALLEST_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI says this instead."""
+"""Stands for minus infinity, which JSON does not have; the value is OpenAI's."""
 
 
-class OpenAIShape(Protocol):
-    """Chat and plain completions differ in nothing but this."""
-
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]: ...
-
-    def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]: ...
-
-    def frames(self, delta: TextDelta) -> bytes:
-        """Return the chunks of a delta as events of a stream."""
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]: ...
-
-
-class _Shape(ABC):
-    """What the objects of one answer have in common."""
+class ResponseSerializer(ABC):
+    """Writes one answer as OpenAI's JSON objects; subclasses differ between chat and plain completions."""
 
     def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
         self._base = {
@@ -47,7 +195,7 @@ class _Shape(ABC):
         if with_usage_chunk:
             self._chunk_base["usage"] = None
         self._begun: set[int] = set()
-        """Choices of which something was told."""
+        """Indices of choices that have had a chunk."""
         self._text_frames: dict[int, TextFrames] = {}
 
     id_prefix = ""
@@ -57,8 +205,12 @@ class _Shape(ABC):
         return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
 
     @abstractmethod
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> dict[str, Any]:
+        """Return the object of a complete answer."""
+
+    @abstractmethod
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Yield the objects that tell of a delta."""
+        """Yield the chunks of a delta."""
 
     def frames(self, delta: TextDelta) -> bytes:
         """Return the chunks of a delta as events of a stream."""
@@ -74,13 +226,13 @@ class _Shape(ABC):
         return {**self._chunk_base, "choices": [choice]}
 
 
-class ChatShape(_Shape):
-    """`chat.completion` objects."""
+class ChatSerializer(ResponseSerializer):
+    """Writes `chat.completion` objects."""
 
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> dict[str, Any]:
         rendered = [
             {
                 "index": index,
@@ -93,12 +245,12 @@ class ChatShape(_Shape):
         return {**self._base, "object": "chat.completion", "choices": rendered, "usage": usage_json(usage)}
 
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Yield a chunk that introduces the choice, then its text, its calls and its finish reason, as they apply."""
+        """Yield the chunk that introduces a choice, then chunks for text, calls and finish reason, as they apply."""
         index, logprobs = delta.choice_index, _chat_logprobs(delta.logprobs)
         if index not in self._begun:
             self._begun.add(index)
-            said = None if delta.calls and not delta.text else ""
-            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": said}))
+            content = None if delta.calls and not delta.text else ""
+            yield self._chunk(_chat_choice(index, {"role": "assistant", "content": content}))
         if delta.text or (logprobs and not delta.calls):
             text = {"content": delta.text} if delta.text else {}
             yield self._chunk(_chat_choice(index, text, logprobs=logprobs))
@@ -111,17 +263,17 @@ class ChatShape(_Shape):
 
 
 @dataclass(frozen=True)
-class Echo:
-    """What a choice's text begins with: its prompt, and the log probabilities of the prompt's tokens if asked for."""
+class PromptEcho:
+    """The prompt that a choice's text begins with, and the log probabilities of its tokens if requested."""
 
     text: str = ""
     first_token: str = ""
     logprobs: tuple[TextLogprobs, ...] | None = None
-    """Of every token but the first, which follows nothing."""
+    """Of every token but the first."""
 
 
-class CompletionShape(_Shape):
-    """`text_completion` objects; with `echoes`, each choice's text begins with its prompt."""
+class CompletionSerializer(ResponseSerializer):
+    """Writes `text_completion` objects; with `echoes`, each choice's text begins with its prompt."""
 
     id_prefix = "cmpl"
     chunk_object = "text_completion"
@@ -133,12 +285,12 @@ class CompletionShape(_Shape):
         model: ModelDescription,
         *,
         with_usage_chunk: bool,
-        echoes: Sequence[Echo] = (),
+        echoes: Sequence[PromptEcho] = (),
     ) -> None:
         super().__init__(request_id, model_name, model, with_usage_chunk=with_usage_chunk)
         self._echoes = dict(enumerate(echoes))
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> dict[str, Any]:
         rendered = [
             self._choice(index, choice.text, choice.logprobs, choice.finish_reason)
             for index, choice in enumerate(choices)
@@ -151,8 +303,8 @@ class CompletionShape(_Shape):
     def _choice(
         self, index: int, text: str, entries: Sequence[TextLogprobs], finish_reason: str | None
     ) -> dict[str, Any]:
-        """Return a choice, or a part of it; the first part begins with the echo."""
-        echo = self._echoes.get(index, Echo())
+        """Return a choice or a part of it. The first part begins with the echo."""
+        echo = self._echoes.get(index, PromptEcho())
         logprobs = _completion_logprobs(entries, len(echo.text))
         if index not in self._begun:
             self._begun.add(index)
@@ -161,8 +313,8 @@ class CompletionShape(_Shape):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _message(choice: WholeChoice) -> dict[str, Any]:
-    """Return the message of a choice; the text of one that only calls is null."""
+def _message(choice: CollectedChoice) -> dict[str, Any]:
+    """Return the message of a choice. `content` is null if the choice has only calls."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
     if choice.calls:
         message["content"] = choice.text or None
@@ -181,7 +333,7 @@ def _call_delta(call: CallDelta) -> dict[str, Any]:
 
 
 def system_fingerprint(model: ModelDescription) -> str:
-    """Return what changes when the same request may give other tokens: weights or numerics class."""
+    """Return a digest of weights and numerics class: while it is equal, the same request gives the same tokens."""
     digest = blake2b(f"{model.fingerprint} {model.numerics_class}".encode(), digest_size=6)
     return f"fp_{digest.hexdigest()}"
 
@@ -206,7 +358,7 @@ def _chat_token(token: TokenText) -> dict[str, Any]:
 
 
 def _completion_logprobs(entries: Sequence[TextLogprobs], num_before: int) -> CompletionLogprobs | None:
-    """Return OpenAI's older shape: four lists side by side; so many characters stand before the entries' text."""
+    """Return OpenAI's older format, four parallel lists. `num_before` characters precede the entries' text."""
     if not entries:
         return None
     return {
@@ -217,8 +369,8 @@ def _completion_logprobs(entries: Sequence[TextLogprobs], num_before: int) -> Co
     }
 
 
-def _echoed(echo: Echo, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    """Return the lists of the prompt's tokens with those of the answer behind them."""
+def _echoed(echo: PromptEcho, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """Return the lists of the prompt's tokens, followed by the answer's."""
     if echo.logprobs is None:
         return answer
     first: CompletionLogprobs = {
@@ -234,6 +386,18 @@ def _echoed(echo: Echo, answer: CompletionLogprobs | None) -> CompletionLogprobs
         "top_logprobs": [each for part in parts for each in part["top_logprobs"]],
         "text_offset": [each for part in parts for each in part["text_offset"]],
     }
+
+
+def usage_json(usage: Usage) -> UsageObject:
+    shown: UsageObject = {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+    if usage.microneurons is not None:
+        shown["neurons"] = usage.microneurons / 1e6
+    return shown
 
 
 def _finite(logprob: float) -> float:

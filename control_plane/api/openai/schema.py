@@ -1,4 +1,4 @@
-"""Which bodies do OpenAI's clients send?"""
+"""Bodies of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from control_plane.api.chat_messages import Message
+from control_plane.api.chat_fields import Choice, Message, Tools, tool_use
 from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
-from control_plane.api.tools import Choice, Tools, tool_use
 from control_plane.text.request import GenerationOptions
-from control_plane.text.tools.tool import ToolUse
+from control_plane.text.tool import ToolUse
 from tandem_engine.scheduling.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import Unsupported
 
@@ -20,7 +19,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _logit_bias(value: Any) -> Any:
-    """OpenAI's keys are token ids written as text."""
+    """Convert keys to token ids; OpenAI's clients write them as text."""
     if not isinstance(value, dict):
         return value
     if not all(isinstance(key, str) and key.isdecimal() for key in value):
@@ -29,7 +28,7 @@ def _logit_bias(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """Accept text, token ids, or a list of either: OpenAI's four shapes."""
+    """Accept text, token ids, or a list of either: OpenAI's four forms of a prompt."""
     prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
     if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
         raise ValueError("must be a string, a list of token ids, or a non-empty list of strings or lists of token ids")
@@ -47,19 +46,19 @@ Prompts = Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotat
 
 class OpenAIBody(TextBody):
     model: str
-    """Its name or alias."""
+    """The model's name or alias."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """1 if neither the request nor the model says; 0: always the likeliest token."""
+    """1 if neither the request nor the model has a value; 0 always takes the likeliest token."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Of the answer; what the context leaves if absent."""
+    """Maximum tokens of the answer; without it, the rest of the context."""
     seed: int | None = None
-    """The same request with the same seed has the same answer."""
+    """The same request with the same seed gets the same answer."""
     logit_bias: Annotated[
         dict[TokenId, Bias] | None, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, Bias] | None)
     ] = None
-    """What is added to the logits of these token ids."""
+    """Values added to the logits of these token ids."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Draw from so many of the likeliest tokens; 0 or -1: from all."""
+    """Sample from this many of the likeliest tokens; 0 or -1 from all tokens."""
 
     def generation_options(self) -> GenerationOptions:
         return replace(
@@ -75,26 +74,26 @@ class OpenAIBody(TextBody):
 class ChatBody(OpenAIBody):
     messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    """max_tokens by its newer name; goes before it."""
+    """The newer name of max_tokens; takes precedence."""
     logprobs: bool | None = None
-    """The log probability of every token."""
+    """Return the log probability of every token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And of as many alternatives; needs logprobs."""
+    """Return also this many alternatives per token; needs logprobs."""
     tools: Tools = None
-    """What the answer may call."""
+    """Tools that the answer may call."""
     tool_choice: Choice = None
-    """auto: as the model likes; none: no calls, and nobody tells it of the tools; required: calls; or one by name."""
+    """auto: the model decides; none: the prompt omits the tools; required: the answer is calls; or one tool by name."""
     parallel_tool_calls: bool | None = None
-    """false: one call at the most."""
+    """false: at most one call."""
 
     @model_validator(mode="after")
-    def _logprobs_are_asked_for(self) -> ChatBody:
+    def _check_top_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs; send logprobs: true with it")
         return self
 
     def tool_use(self) -> ToolUse | None:
-        """Return the tools that the answer may call; raises InvalidRequest."""
+        """Return the tools that the answer may call. Raise InvalidRequest."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def generation_options(self) -> GenerationOptions:
@@ -109,15 +108,15 @@ class CompletionBody(OpenAIBody):
     harmless: ClassVar[frozenset[str]] = HARMLESS | {"parallel_tool_calls", "tool_choice"}
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
-    """Texts, lists of token ids, or one of either."""
+    """A text, a list of token ids, or a list of either."""
     echo: bool | None = None
-    """The answer begins with the prompt; with logprobs, so do they (up to 2,048 prompt tokens in a request)."""
+    """Begin the answer, and its logprobs, with the prompt (with logprobs up to 2,048 prompt tokens)."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """The log probability of every token, and of as many alternatives."""
+    """Return the log probability of every token, and of this many alternatives."""
     best_of: int | None = None
-    """Supported where it equals n."""
+    """Supported only if equal to n."""
     raw: bool | None = None
-    """Names of control tokens in the prompt are control tokens. Ours."""
+    """Read names of control tokens in the prompt as control tokens. A field of Tandem."""
 
     def check_extras(self) -> None:
         super().check_extras()

@@ -1,1 +1,1 @@
-"""What does this server answer, in a form that machines and people can read?"""
+"""The OpenAPI document, and the reference page made from it."""

@@ -1,4 +1,4 @@
-"""What is in the OpenAPI document?"""
+"""Builds the OpenAPI document, and serves the document and its reference page."""
 
 from __future__ import annotations
 
@@ -8,44 +8,68 @@ from typing import Any
 
 import msgspec
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from control_plane.api.http.body import Body
-from control_plane.api.openai import objects as openai_objects
+from control_plane.api.http.request_context import services_of
+from control_plane.api.openai import responses as openai_responses
 from control_plane.api.openai.schema import ChatBody, CompletionBody
-from control_plane.api.openapi.operation import REFERENCE, reference
-from control_plane.api.openapi.operations import TAGS, operations
-from control_plane.api.workers_ai import objects as workers_ai_objects
+from control_plane.api.openapi.operations import REFERENCE, TAGS, operations, reference
+from control_plane.api.openapi.page import reference_page
+from control_plane.api.workers_ai import responses as workers_ai_responses
 from control_plane.api.workers_ai.schema import TextGenerationBody
 
 VERSION = "1.0"
 _BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TextGenerationBody)
 _ANSWERS: tuple[Any, ...] = (
-    openai_objects.ChatCompletion,
-    openai_objects.ChatChunk,
-    openai_objects.Completion,
-    openai_objects.ModelList,
-    openai_objects.WorkerList,
-    openai_objects.ErrorBody,
-    workers_ai_objects.NativeResult,
-    workers_ai_objects.NativeEvent,
-    workers_ai_objects.FoundModels,
-    workers_ai_objects.FoundTasks,
-    workers_ai_objects.FoundAuthors,
-    workers_ai_objects.FoundSchemas,
-    workers_ai_objects.ErrorEnvelope,
-    workers_ai_objects.BindingError,
+    openai_responses.ChatCompletion,
+    openai_responses.ChatChunk,
+    openai_responses.Completion,
+    openai_responses.ModelList,
+    openai_responses.WorkerList,
+    openai_responses.ErrorBody,
+    workers_ai_responses.NativeResult,
+    workers_ai_responses.NativeEvent,
+    workers_ai_responses.FoundModels,
+    workers_ai_responses.FoundTasks,
+    workers_ai_responses.FoundAuthors,
+    workers_ai_responses.FoundSchemas,
+    workers_ai_responses.ErrorEnvelope,
+    workers_ai_responses.BindingError,
 )
 
 
+def routes() -> list[Route]:
+    return [
+        Route("/openapi.json", openapi_json, methods=["GET"]),
+        Route("/docs", reference_html, methods=["GET"]),
+    ]
+
+
+async def openapi_json(request: Request) -> Response:
+    return JSONResponse(_document(request))
+
+
+async def reference_html(request: Request) -> Response:
+    return HTMLResponse(reference_page(_document(request)))
+
+
+def _document(request: Request) -> dict[str, object]:
+    models = [model.model_id for model in services_of(request).catalog.list()]
+    return document(str(request.base_url).rstrip("/"), models)
+
+
 class _Untitled(GenerateJsonSchema):
-    """Leaves out titles that only repeat the field's name."""
+    """Omits titles that only repeat the field's name."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def document(url: str, models: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of a server at `url`, with examples that ask the first of `models`."""
+    """Return the OpenAPI 3.1 document of a server at `url`. Its examples use the first of `models`."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations(models[0] if models else "@tandem/demo"):
         paths.setdefault(operation.path, {})[operation.method] = operation.as_json()
@@ -70,7 +94,7 @@ def document(url: str, models: Sequence[str] = ()) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def schemas() -> dict[str, Any]:
-    """Return every named schema: bodies from their validation models, answers from the types they are made as."""
+    """Return all named schemas: of bodies from their pydantic models, of answers from their TypedDicts."""
     bodies = models_json_schema(
         [(body, "validation") for body in _BODIES],
         ref_template=REFERENCE.format("{model}"),
@@ -78,7 +102,7 @@ def schemas() -> dict[str, Any]:
     )[1]["$defs"]
     _, answers = msgspec.json.schema_components(_ANSWERS, ref_template=REFERENCE.format("{name}"))
     event = {
-        "description": "Of a model's stream, by its wire format; the last one is a NativeEvent.",
+        "description": "An event of a model's stream, in the model's wire format. The last event is a NativeEvent.",
         "anyOf": [reference(name) for name in ("NativeEvent", "ChatChunk", "Completion")],
     }
     return {**bodies, **answers, "StreamEvent": event}

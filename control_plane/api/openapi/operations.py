@@ -1,50 +1,172 @@
-"""Which endpoints are there, and what do they take and answer?"""
+"""Describes each endpoint: its parameters, body, answers and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from control_plane.api.openapi.operation import Operation, Parameter, reference
+from control_plane.api.http.errors import ErrorFormat
 from control_plane.api.workers_ai.binding import MODEL_HEADER
 from control_plane.api.workers_ai.remote_proxy import PATH as PROXY_PATH
 from control_plane.api.workers_ai.search import MAX_PAGE, MAX_PER_PAGE
+
+REFERENCE = "#/components/schemas/{}"
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+_ERROR_OF: Mapping[ErrorFormat, str] = {"openai": "ErrorBody", "cloudflare": "ErrorEnvelope", "binding": "BindingError"}
+_REASONS = {
+    "400": "The request is invalid or not supported. The message names the field and the remedy.",
+    "401": "The token is missing or not valid.",
+    "403": "The token does not permit this request.",
+    "404": "The model or the path does not exist.",
+    "405": "Adapters (lora) are not supported.",
+    "408": "The request took longer than its deadline.",
+    "413": "The body is too large.",
+    "429": "All workers are busy, or the account is over a limit. Retry-After has the seconds to wait.",
+    "500": "An internal error.",
+    "503": "No worker is available. Retry-After has the seconds to wait.",
+}
+_GENERATION_ERRORS: Mapping[ErrorFormat, tuple[str, ...]] = {
+    "openai": ("400", "401", "403", "404", "408", "413", "429", "500", "503"),
+    "cloudflare": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
+    "binding": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
+}
+_READ_ERRORS = ("400", "401", "403", "404", "500", "503")
+_REQUEST_ID = {"cf-ai-req-id": {"description": "The request's id, also in the logs.", "schema": {"type": "string"}}}
+
+
+def reference(name: str) -> dict[str, Any]:
+    return {"$ref": REFERENCE.format(name)}
+
+
+def event_stream(event: str) -> dict[str, Any]:
+    """Return the schema of one server-sent event whose data is the JSON of the schema named `event`."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": reference(event)}
+    note = f"With `stream: true`, server-sent events: each `data:` is a {event}, the last one [DONE]."
+    last = {"type": "string", "const": "[DONE]"}
+    return {
+        "type": "object",
+        "description": note,
+        "properties": {"data": {"anyOf": [data, last]}},
+        "required": ["data"],
+    }
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter; `place` is "path", "query" or "header"."""
+
+    name: str
+    place: str
+    schema: Mapping[str, Any]
+    description: str
+    is_required: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "in": self.place,
+            "required": self.is_required or self.place == "path",
+            "description": self.description,
+            "schema": dict(self.schema),
+        }
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path. `answer` is the schema of an answer, `event` names the schema of a stream's events."""
+
+    method: str
+    path: str
+    tag: str
+    name: str
+    summary: str
+    error_format: ErrorFormat = "openai"
+    body: Mapping[str, Any] | None = None
+    answer: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
+    media_type: str = JSON
+    event: str = ""
+    parameters: Sequence[Parameter] = ()
+    example: Mapping[str, Any] | None = None
+    errors: Sequence[str] | None = None
+    """Statuses; None for those of all endpoints of this kind."""
+    error: Mapping[str, Any] | None = None
+    """The schema of errors; None for the schema of `error_format`."""
+
+    def as_json(self) -> dict[str, Any]:
+        described: dict[str, Any] = {"operationId": self.name, "tags": [self.tag], "summary": self.summary}
+        if self.parameters:
+            described["parameters"] = [parameter.as_json() for parameter in self.parameters]
+        if self.body is not None:
+            content = {"schema": dict(self.body), **({"example": dict(self.example)} if self.example else {})}
+            described["requestBody"] = {"required": True, "content": {JSON: content}}
+        described["responses"] = self._responses()
+        return described
+
+    def _responses(self) -> dict[str, Any]:
+        content: dict[str, Any] = {self.media_type: {"schema": dict(self.answer)}}
+        if self.event:
+            content[EVENTS] = {"schema": event_stream(self.event)}
+        responses = {"200": {"description": "The answer.", "headers": _REQUEST_ID, "content": content}}
+        return responses | {status: self._error(status) for status in self._statuses()}
+
+    def _statuses(self) -> Sequence[str]:
+        if self.errors is not None:
+            return self.errors
+        return _GENERATION_ERRORS[self.error_format] if self.body is not None else _READ_ERRORS
+
+    def _error(self, status: str) -> dict[str, Any]:
+        error = {"schema": dict(self.error or reference(_ERROR_OF[self.error_format]))}
+        return {"description": _REASONS[status], "headers": _REQUEST_ID, "content": {JSON: error}}
+
 
 OPENAI = "OpenAI"
 REST = "Workers AI, REST"
 BINDING = "Workers AI, env.AI"
 OPERATING = "Operating"
 TAGS = {
-    OPENAI: "What OpenAI's clients call, under /v1 and, with Cloudflare's errors, under Cloudflare's own address.",
-    REST: "What Cloudflare's SDKs call: an envelope around every result and every error.",
-    BINDING: "What workerd's `env.AI` calls inside a Worker: bare results, and errors that become exceptions.",
-    OPERATING: "For those who run it.",
+    OPENAI: "For OpenAI's clients: under /v1 and, with Cloudflare's errors, under Cloudflare's URLs.",
+    REST: "For Cloudflare's SDKs: each result and each error is in an envelope.",
+    BINDING: "For `env.AI` in workerd: results without an envelope, and errors that become exceptions.",
+    OPERATING: "For operators.",
 }
 
 _ACCOUNTS = "/client/v4/accounts/{account}/ai"
-_ACCOUNT = Parameter("account", "path", {"type": "string", "minLength": 1}, "Whose request it is.")
-_MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "The model's name or alias; %2F and / both do.")
+_ACCOUNT = Parameter("account", "path", {"type": "string", "minLength": 1}, "The account of the request.")
+_MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "The model's name or alias, with %2F or /.")
 _AFFINITY = Parameter(
     "x-session-affinity", "header", {"type": "string"}, "Requests with the same value go to the same workers."
 )
 _HEADER_MODEL = Parameter(MODEL_HEADER, "header", {"type": "string", "minLength": 1}, "The model's name.", True)
 _PAGING = (
-    Parameter("page", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 1}, "From 1."),
     Parameter(
-        "per_page", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PER_PAGE, "default": 50}, "Page's length."
+        "page", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": 1}, "Page number, from 1."
+    ),
+    Parameter(
+        "per_page",
+        "query",
+        {"type": "integer", "minimum": 1, "maximum": MAX_PER_PAGE, "default": 50},
+        "Entries per page.",
     ),
 )
 _SEARCH = (
-    Parameter("search", "query", {"type": "string"}, "A part of the name or of an alias."),
+    Parameter("search", "query", {"type": "string"}, "Part of a name or of an alias."),
     Parameter("author", "query", {"type": "string"}, "`meta` of `@cf/meta/...`."),
-    Parameter("task", "query", {"type": "string"}, "Name or id of a task; Text Generation is the only one."),
-    Parameter("source", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "1 is the only one."),
-    Parameter("hide_experimental", "query", {"type": "boolean"}, "No model is."),
-    Parameter("include_deprecated", "query", {"type": "boolean"}, "No model is."),
+    Parameter("task", "query", {"type": "string"}, "Name or id of a task; the only task is Text Generation."),
+    Parameter("source", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "The only source is 1."),
+    Parameter("hide_experimental", "query", {"type": "boolean"}, "No effect."),
+    Parameter("include_deprecated", "query", {"type": "boolean"}, "No effect."),
     *_PAGING,
 )
 _RUN_QUERY = (
-    Parameter("rejectIfBusy", "query", {"type": "boolean"}, "429 at once instead of waiting while all are busy."),
+    Parameter(
+        "rejectIfBusy",
+        "query",
+        {"type": "boolean"},
+        "Answer 429 at once, instead of waiting while every worker is busy.",
+    ),
     Parameter("queueRequest", "query", {"type": "boolean", "enum": [False]}, "Asynchronous batches: not supported."),
 )
 
@@ -69,12 +191,12 @@ def _closed(required: str, **properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generated() -> dict[str, Any]:
-    """Return what running a model gives, by its wire format."""
+    """Return the schema of a generated answer, in either wire format."""
     return {"anyOf": [reference(name) for name in ("NativeResult", "ChatCompletion", "Completion")]}
 
 
 def operations(model: str) -> Iterator[Operation]:
-    """Yield every endpoint; `model` is the one that examples ask."""
+    """Yield every endpoint. Examples use `model`."""
     yield from _openai("/v1", "", model)
     yield from _rest(model)
     yield from _openai(f"{_ACCOUNTS}/v1", "OfAccount", model)
@@ -83,9 +205,9 @@ def operations(model: str) -> Iterator[Operation]:
 
 
 def _openai(prefix: str, suffix: str, model: str) -> Iterator[Operation]:
-    face = "cloudflare" if "{account}" in prefix else "openai"
-    account, at = ((_ACCOUNT,), ", at Cloudflare's address") if "{account}" in prefix else ((), "")
-    common: dict[str, Any] = {"tag": OPENAI, "face": face}
+    error_format = "cloudflare" if "{account}" in prefix else "openai"
+    account, at = ((_ACCOUNT,), ", at Cloudflare's URL") if "{account}" in prefix else ((), "")
+    common: dict[str, Any] = {"tag": OPENAI, "error_format": error_format}
     hello = {"role": "user", "content": "What is a KV cache?"}
     yield Operation(
         "post", f"{prefix}/chat/completions", name=f"createChatCompletion{suffix}",
@@ -109,7 +231,7 @@ def _openai(prefix: str, suffix: str, model: str) -> Iterator[Operation]:
 
 
 def _rest(model: str) -> Iterator[Operation]:
-    common: dict[str, Any] = {"tag": REST, "face": "cloudflare"}
+    common: dict[str, Any] = {"tag": REST, "error_format": "cloudflare"}
     inputs = {"prompt": "What is a KV cache?", "max_tokens": 64}
     run: dict[str, Any] = {"answer": enveloped(_generated()), "event": "StreamEvent", **common}
     yield Operation(
@@ -126,22 +248,22 @@ def _rest(model: str) -> Iterator[Operation]:
         parameters=(_ACCOUNT, *_SEARCH), answer=reference("FoundModels"), **common,
     )  # fmt: skip
     yield Operation(
-        "get", f"{_ACCOUNTS}/models/schema", name="modelSchema", summary="Show a model's inputs and outputs",
+        "get", f"{_ACCOUNTS}/models/schema", name="modelSchema", summary="Show the schemas of a model",
         parameters=(_ACCOUNT, Parameter("model", "query", {"type": "string", "minLength": 1}, "The name.", True)),
         answer=reference("FoundSchemas"), **common,
     )  # fmt: skip
     yield Operation(
-        "get", f"{_ACCOUNTS}/tasks/search", name="searchTasks", summary="List what models can do",
+        "get", f"{_ACCOUNTS}/tasks/search", name="searchTasks", summary="List the models' tasks",
         parameters=(_ACCOUNT, *_PAGING), answer=reference("FoundTasks"), **common,
     )  # fmt: skip
     yield Operation(
-        "get", f"{_ACCOUNTS}/authors/search", name="searchAuthors", summary="List who made the models",
+        "get", f"{_ACCOUNTS}/authors/search", name="searchAuthors", summary="List the models' authors",
         parameters=(_ACCOUNT, *_PAGING), answer=reference("FoundAuthors"), **common,
     )  # fmt: skip
 
 
 def _binding(model: str) -> Iterator[Operation]:
-    common: dict[str, Any] = {"tag": BINDING, "face": "binding"}
+    common: dict[str, Any] = {"tag": BINDING, "error_format": "binding"}
     call: dict[str, Any] = {
         "body": _closed("inputs", inputs=reference("TextGenerationBody"), options=_or_null(reference("RunOptions"))),
         "answer": _generated(),
@@ -163,11 +285,11 @@ def _binding(model: str) -> Iterator[Operation]:
     )  # fmt: skip
     yield Operation(
         "get", "/ai-api/models/search", name="bindingModels", summary="`AI.models(params)`", tag=BINDING,
-        face="cloudflare", parameters=_SEARCH, answer=reference("FoundModels"),
+        error_format="cloudflare", parameters=_SEARCH, answer=reference("FoundModels"),
     )  # fmt: skip
     to = Parameter("X-Forwarded", "header", {"type": "string"}, "`https://workers-binding.ai/run?version=3`.", True)
     yield Operation(
-        "post", PROXY_PATH, name="bindingProxy", summary="The same calls by way of wrangler or miniflare",
+        "post", PROXY_PATH, name="bindingProxy", summary="The same calls, proxied by wrangler or miniflare",
         parameters=(_ACCOUNT, to, *headers), **(call | {"answer": {}}), **common,
         error={"anyOf": [reference("BindingError"), reference("ErrorEnvelope")]},
     )  # fmt: skip
@@ -178,9 +300,9 @@ def _operating() -> Iterator[Operation]:
         "get", "/v1/workers", OPERATING, "listWorkers", "The fleet: state, load and memory of every worker",
         answer=reference("WorkerList"),
     )  # fmt: skip
-    yield Operation("get", "/healthz", OPERATING, "health", "The process lives")
+    yield Operation("get", "/healthz", OPERATING, "health", "The process is alive")
     yield Operation(
-        "get", "/readyz", OPERATING, "readiness", "200 after a request has really gone the whole way lately, else 503",
+        "get", "/readyz", OPERATING, "readiness", "200 if a recent request has passed all phases, else 503",
         errors=("500",),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How does the reference page look that is made from the OpenAPI document?"""
+"""Renders the reference page from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from control_plane.api.openapi.kinds import fields_of, kind_html
-from control_plane.api.openapi.operation import EVENTS, JSON
+from control_plane.api.openapi.operations import EVENTS, JSON
 
 _STYLE = """
   :root { color-scheme: light dark; --ink: light-dark(#1c1b1a, #ece9e4); --soft: light-dark(#6d6862, #a39d94);
@@ -48,7 +47,7 @@ _STYLE = """
 
 
 def reference_page(document: Mapping[str, Any]) -> str:
-    """Return the page; everything in it is from `document`, and nothing is loaded from elsewhere."""
+    """Return the page. Its content comes from `document` only, and it loads nothing from other hosts."""
     info = document["info"]
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -116,12 +115,12 @@ def _answer(content: Mapping[str, Any]) -> str:
         schema = each["schema"]
         properties = schema.get("properties", {})
         if media_type == EVENTS:
-            kind, said = kind_html(properties["data"]["anyOf"][0]["contentSchema"]), schema["description"]
+            kind, note = kind_html(properties["data"]["anyOf"][0]["contentSchema"]), schema["description"]
         elif "result" in properties:
-            kind, said = f"envelope with <code>result</code>: {kind_html(properties['result'])}", ""
+            kind, note = f"envelope with <code>result</code>: {kind_html(properties['result'])}", ""
         else:
-            kind, said = kind_html(schema), ""
-        rows.append(_row(media_type, False, kind, said))
+            kind, note = kind_html(schema), ""
+        rows.append(_row(media_type, False, kind, note))
     return _table(rows)
 
 
@@ -152,8 +151,8 @@ def _field_table(schema: Mapping[str, Any]) -> str:
 
 def _row(name: str, is_required: bool, kind: str, description: str) -> str:
     mark = "<i title='required'>*</i>" if is_required else ""
-    said = f"<br>{_text(description)}" if description else ""
-    return f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{kind}{said}</td></tr>"
+    note = f"<br>{_text(description)}" if description else ""
+    return f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{kind}{note}</td></tr>"
 
 
 def _table(rows: list[str]) -> str:
@@ -180,5 +179,53 @@ _SAMPLE = {
 
 
 def _text(words: str) -> str:
-    """Return plain words as HTML, with `names` in code."""
+    """Return plain text as HTML, with `names` as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(words))
+
+
+_BOUNDS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}"}
+
+
+def kind_html(schema: Mapping[str, Any]) -> str:
+    """Return a one-line description of a JSON Schema as HTML. Names of schemas are links; null is omitted."""
+    if "$ref" in schema:
+        name = escape(str(schema["$ref"]).rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for word in ("anyOf", "oneOf"):
+        if word in schema and "type" not in schema:
+            kinds = [kind_html(each) for each in schema[word] if each.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values if value is not None)
+    return _plain(schema)
+
+
+def fields_of(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Return (name, schema, is_required) of every field: required fields first, ignored fields last."""
+    required = set(schema.get("required", ()))
+    fields = [(name, each, name in required) for name, each in schema.get("properties", {}).items()]
+    return sorted(fields, key=lambda each: (not each[2], kind_html(each[1]) == "anything"))
+
+
+def _plain(schema: Mapping[str, Any]) -> str:
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        of = f" of {kind_html(schema['items'])}" if schema.get("items") else ""
+        return f"list{of}{_sizes(schema, 'Items', 'items')}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return f"object of {kind_html(schema['additionalProperties'])}"
+    words = {"integer": "whole number", "boolean": "true or false", "string": "text"}
+    return f"{words.get(str(kind), str(kind))}{_bounds(schema)}{_sizes(schema, 'Length', 'characters')}"
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    bounds = [words.format(f"{schema[name]:,}") for name, words in _BOUNDS.items() if name in schema]
+    return f", {' '.join(bounds)}" if bounds else ""
+
+
+def _sizes(schema: Mapping[str, Any], what: str, unit: str) -> str:
+    least, most = schema.get(f"min{what}"), schema.get(f"max{what}")
+    if most is not None:
+        return f" ({least or 0} to {most} {unit})"
+    return " (not empty)" if least else ""

@@ -1,4 +1,4 @@
-"""How does a Worker's `env.AI`, inside an unmodified workerd, talk to Tandem?
+"""Serves `env.AI` of a Cloudflare Worker inside an unmodified workerd.
 
 workerd turns `env.AI.run(model, inputs, options)` into `POST /run` with the model in a header; see
 cloudflare/workerd `src/cloudflare/internal/ai-api.ts`.
@@ -17,8 +17,7 @@ from control_plane.api.http.body import read_json_object
 from control_plane.api.http.errors import HeaderMissing
 from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.routes import answer
-from control_plane.api.workers_ai.run_options import options_of
-from control_plane.api.workers_ai.schema import checked
+from control_plane.api.workers_ai.schema import checked, options_of
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 MODEL_HEADER = "cf-consn-model-id"
@@ -34,10 +33,10 @@ def routes() -> list[Route]:
 
 
 async def run(request: Request) -> Response:
-    """Answer `AI.run`: the bare result, or a stream."""
+    """Answer `AI.run` with the result, without an envelope, or with a stream."""
     if "userInputs" in request.query_params:
         raise Unsupported(
-            "a stream as an input (audio, images, forms) is not supported here: the models are of text; "
+            "streams as inputs (audio, images, forms) are not supported here: the models take text; "
             'send inputs such as {"prompt": "..."}',
             field="inputs",
         )
@@ -56,7 +55,7 @@ async def run(request: Request) -> Response:
 
 
 async def run_on_websocket(request: Request) -> Response:
-    """Refuse `AI.run` with the option `websocket`, which comes as an upgrade."""
+    """Refuse `AI.run` with the option `websocket`, which arrives as an upgrade request."""
     if request.headers.get("upgrade", "").lower() != "websocket":
         raise HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "POST"})
     raise Unsupported(

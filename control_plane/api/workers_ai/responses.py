@@ -1,44 +1,182 @@
-"""How do the answers of `AI.run` and /ai/run look, whole and streamed, in either wire format?"""
+"""Workers AI's objects, and the answers of `AI.run` and /ai/run, whole and streamed, in both wire formats."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 
 import msgspec
+from msgspec import Meta
 
-from control_plane.api.collected_choice import Answer, WholeCall, WholeChoice, add_call, collect, usage_json
-from control_plane.api.http.frames import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
-from control_plane.api.openai.responses import ChatShape, CompletionShape, OpenAIShape
-from control_plane.api.workers_ai.objects import NativeCallEvent, NativeEvent, NativeResult
+from control_plane.api.collected_choice import Answer, CollectedCall, CollectedChoice, add_call, collect
+from control_plane.api.http.sse import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
+from control_plane.api.openai.responses import (
+    ChatSerializer,
+    CompletionSerializer,
+    ResponseSerializer,
+    UsageObject,
+    usage_json,
+)
 from control_plane.api.workers_ai.schema import TextGenerationBody
-from control_plane.generation import ModelDescription, Usage
+from control_plane.generation import AnswerEnd, ModelDescription, Usage
 from tandem_runtime.errors import InvalidRequest
 
-_NOTHING = Usage(0, 0, 0, 0)
+
+class NativeCall(TypedDict):
+    name: str
+    arguments: dict[str, Any]
+
+
+class NativeCallEvent(NativeCall):
+    index: int
+
+
+class NativeResult(TypedDict):
+    response: Annotated[Any, Meta(description="Text; with response_format json_object or json_schema, that value.")]
+    tool_calls: list[NativeCall]
+    finish_reason: AnswerEnd | None
+    usage: UsageObject
+
+
+class NativeEvent(TypedDict):
+    """One event of a native stream. The last event has the usage; the event before it has all tool calls, if any."""
+
+    response: str
+    tool_calls: NotRequired[list[NativeCallEvent]]
+    p: NotRequired[
+        Annotated[str, Meta(description="Filler of random length, so that the event's size does not reveal its text.")]
+    ]
+    finish_reason: NotRequired[AnswerEnd | None]
+    usage: NotRequired[UsageObject]
+
+
+class Problem(TypedDict):
+    code: int
+    message: str
+
+
+class ErrorEnvelope(TypedDict):
+    result: dict[str, Any] | None
+    success: Literal[False]
+    errors: Annotated[list[Problem], Meta(min_length=1)]
+    messages: list[Any]
+
+
+class BindingError(TypedDict):
+    """workerd's `env.AI` turns this into an exception; JavaScript sees "<internalCode>: <description>"."""
+
+    internalCode: int
+    name: str
+    message: str
+    description: str
+
+
+class Task(TypedDict):
+    id: str
+    name: str
+    description: str
+
+
+class UnitPrice(TypedDict):
+    unit: str
+    price: float
+    currency: str
+
+
+class ModelProperty(TypedDict):
+    """The value of `price` is a list of prices; other values are texts."""
+
+    property_id: str
+    value: str | list[UnitPrice]
+
+
+class FoundModel(TypedDict):
+    id: str
+    source: int
+    name: str
+    description: str
+    task: Task
+    tags: list[str]
+    properties: list[ModelProperty]
+    created_at: str
+
+
+class Page(TypedDict):
+    page: int
+    per_page: int
+    count: int
+    total_count: int
+
+
+class FoundModels(TypedDict):
+    result: list[FoundModel]
+    success: Literal[True]
+    errors: list[Problem]
+    messages: list[Any]
+    result_info: Page
+
+
+class FoundTasks(TypedDict):
+    result: list[Task]
+    success: Literal[True]
+    errors: list[Problem]
+    messages: list[Any]
+    result_info: Page
+
+
+class Author(TypedDict):
+    name: str
+
+
+class FoundAuthors(TypedDict):
+    result: list[Author]
+    success: Literal[True]
+    errors: list[Problem]
+    messages: list[Any]
+    result_info: Page
+
+
+class Schemas(TypedDict):
+    """Two JSON Schemas."""
+
+    input: dict[str, Any]
+    output: dict[str, Any]
+
+
+class FoundSchemas(TypedDict):
+    result: Schemas
+    success: Literal[True]
+    errors: list[Problem]
+    messages: list[Any]
+
+
+_NO_USAGE = Usage(0, 0, 0, 0)
 
 
 class Wire(Protocol):
-    """How one model's answers are written."""
+    """Writes the answers of one model."""
 
     async def result(self, answer: Answer) -> Any:
-        """Read `answer` to its end and return what `AI.run` resolves to."""
+        """Read `answer` to its end and return the result of `AI.run`."""
 
     def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, [DONE] included; those that come together are one piece."""
+        """Yield the stream's events, [DONE] included; events of one batch are one piece."""
 
 
 def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
     if model.wire_format == "native":
         return NativeWire(is_json=body.wants_json)
-    # Calls have a place in a chat's message only.
-    shape = CompletionShape if body.messages is None and not body.tools else ChatShape
-    return OpenAIWire(shape(request_id, model.model_id, model, with_usage_chunk=False))
+    # Only chat messages have a field for tool calls.
+    serializer = CompletionSerializer if body.messages is None and not body.tools else ChatSerializer
+    return OpenAIWire(serializer(request_id, model.model_id, model, with_usage_chunk=False))
 
 
 class NativeWire:
-    """One event per piece of text, one with the usage. Of JSON, the whole answer is a value instead of a text."""
+    """Workers AI's native format: one event per piece of text, then one with the usage.
+
+    In JSON mode, `response` of the whole answer is the JSON value instead of a text.
+    """
 
     def __init__(self, *, is_json: bool = False) -> None:
         self._is_json = is_json
@@ -57,7 +195,7 @@ class NativeWire:
 
     async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
         finish_reason = None
-        calls: list[WholeCall] = []
+        calls: list[CollectedCall] = []
         async for batch in answer.batches():
             piece = []
             for delta in batch:
@@ -67,7 +205,7 @@ class NativeWire:
                 if delta.text:
                     piece.append(_TEXT_EVENTS[FILLERS.next()].frame(delta.text))
             yield b"".join(piece)
-        # All in one: some clients look no further than the first event with calls.
+        # One event with all calls: some clients read only the first event that has calls.
         whole = [_event_call(index, call) for index, call in enumerate(calls) if call.is_complete]
         if whole:
             yield frame(NativeEvent(response="", tool_calls=whole, p=FILLERS.next()))
@@ -76,38 +214,40 @@ class NativeWire:
 
 
 class OpenAIWire:
-    """OpenAI's objects. Streamed, each chunk has the usage that came with it, and one native event has the sum.
+    """OpenAI's objects. In a stream, each chunk has the usage since the last one, and a native event has the sum.
 
-    So Workers AI's newer models answer, but not on /ai/v1: OpenAI's clients know no native event.
+    Workers AI's newer models answer so on /ai/run. On /ai/v1 there is no native event: OpenAI's clients do not know it.
     """
 
-    def __init__(self, shape: OpenAIShape) -> None:
-        self._shape = shape
+    def __init__(self, serializer: ResponseSerializer) -> None:
+        self._serializer = serializer
 
     async def result(self, answer: Answer) -> Any:
-        return self._shape.whole(await collect(answer), answer.usage)
+        return self._serializer.whole(await collect(answer), answer.usage)
 
     async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
-        told = _NOTHING
+        reported = _NO_USAGE
         async for batch in answer.batches():
             piece = []
-            for chunk in (chunk for delta in batch for chunk in self._shape.chunks(delta)):
-                fresh, told = answer.usage - told, answer.usage
-                piece.append(frame({**chunk, "p": FILLERS.next(), "usage": usage_json(fresh)}))
+            for chunk in (chunk for delta in batch for chunk in self._serializer.chunks(delta)):
+                added, reported = answer.usage - reported, answer.usage
+                piece.append(frame({**chunk, "p": FILLERS.next(), "usage": usage_json(added)}))
             yield b"".join(piece)
-        yield frame({**self._shape.usage_chunk(answer.usage - told), "p": FILLERS.next()})
+        yield frame({**self._serializer.usage_chunk(answer.usage - reported), "p": FILLERS.next()})
         yield frame(NativeEvent(response="", usage=usage_json(answer.usage)))
         yield DONE
 
 
-def _cut(choice: WholeChoice) -> InvalidRequest:
-    """Return the error of an answer that ended within a call, named if its name had come."""
+def _cut(choice: CollectedChoice) -> InvalidRequest:
+    """Return the error for an answer that ended within a tool call; it has the call's name if that is known."""
     what = f"call of {choice.calls[-1].name}" if choice.calls and not choice.calls[-1].is_complete else "call"
-    remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
+    remedy = (
+        "raise max_tokens" if choice.finish_reason == "length" else "send a stop that does not end the answer early"
+    )
     return InvalidRequest(f"the answer ended ({choice.finish_reason}) before its {what} did; {remedy}", field="tools")
 
 
-def _event_call(index: int, call: WholeCall) -> NativeCallEvent:
+def _event_call(index: int, call: CollectedCall) -> NativeCallEvent:
     return {"index": index, "name": call.name, "arguments": _raw(call.arguments)}
 
 
@@ -115,8 +255,8 @@ def _raw(text: str) -> Any:
     return msgspec.Raw(text.encode())
 
 
-def _as_json(choice: WholeChoice) -> msgspec.Raw:
-    """Return the answer as the value that it is, to the digit; raises InvalidRequest if it was cut off."""
+def _as_json(choice: CollectedChoice) -> msgspec.Raw:
+    """Return the answer's JSON without re-encoding it. Raise InvalidRequest if the answer was cut off."""
     try:
         json.loads(choice.text)
     except RecursionError as error:
@@ -125,7 +265,9 @@ def _as_json(choice: WholeChoice) -> msgspec.Raw:
             field="response_format",
         ) from error
     except ValueError as error:
-        remedy = "raise max_tokens" if choice.finish_reason == "length" else "leave out what ends it before (stop)"
+        remedy = (
+            "raise max_tokens" if choice.finish_reason == "length" else "send a stop that does not end the answer early"
+        )
         raise InvalidRequest(
             f"JSON Mode couldn't be met: the answer ended ({choice.finish_reason}) before its JSON did; {remedy}",
             field="response_format",
@@ -138,4 +280,4 @@ def _text_frames(filler: str) -> TextFrames:
 
 
 _TEXT_EVENTS = {filler: _text_frames(filler) for filler in ALL_FILLERS}
-"""By filler."""
+"""Encoded events by filler."""

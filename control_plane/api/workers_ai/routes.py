@@ -1,4 +1,4 @@
-"""How do Cloudflare's REST clients run a model and look for models?"""
+"""REST endpoints of Workers AI: run a model, find models, tasks and authors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from control_plane.api.generation_fields import RunOptions, caller_with
 from control_plane.api.http.body import read_json_object
+from control_plane.api.http.errors import request_id_of
+from control_plane.api.http.request_context import services_of
 from control_plane.api.http.sse import EventStream, while_connected
-from control_plane.api.services import request_id_of, services_of
-from control_plane.api.workers_ai import model_schema, search
+from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.responses import wire_of
-from control_plane.api.workers_ai.run_options import RunOptions, caller_with, options_in_query
-from control_plane.api.workers_ai.schema import TextGenerationBody, checked
+from control_plane.api.workers_ai.schema import TextGenerationBody, checked, options_in_query
 from control_plane.text.text_service import TextStream
 from tandem_runtime.errors import InvalidRequest
 
@@ -29,19 +30,19 @@ def routes() -> list[Route]:
         Route(f"{_PREFIX}/run", run_named_in_body, methods=["POST"]),
         Route(f"{_PREFIX}/run/{{model:path}}", run, methods=["POST"]),
         Route(f"{_PREFIX}/models/search", search.search, methods=["GET"]),
-        Route(f"{_PREFIX}/models/schema", model_schema.schema, methods=["GET"]),
+        Route(f"{_PREFIX}/models/schema", search.schema, methods=["GET"]),
         Route(f"{_PREFIX}/tasks/search", search.tasks, methods=["GET"]),
         Route(f"{_PREFIX}/authors/search", search.authors, methods=["GET"]),
     ]
 
 
 async def run(request: Request) -> Response:
-    """Run the model of the path; clients write it as it is or percent-encoded."""
+    """Run the model that the path names; the name may be percent-encoded."""
     return await _run(request, request.path_params["model"], await read_json_object(request))
 
 
 async def run_named_in_body(request: Request) -> Response:
-    """Run `{"model": ..., "input": {...}}`; options stand beside them or in the input."""
+    """Run `{"model": ..., "input": {...}}`; options are in the query or in the input."""
     body = await read_json_object(request)
     model = body.get("model")
     if not isinstance(model, str):
@@ -63,7 +64,7 @@ async def _run(request: Request, model: str, inputs: Any) -> Response:
 async def answer(
     request: Request, model: str, body: TextGenerationBody, options: RunOptions, *, in_envelope: bool
 ) -> Response:
-    """Run a model and answer as it does, whole or streamed; the binding has no envelope around the result."""
+    """Run a model and answer in its wire format, whole or streamed; REST adds an envelope, the binding does not."""
     stream = await while_connected(request, _start(request, model, body, options), discard=TextStream.aclose)
     wire = wire_of(stream.model, body, request_id_of(request))
     if body.stream:
@@ -72,12 +73,12 @@ async def answer(
         result = await while_connected(request, wire.result(stream))
     if in_envelope:
         result = {"result": result, "success": True, "errors": [], "messages": []}
-    # Exactly this type: with a charset, workerd gives the Worker a stream of bytes instead of an object.
+    # Without a charset: with one, workerd gives the Cloudflare Worker a stream of bytes instead of an object.
     return Response(msgspec.json.encode(result), media_type="application/json")
 
 
 async def _start(request: Request, model: str, body: TextGenerationBody, options: RunOptions) -> TextStream:
     services = services_of(request)
     description = await services.catalog.get(model)
-    asked = body.for_model(description, caller_with(request, body.options, options))
-    return await services.text.start(replace(asked, model=model))
+    text_request = body.for_model(description, caller_with(request, body.options, options))
+    return await services.text.start(replace(text_request, model=model))

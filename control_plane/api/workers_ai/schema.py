@@ -1,77 +1,84 @@
-"""Which bodies does Workers AI take for text generation?"""
+"""Bodies, run options and queries of Workers AI's text generation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from control_plane.api.chat_messages import Message, messages_for_template
-from control_plane.api.generation_fields import UNSUPPORTED, TextBody
-from control_plane.api.http.body import check
+from control_plane.accounts.identity import Caller
+from control_plane.api.chat_fields import Choice, Message, Tools, messages_for_template, tool_use
+from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
+from control_plane.api.http.body import Body, check, refuse_extras
 from control_plane.api.http.errors import NoLora
-from control_plane.api.tools import Choice, Tools, tool_use
 from control_plane.generation import ModelDescription
-from control_plane.text.request import Caller, ChatRequest, CompletionRequest, GenerationOptions
+from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions
 from tandem_engine.scheduling.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import InvalidRequest, Unsupported
+
+_IGNORED_IN_QUERY = frozenset({"version"})
+"""`version` is the binding's protocol version."""
+
+_FLAGS = {"true": True, "1": True, "false": False, "0": False, "": None, "undefined": None, "null": None}
+"""Spellings of booleans in a query."""
 
 _DEFAULT_MAX_TOKENS = 256
 _DEFAULT_TEMPERATURE = 0.6
 
 
 def _only(name: str, other: str) -> dict[str, Any]:
-    """Return the rule that one field says something and the other does not."""
+    """Return the rule that field `name` has a value and field `other` does not."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
 class TextGenerationBody(TextBody):
-    """Exactly one of `prompt` and `messages`; limits are Cloudflare's."""
+    """Exactly one of `prompt` and `messages`. Limits are Cloudflare's."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED | {"echo", "suffix", "best_of", "logit_bias"}
     json_schema_rules: ClassVar[dict[str, Any]] = {"oneOf": [_only("prompt", "messages"), _only("messages", "prompt")]}
 
     prompt: Annotated[str, Field(json_schema_extra={"minLength": 1})] | None = None
-    """Becomes a user's message if the model has a chat template."""
+    """Becomes a user message if the model has a chat template."""
     messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})] | None = None
     raw: bool | None = None
-    """The prompt goes to the model as it stands, without the chat template."""
+    """Send the prompt to the model without the chat template."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Of the answer; 256 if neither the request nor the model says."""
+    """Maximum tokens of the answer; 256 if neither the request nor the model has a value."""
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    """max_tokens by its newer name; goes before it."""
+    """The newer name of max_tokens; takes precedence."""
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    """0.6 if neither the request nor the model says; 0: always the likeliest token."""
+    """0.6 if neither the request nor the model has a value; 0 always takes the likeliest token."""
     top_p: Annotated[float, Field(ge=0, le=2)] | None = None
-    """Draw from the likeliest tokens that together have this probability; above 1: from all."""
+    """Sample from the likeliest tokens that together have this probability; above 1 from all tokens."""
     top_k: Annotated[int, Field(ge=1, le=50)] | None = None
-    """Draw from so many of the likeliest tokens."""
+    """Sample from this many of the likeliest tokens."""
     seed: Annotated[int, Field(ge=1, le=9_999_999_999)] | None = None
-    """The same request with the same seed has the same answer."""
+    """The same request with the same seed gets the same answer."""
     logprobs: bool | None = None
-    """The log probability of every token, of models whose wire format is OpenAI's."""
+    """Return the log probability of every token; only for models with OpenAI's wire format."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """And of as many alternatives; needs logprobs."""
+    """Return also this many alternatives per token; needs logprobs."""
     lora: Annotated[str | None, Field(json_schema_extra={"enum": ["", None]})] = None
     """Adapters are not supported."""
     tools: Tools = None
-    """What the answer may call."""
+    """Tools that the answer may call."""
     tool_choice: Choice = None
-    """auto: as the model likes; none: no calls, and nobody tells it of the tools; required: calls; or one by name."""
+    """auto: the model decides; none: the prompt omits the tools; required: the answer is calls; or one tool by name."""
     parallel_tool_calls: bool | None = None
-    """false: one call at the most."""
+    """false: at most one call."""
 
     def check_extras(self) -> None:
         super().check_extras()
         if self.lora:
             raise NoLora("lora (adapters) is not supported here; leave it out", field="lora")
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is needed; send one of them", field="prompt")
+            raise InvalidRequest("send exactly one of prompt and messages", field="prompt")
         if self.prompt == "":
             raise InvalidRequest("prompt is empty; send at least one character", field="prompt")
         if self.raw and self.messages is not None:
-            raise InvalidRequest("raw goes with prompt, not with messages; leave one of them out", field="raw")
+            raise InvalidRequest("raw can be used with prompt, not with messages; leave one of them out", field="raw")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs; send logprobs: true with it", field="top_logprobs")
 
@@ -90,38 +97,70 @@ class TextGenerationBody(TextBody):
         )
 
     def for_model(self, model: ModelDescription, caller: Caller) -> CompletionRequest | ChatRequest:
-        """Return the request; a prompt is a user's message to a model with a chat template, unless it is `raw`.
+        """Return the text request. For a model with a chat template, a prompt that is not `raw` becomes a user message.
 
-        Raises Unsupported for what the model's answers have no place for.
+        Raise Unsupported for options that the model's wire format cannot express.
         """
         if model.wire_format == "native":
-            self._fits_native_answers(model)
+            self._check_native_answers(model)
         options = self.generation_options()
         tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.messages is not None:
             return ChatRequest(model.model_id, messages_for_template(self.messages), caller, options, tools)
-        assert self.prompt is not None, "check_extras has seen to it"
+        assert self.prompt is not None, "check_extras requires prompt or messages"
         if model.chat_template and not self.raw:
             return ChatRequest(model.model_id, ({"role": "user", "content": self.prompt},), caller, options, tools)
         if tools is not None:
             why = "the prompt is raw" if self.raw else f"{model.model_id} has no chat template"
-            raise InvalidRequest(f"tools go with a chat, and {why}; leave one of them out", field="tools")
+            raise InvalidRequest(f"tools need a chat, and {why}; leave one of them out", field="tools")
         return CompletionRequest(model.model_id, self.prompt, caller, options, control_tokens=self.raw or False)
 
-    def _fits_native_answers(self, model: ModelDescription) -> None:
-        for name, is_asked in (("n above 1", self.n not in (None, 1)), ("logprobs", self.logprobs)):
-            if is_asked:
+    def _check_native_answers(self, model: ModelDescription) -> None:
+        for name, is_requested in (("n above 1", self.n not in (None, 1)), ("logprobs", self.logprobs)):
+            if is_requested:
                 raise Unsupported(
-                    f"{name} is not supported here: {model.model_id} answers natively, with one text; "
+                    f"{name} is not supported here: {model.model_id} has the native wire format, which has one text; "
                     "use /v1/chat/completions",
                     field=name.split(" ")[0],
                 )
 
 
 def checked(inputs: Any) -> TextGenerationBody:
-    """Check the inputs of a run; raises InvalidRequest."""
+    """Return the checked inputs of a run. Raise InvalidRequest."""
     if not isinstance(inputs, dict):
         raise InvalidRequest('inputs must be an object such as {"prompt": "..."}', field="inputs")
     body = check(TextGenerationBody, inputs)
     body.check_extras()
     return body
+
+
+class RunQuery(Body):
+    """The run options that a query can carry; all are booleans."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"returnRawResponse", "tags", "gateway"})
+
+    rejectIfBusy: bool | None = None
+    queueRequest: bool | None = None
+    websocket: bool | None = None
+
+
+def options_of(value: Any) -> RunOptions:
+    """Return the checked `options` of a call. Raise InvalidRequest naming the option."""
+    if value is None:
+        return RunOptions()
+    if not isinstance(value, dict):
+        raise InvalidRequest("options must be an object such as {}", field="options")
+    options = check(RunOptions, value, at="options.")
+    options.check()
+    refuse_extras(options, at="options.")
+    return options
+
+
+def options_in_query(query: Mapping[str, str]) -> RunOptions:
+    """Return the checked run options of a query. Raise InvalidRequest naming the wrong option."""
+    values = {name: _FLAGS.get(text.lower(), text) for name, text in query.items() if name not in _IGNORED_IN_QUERY}
+    values_checked = check(RunQuery, values, at="?")
+    refuse_extras(values_checked, at="?")
+    options = RunOptions(**values_checked.model_dump(include=set(RunQuery.model_fields)))
+    options.check("?")
+    return options

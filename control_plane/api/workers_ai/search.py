@@ -1,4 +1,4 @@
-"""How do Cloudflare's clients find the models that are served, their tasks and their authors?"""
+"""Lists served models, their tasks, authors and JSON Schemas, as Cloudflare's clients ask for them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.prices import Price
 from control_plane.api.http.paging import number
-from control_plane.api.services import services_of
-from control_plane.api.workers_ai.objects import FoundModel, ModelProperty, Task, UnitPrice
+from control_plane.api.http.request_context import services_of
+from control_plane.api.openai.responses import ChatCompletion, Completion
+from control_plane.api.workers_ai.responses import (
+    FoundModel,
+    FoundSchemas,
+    ModelProperty,
+    NativeResult,
+    Schemas,
+    Task,
+    UnitPrice,
+)
+from control_plane.api.workers_ai.schema import TextGenerationBody
 from control_plane.generation import ModelDescription
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
@@ -28,19 +39,19 @@ MAX_PAGE = 10**9
 _SOURCE = 1
 _PAGING = {"page", "per_page"}
 _FLAGS = {"hide_experimental", "include_deprecated"}
-"""No model here is either."""
+"""Accepted without effect: no model here is experimental or deprecated."""
 _FILTERS = {"search", "author", "task", "source", "format"}
 
 
 async def search(request: Request) -> Response:
-    """Answer a page of the models that fit; pages past the end are empty, which is what ends a client's paging."""
+    """Answer a page of the models that match the query. Pages past the end are empty, which ends a client's paging."""
     _check_names(request, _PAGING | _FLAGS | _FILTERS)
     for name in _FLAGS:
         if request.query_params.get(name, "").lower() not in ("", "true", "false"):
             raise InvalidRequest(f"{name} is {request.query_params[name]!r}, must be true or false", field=name)
     if request.query_params.get("format"):
         raise Unsupported(
-            "format is not supported here: models come in Cloudflare's form; leave it out", field="format"
+            "format is not supported here: models are listed in Cloudflare's format; leave it out", field="format"
         )
     if request.query_params.get("source"):
         number(request, "source", default=_SOURCE, highest=MAX_PAGE)
@@ -55,7 +66,7 @@ async def tasks(request: Request) -> Response:
 
 
 async def authors(request: Request) -> Response:
-    """Answer who made the models, as far as their names say."""
+    """Answer the authors of the models, read from the models' names."""
     _check_names(request, _PAGING)
     found = sorted({author_of(model.model_id) for model in services_of(request).catalog.list()} - {""})
     return _page(request, [{"name": author} for author in found])
@@ -78,7 +89,9 @@ def _page(request: Request, found: Sequence[Any]) -> Response:
 def _check_names(request: Request, known: set[str]) -> None:
     for name in request.query_params:
         if name not in known:
-            raise InvalidRequest(f"{name} is no parameter here; there are {', '.join(sorted(known))}", field=name)
+            raise InvalidRequest(
+                f"{name} is not a parameter of this endpoint; it has {', '.join(sorted(known))}", field=name
+            )
 
 
 def _fits(model: ModelDescription, request: Request) -> bool:
@@ -117,3 +130,27 @@ def _model_json(model: ModelDescription, price_of: Callable[[str], Price] | None
 def _price_json(price: Price) -> list[UnitPrice]:
     units = {"input": price.input, "output": price.output, "cached input": price.cached_input}
     return [{"unit": f"per M {unit} tokens", "price": each, "currency": "USD"} for unit, each in units.items()]
+
+
+async def schema(request: Request) -> Response:
+    """Answer the JSON Schemas of the inputs and outputs of the model in the query."""
+    name = request.query_params.get("model")
+    if not name:
+        raise InvalidRequest("the query parameter model is missing; send the model's name", field="model")
+    found: FoundSchemas = {
+        "result": schemas_of(await services_of(request).catalog.get(name)),
+        "success": True,
+        "errors": [],
+        "messages": [],
+    }
+    return JSONResponse(found)
+
+
+def schemas_of(model: ModelDescription) -> Schemas:
+    complete: tuple[Any, ...] = (NativeResult,) if model.wire_format == "native" else (ChatCompletion, Completion)
+    answers, definitions = msgspec.json.schema_components(complete, ref_template="#/$defs/{name}")
+    streamed = {"type": "string", "contentMediaType": "text/event-stream", "description": "With stream: true."}
+    return {
+        "input": TextGenerationBody.model_json_schema(),
+        "output": {"oneOf": [*answers, streamed], "$defs": definitions},
+    }

@@ -1,1 +1,1 @@
-"""How do models call tools, each family in its own form, and how do clients learn of it in one?"""
+"""Tool calls: each model family writes them in its own form, and clients get them in one format."""

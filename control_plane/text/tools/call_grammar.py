@@ -1,7 +1,7 @@
-"""Which answers may a model give that is offered tools: text, calls in its family's form, or either?
+"""Writes the grammar of answers of a model with tools: text, calls in the family's form, or both.
 
-Arguments are held to each tool's schema. Without a duty to call, an answer is text that does not look like a call, or
-calls, behind as much text as the form has before them.
+The grammar holds arguments to each tool's schema. Unless a call is required, an answer is text that does not look like
+a call, or calls, preceded by text if the form allows that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem_engine.scheduling.grammar_source import nested_json
 from tandem_runtime.errors import InvalidRequest
 
 ArgumentSchemas = Sequence[tuple[str, Mapping[str, Any]]]
-"""Names of tools, and the schemas of their arguments."""
+"""Names of tools, with the schemas of their arguments."""
 _ANY = "/(?s:.*)/"
 
 
@@ -30,29 +30,30 @@ def call_grammar(
     at_most_one: bool = False,
     text: Mapping[str, Any] | None = None,
 ) -> Grammar:
-    """Return the grammar of an answer; raises InvalidRequest if it is too long.
+    """Return the grammar of an answer. Raise InvalidRequest if it is too long.
 
-    `control_ids`: the form's control tokens. `text`: the JSON Schema of an answer without calls.
+    `control_ids` are the form's control tokens. `text` is the JSON Schema of an answer without calls.
     """
-    written = _Writing(form, control_ids)
+    lark = _LarkForm(form, control_ids)
     if must_call:
         rules = ["start: calls"]
     elif text is not None:
         rules = ["start: text | calls", f"text: {nested_json(text)}"]
     else:
-        rules = written.free_text()
-    rules += [f"calls: {written.firsts()} list", written.list_of_calls(at_most_one=at_most_one)]
-    rules += written.calls(tools)
+        rules = lark.free_text()
+    rules += [f"calls: {lark.firsts()} list", lark.list_of_calls(at_most_one=at_most_one)]
+    rules += lark.calls(tools)
     try:
         return Grammar("lark", "\n".join(rules))
     except ValueError as error:
         raise InvalidRequest(
-            f"the tools' names and schemas are too long together: {error}; send fewer or smaller tools", field="tools"
+            f"the names and schemas of all tools together are too long: {error}; send fewer or smaller tools",
+            field="tools",
         ) from error
 
 
-class _Writing:
-    """One form in Lark, for one vocabulary."""
+class _LarkForm:
+    """The Lark rules of one form, for one vocabulary."""
 
     def __init__(self, form: ToolForm, control_ids: Mapping[str, int]) -> None:
         self._form = form
@@ -60,10 +61,10 @@ class _Writing:
         self._parts = re.compile("|".join(map(re.escape, control_ids)) or "(?!)")
 
     def free_text(self) -> list[str]:
-        """Return the rules of an answer of text, or of text and calls behind it, told apart by the first opening."""
+        """Return the rules of an answer of text, or of text followed by calls, separated at the first opening."""
         form = self._form
         openings = [each for each in form.openings if each not in self._control_ids and each not in OFTEN_ABSENT]
-        if not openings:  # a control token is never text
+        if not openings:  # control tokens are never part of text
             return ["start: TEXT calls?", f"TEXT: {_ANY}"]
         unlike = "|".join(map(re.escape, openings))
         if form.begins_answer:
@@ -74,7 +75,7 @@ class _Writing:
             f"start: TEXT | head {self._one_of(rests)} list",
             f"TEXT: {_ANY} & ~/(?s:.*){unlike}(?s:.*)/",
             f"ANY: {_ANY}",
-            f"head[lazy]: ANY {json.dumps(opening)}",  # lazy: it ends with the first opening
+            f"head[lazy]: ANY {json.dumps(opening)}",  # lazy: ends at the first opening
         ]
 
     def firsts(self) -> str:
@@ -101,7 +102,7 @@ class _Writing:
         return f"({' | '.join(written)}){'?' if '' in texts else ''}" if written else ""
 
     def _literal(self, text: str) -> str:
-        """Write a text in which names of control tokens are those tokens."""
+        """Return a text as Lark literals; names of control tokens become those tokens."""
         parts: list[str] = []
         end = 0
         for match in self._parts.finditer(text):

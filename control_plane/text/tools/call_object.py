@@ -1,4 +1,4 @@
-"""What does one call say, while its JSON object is still being written?"""
+"""Reads the JSON object of one call while the model writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WHITESPACE = " \t\r\n"
 
 
 class CallObject:
-    """Reads {"name": "...", "arguments": {...}} in pieces; other keys are passed over, whatever they hold."""
+    """Reads {"name": "...", "arguments": {...}} in pieces. Other keys are skipped."""
 
     def __init__(self, arguments_key: str) -> None:
         self._arguments_key = arguments_key
@@ -17,13 +17,13 @@ class CallObject:
         self._is_escaped = False
         self._key = ""
         self._member: str | None = None
-        """The key whose value is being read, at depth 1."""
+        """The key at depth 1 whose value is being read."""
         self._value: list[str] = []
         self.name: str | None = None
         self.is_complete = False
 
     def push(self, text: str) -> tuple[int, str]:
-        """Take characters up to the object's end; returns how many it took, and what they add to the arguments."""
+        """Read up to the object's end. Return the number of characters read, and the text added to the arguments."""
         added: list[str] = []
         for position, character in enumerate(text):
             if self._take(character):
@@ -33,7 +33,7 @@ class CallObject:
         return len(text), "".join(added)
 
     def _take(self, character: str) -> bool:
-        """Take one character; returns whether it belongs to the arguments."""
+        """Read one character. Return whether it belongs to the arguments."""
         if self._in_string:
             self._take_in_string(character)
             return self._keep(character)
@@ -64,7 +64,7 @@ class CallObject:
             self._in_string, self._key = True, character
 
     def _keep(self, character: str) -> bool:
-        """Put a character where it belongs; returns whether that is the arguments."""
+        """Add a character to the current key or value. Return whether it belongs to the arguments."""
         if self._member is None:
             self._key += character
             return False

@@ -1,7 +1,7 @@
-"""How does each family of models write tool calls?
+"""The forms in which families of models write tool calls.
 
-A form is recognised by what the checkpoint's own chat template makes of a call (`template_traits.py`). To add one: an
-entry in FORMS, and what its templates write in tests/control_plane/text/tools/templates.py.
+A form is recognised by how the checkpoint's own chat template renders a call (`template_traits.py`). To add a form, add
+an entry to FORMS, and a template of the family to tests/control_plane/text/tools/templates.py.
 
     first call between call ... last          call = {"name": "...", "<arguments_key>": {...}}
 """
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 class ToolForm:
     name: str
     openings: tuple[str, ...]
-    """Where one of these begins, the rest of the answer is calls. Names of control tokens stand for those."""
+    """After one of these, the rest of the answer is calls. Names of control tokens stand for the tokens."""
     firsts: tuple[str, ...]
-    """What may stand before the first call, its opening included."""
+    """Texts that may precede the first call, opening included."""
     between: str
     last: str
     arguments_key: str = "arguments"
     begins_answer: bool = False
-    """Calls are the whole answer: an opening behind other text is text."""
+    """Whether calls are the whole answer: an opening after other text is then text."""
     trace: re.Pattern[str] | None = None
-    """What a template of this family writes of a call to `probe`; None: no template writes it, we do."""
+    """Matches a call to `probe` as templates of this family render it; None for our own form."""
 
     @property
     def looks_like_json(self) -> bool:
@@ -60,7 +60,7 @@ MISTRAL = ToolForm(
 )
 GENERIC = ToolForm(
     "json",
-    openings=('{"tool_calls"',),  # however it is spaced: a model that begins so is led on to a call
+    openings=('{"tool_calls"',),  # the grammar leads a model that begins so to a call
     firsts=('{"tool_calls": [',),
     between=", ",
     last="]}",
@@ -70,9 +70,9 @@ FORMS = (HERMES, LLAMA3, MISTRAL)
 CONTROL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """Parts of forms that are control tokens in some vocabularies and text in others."""
 OFTEN_ABSENT = ("<|python_tag|>",)
-"""Where this is no control token of the model, its alternative falls away."""
+"""Openings that are dropped if they are not control tokens of the model."""
 
 
 def form_written_in(text: str) -> ToolForm | None:
-    """Return the form of the call to `probe` that a template wrote in `text`."""
+    """Return the form of the call to `probe` in `text`, a rendered template; None if none matches."""
     return next((form for form in FORMS if form.trace is not None and form.trace.search(text)), None)

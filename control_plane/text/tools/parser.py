@@ -1,8 +1,9 @@
-"""Which parts of an answer are text and which are tool calls, as it arrives in pieces?
+"""Separates an answer into text and tool calls, while the answer arrives in pieces.
 
-    text ... [opening] not a call's object yet ... { call } ... { call } ...
+    text ... [opening] ... { call } ... { call } ...
 
-What stands between the calls says nothing. The pieces returned, joined, do not depend on how the text was cut.
+Text after the opening that is not part of a call is dropped. The returned pieces, joined, do not depend on how the
+text was cut.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from control_plane.text.tool import CallDelta
 from control_plane.text.tools.call_object import CallObject
 from control_plane.text.tools.forms import ToolForm
-from control_plane.text.tools.tool import CallDelta
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Parsed:
 
 
 class CallParser:
-    """The answer of one choice."""
+    """Parses the answer of one choice."""
 
     def __init__(self, form: ToolForm, call_id: Callable[[int], str]) -> None:
-        """`call_id` names a call by its index: always the same for the same answer."""
+        """`call_id` returns the id of a call by its index, always the same for the same answer."""
         self._form = form
         self._call_id = call_id
         self._held = ""
@@ -38,19 +39,19 @@ class CallParser:
         self._num_complete = 0
 
     @property
-    def has_whole_calls(self) -> bool:
-        """Whether the answer has calls, and none of them is half."""
+    def has_complete_calls(self) -> bool:
+        """Whether the answer has calls, and all are complete."""
         return 0 < self._num_begun == self._num_complete and self._call is None
 
     @property
-    def has_half_call(self) -> bool:
-        """Whether one has begun and is not whole."""
+    def has_incomplete_call(self) -> bool:
+        """Whether a call has begun and is not complete."""
         return self._call is not None
 
     @property
     def is_within_call(self) -> bool:
-        """Whether one was opened and is not whole."""
-        return self._is_opened and (self.has_half_call or not self._num_begun)
+        """Whether calls were opened, and the current or first call is not complete."""
+        return self._is_opened and (self.has_incomplete_call or not self._num_begun)
 
     def push(self, text: str) -> Parsed:
         if self._is_text_only or not text:
@@ -61,7 +62,7 @@ class CallParser:
         return self._look_for_opening()
 
     def flush(self) -> Parsed:
-        """The answer has ended: what was held back was no opening after all."""
+        """Return the held text at the end of the answer: it was not an opening."""
         text, self._held = self._held, ""
         return Parsed(text)
 
@@ -85,7 +86,7 @@ class CallParser:
         return min(found, default=None)
 
     def _num_that_may_open(self) -> int:
-        """Return how much at the end of the held text may belong to an opening, or be the whitespace before one."""
+        """Return the length of the held text's end that may be an opening, or the whitespace before an opening."""
         held, openings = self._held, self._form.openings
         if self._form.begins_answer:
             return len(held) if any(each.startswith(held) for each in openings) else 0
@@ -107,7 +108,7 @@ class CallParser:
         return deltas
 
     def _deltas(self, call: CallObject, arguments: str) -> list[CallDelta]:
-        """Return what a call gained."""
+        """Return the deltas of a call for newly read arguments."""
         self._waiting += arguments
         if call.name is None:
             self._call = None if call.is_complete else call

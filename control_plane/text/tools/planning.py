@@ -1,4 +1,4 @@
-"""What is done for a chat with tools, before it is tokenized and while its answer comes?"""
+"""Prepares a chat with tools: messages for the template, and the grammar of the answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from control_plane.generation import ModelDescription
 from control_plane.text.request import ChatRequest
 from control_plane.text.structure import GrammarCheck
 from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tool import Tool, ToolUse
 from control_plane.text.tools.call_grammar import ArgumentSchemas, call_grammar
 from control_plane.text.tools.forms import CONTROL_TOKENS, ToolForm
 from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar_of, loosened
 from control_plane.text.tools.template_traits import TemplateTraits, traits_of
-from control_plane.text.tools.tool import Tool, ToolUse
 from control_plane.text.tools.tool_messages import messages_for, uses_tools
 from tandem_engine.scheduling.grammar import Grammar
 from tandem_runtime.errors import InvalidRequest, Unsupported
@@ -24,25 +24,25 @@ from tandem_runtime.errors import InvalidRequest, Unsupported
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """How the calls of one answer are written."""
+    """The form of the calls in one answer."""
 
     form: ToolForm
     control_ids: Mapping[str, int] = field(default_factory=dict)
-    """Control tokens that are parts of the form: in such an answer they are text."""
+    """Control tokens that are parts of the form. In this answer, the detokenizer returns them by name."""
 
 
 def call_id(request_id: str, choice_index: int, call_index: int) -> str:
-    """Return the id of a call: the same for the same call, however often its stream breaks and goes on."""
+    """Return the id of a call. It is the same after a stream is moved to another worker."""
     digest = blake2b(f"{request_id} {choice_index} {call_index}".encode(), digest_size=12)
     return f"call_{digest.hexdigest()}"
 
 
-async def planned(
+async def plan_tools(
     request: ChatRequest, model: ModelDescription, tokenizer: TextTokenizer, check: GrammarCheck
 ) -> tuple[ChatRequest, ToolPlan | None]:
-    """Return the request with tools, calls and results as its model knows them, and a grammar that holds calls to them.
+    """Return the request with messages, tools and grammar for its model, and the plan for its calls.
 
-    Raises InvalidRequest for tools that cannot be used so, naming them.
+    Raise InvalidRequest naming a tool whose schema cannot be used.
     """
     use = request.tools
     if not model.chat_template or (use is None and not uses_tools(request.messages)):
@@ -66,25 +66,26 @@ async def planned(
 async def _grammar(
     plan: ToolPlan, use: ToolUse, traits: TemplateTraits, text: Grammar | None, check: GrammarCheck
 ) -> Grammar:
-    asked: dict[str, Any] = {
+    rules: dict[str, Any] = {
         "must_call": use.must_call,
         "at_most_one": use.at_most_one or not traits.takes_several_calls,
         "text": None if text is None else _text_schema(plan.form, use, text),
     }
     schemas: ArgumentSchemas = [(tool.name, argument_schema(tool)) for tool in use.callable_tools]
-    # The check knows bytes only: to it, a control token is its name.
+    # The check has a vocabulary of bytes: there, a control token is its name.
     try:
-        await check.check(call_grammar(plan.form, schemas, {}, **asked), field="tools")
-    except InvalidRequest:  # one of them is at fault, and says so itself
-        schemas = [(tool.name, await _held_to(tool, use, check)) for tool in use.callable_tools]
-        await check.check(call_grammar(plan.form, schemas, {}, **asked), field="tools")
-    return call_grammar(plan.form, schemas, plan.control_ids, **asked)
+        await check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+    except InvalidRequest:  # find the tool at fault; its own check names it
+        schemas = [(tool.name, await _enforceable_schema(tool, use, check)) for tool in use.callable_tools]
+        await check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+    return call_grammar(plan.form, schemas, plan.control_ids, **rules)
 
 
-async def _held_to(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str, Any]:
-    """Return the schema that a grammar holds the arguments to.
+async def _enforceable_schema(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str, Any]:
+    """Return the schema that the grammar enforces for a tool's arguments.
 
-    Where the tool's own cannot be held to and need not be: without what most often is at fault, else any object.
+    If the grammar cannot enforce the tool's own schema, and need not, this is the schema without the keywords that most
+    often are the reason, else any object.
     """
     schema = argument_schema(tool)
     try:
@@ -104,14 +105,15 @@ async def _held_to(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str
 
 
 def _text_schema(form: ToolForm, use: ToolUse, text: Grammar) -> Mapping[str, Any]:
-    """Return the JSON Schema of answers without calls, if there may be any."""
+    """Return the JSON Schema of answers without calls. Raise Unsupported if the form cannot have one."""
     if text.kind not in ("json_object", "json_schema"):
         raise Unsupported(
-            "tools go with response_format, and with no other structure; send one of the two", field="tools"
+            "tools can be combined with response_format, and with no other structure; send one of the two",
+            field="tools",
         )
     if form.looks_like_json and not use.must_call:
         raise Unsupported(
-            "this model's tool calls look like JSON: it cannot answer in JSON besides; leave out response_format, "
+            "this model writes tool calls as JSON and cannot also answer in JSON; leave out response_format, "
             "or send tool_choice required",
             field="response_format",
         )

@@ -1,4 +1,4 @@
-"""Which JSON Schema holds a tool's arguments?"""
+"""Derives the JSON Schema that a grammar enforces for a tool's arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from control_plane.text.tools.tool import Tool
+from control_plane.text.tool import Tool
 from tandem_engine.scheduling.grammar import Grammar
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
@@ -18,7 +18,7 @@ _OFTEN_NOT_BUILT = frozenset(
         "then", "else", "dependentSchemas", "dependentRequired",
     }
 )  # fmt: skip
-"""Only narrow what a schema allows: without them it allows that, and more."""
+"""Keywords that only narrow a schema. Without them, the schema allows the same values and more."""
 _ANNOTATIONS = frozenset(
     {"title", "description", "examples", "example", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
@@ -28,7 +28,7 @@ _OPENING = frozenset(
         "oneOf", "if", "dependentSchemas",
     }
 )  # fmt: skip
-"""What may speak of properties that a schema does not list itself."""
+"""Keywords that may allow properties which `properties` does not list."""
 _OF_SCHEMAS = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
 _OF_ONE = frozenset(
     {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames", "additionalItems"}
@@ -37,22 +37,22 @@ _OF_A_LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 
 
 def argument_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema without what only people read; raises InvalidRequest where it is not an object's.
+    """Return the schema without annotations. Raise InvalidRequest if it is not the schema of an object.
 
-    Properties that it does not list are not written: it may leave them open, as most do, but nobody waits for them.
+    Unlisted properties become forbidden, although most schemas leave them open: no tool expects them.
     """
     if tool.parameters is None:
         return _NO_ARGUMENTS
     schema = _pruned(dict(tool.parameters), tool.field)
     if "x-guidance" in schema:
-        raise Unsupported(f"{tool.field} has x-guidance, which is not supported here; take it out", field=tool.field)
+        raise Unsupported(f"{tool.field} has x-guidance, which is not supported here; remove it", field=tool.field)
     if not schema:
         return ANY_OBJECT
     if "type" not in schema and not _OPENING & schema.keys():
         schema = {"type": "object", **schema}
     if "object" not in _types(schema):
         raise InvalidRequest(
-            f"{tool.field} of {tool.name} has the type {json.dumps(schema['type'])}; arguments are an object, send one",
+            f"{tool.field} of {tool.name} has the type {json.dumps(schema['type'])}; arguments must be an object",
             field=tool.field,
         )
     if schema.get("type") != "object" and "type" in schema:
@@ -64,7 +64,7 @@ def argument_schema(tool: Tool) -> dict[str, Any]:
 
 
 def grammar_of(schema: Mapping[str, Any], tool: Tool) -> Grammar:
-    """Return the grammar of one tool's arguments alone; raises InvalidRequest if it is too long."""
+    """Return the grammar of one tool's arguments. Raise InvalidRequest if it is too long."""
     try:
         return Grammar("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
     except ValueError as error:
@@ -82,7 +82,7 @@ def _types(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def loosened(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema without the keywords that a grammar most often cannot hold to: its structure stays."""
+    """Return the schema without the keywords that a grammar most often cannot enforce. Its structure stays."""
     return dict(_without(_OFTEN_NOT_BUILT, schema))
 
 
@@ -94,7 +94,7 @@ def _pruned(schema: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _without(keywords: Set[str], schema: Any) -> Any:
-    """Return a schema without some keywords, wherever in it they stand; properties of such names stay."""
+    """Return a schema without some keywords at any depth. Properties with these names stay."""
     if not isinstance(schema, dict):
         return schema
     return {key: _inside(keywords, key, value) for key, value in schema.items() if key not in keywords}

@@ -1,7 +1,7 @@
-"""What does a chat template make of tools, calls and their results?
+"""Finds out how a chat template renders tools, calls and results.
 
-Found by rendering small chats that name what they are about, and looking for the names: a template says nothing of
-itself.
+A template does not declare this. So small chats with known names are rendered, and the output is searched for these
+names.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _LONG_ID = "call_0123456789abcdef"
 @dataclass(frozen=True)
 class TemplateTraits:
     form: ToolForm
-    """How its family writes calls; the generic form where the template does not offer tools in a form that we know."""
+    """The form of calls; the generic form if the template does not render tools in a known form."""
     writes_calls: bool
-    """It renders an assistant's `tool_calls`; else they are written into the content."""
+    """Whether it renders an assistant's `tool_calls`; else calls are written into the content."""
     takes_argument_text: bool
-    """It wants the arguments of a call as text, not as an object."""
+    """Whether it takes a call's arguments as text instead of an object."""
     takes_several_calls: bool
-    """One message may have more than one call."""
+    """Whether one message may have several calls."""
     needs_short_ids: bool
-    """Ids of calls have nine letters and digits (Mistral)."""
+    """Whether ids of calls must have nine letters and digits (Mistral)."""
     takes_results: bool
-    """It knows the role `tool`."""
+    """Whether it renders the role `tool`."""
     takes_system: bool
 
     @property
@@ -54,7 +54,7 @@ class TemplateTraits:
 
 
 def traits_of(source: str, special_tokens: Mapping[str, str]) -> TemplateTraits:
-    """Return what a template does; remembered."""
+    """Return the traits of a template; cached."""
     return _traits(source, tuple(sorted(special_tokens.items())))
 
 
@@ -77,7 +77,7 @@ def _traits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Templat
 
 @dataclass(frozen=True)
 class _Written:
-    """What became of an assistant's call."""
+    """How an assistant's call was rendered; `text` is "" if it was not."""
 
     text: str
     arguments_are_text: bool
@@ -100,10 +100,10 @@ def _first_written(template: ChatTemplate) -> _Written:
 
 
 def _call_text(template: ChatTemplate, written: _Written, call_id: str = _SHORT_ID, num_calls: int = 1) -> str:
-    """Return a chat with calls, "" if the template refuses it or leaves a call or its arguments out."""
+    """Return a rendered chat with calls; "" if the template refuses it or omits a call or its arguments."""
     chat = written.messages(call_id, num_calls)
     results = [_result(call_id)] * num_calls
-    # Without tools on offer: what it writes of these must not be taken for the calls.
+    # Without tools, whose description could be mistaken for calls.
     for messages in (chat, [*chat, *results]):
         text = _rendered(template, messages)
         if "probe" in text and len(_WRITTEN_ARGUMENTS.findall(text)) == num_calls:
@@ -116,7 +116,7 @@ def _result(call_id: str) -> Mapping[str, Any]:
 
 
 def _rendered(template: ChatTemplate, messages: list[Any], tools: list[Any] | None = None) -> str:
-    """Return the prompt, "" where the template refuses the messages."""
+    """Return the prompt; "" if the template refuses the messages."""
     try:
         return template.render(messages, tools=tools, add_generation_prompt=False)
     except InvalidRequest:

@@ -1,7 +1,7 @@
-"""How do tools, calls and their results reach a model, by its own chat template or, where that cannot, in words?
+"""Prepares messages with tools, calls and results for a chat template; what the template lacks becomes text.
 
-Messages come in one shape: `tool_calls` is a list of {"name", "arguments": object} with or without an "id", and the
-results of tools have a "name", a "tool_call_id", both or neither.
+Input messages have one format: `tool_calls` is a list of {"name", "arguments": object} with an optional "id", and the
+results of tools have an optional "name" and an optional "tool_call_id".
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from control_plane.text.tool import Tool
 from control_plane.text.tools.template_traits import TemplateTraits
-from control_plane.text.tools.tool import Tool
 
 Message = Mapping[str, Any]
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -26,21 +26,21 @@ _CLOSING = (
 
 
 def uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether calls or their results are among the messages."""
+    """Return whether the messages have calls or results of calls."""
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
 def messages_for(traits: TemplateTraits, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the messages as the template understands them; `tools` are those that it does not offer by itself."""
+    """Return the messages for a template. `tools` are those that the template does not render itself."""
     paired = list(_paired(messages))
-    told = [_told(traits, message) for message in paired]
+    rendered = [_rendered(traits, message) for message in paired]
     if not traits.takes_results:
-        told = list(_results_as_users(told))
-    return _with_system_text(traits, told, _in_words(tools)) if tools else told
+        rendered = list(_results_as_user_messages(rendered))
+    return _with_system_text(traits, rendered, _description_of(tools)) if tools else rendered
 
 
 def _paired(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the messages with an id for every call, and id and name for every result that answers one."""
+    """Yield the messages with an id for every call, and with id and name for every result of a call."""
     open_calls: list[dict[str, Any]] = []
     num_calls = 0
     for message in messages:
@@ -59,14 +59,14 @@ def _paired(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _answered(result: Message, open_calls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the call that a result answers: by id, else by name, else the first one."""
+    """Return the call that a result answers: by id, else by name, else the first open call."""
     call_id, name = result.get("tool_call_id"), result.get("name")
     if call_id:
         return next((call for call in open_calls if call["id"] == call_id), None)
     return next((call for call in open_calls if name in (None, call["name"])), None)
 
 
-def _told(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:
+def _rendered(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:
     if message.get("tool_calls") and traits.writes_calls:
         calls = [_for_template(traits, call) for call in message["tool_calls"]]
         return {**message, "tool_calls": calls}
@@ -79,22 +79,22 @@ def _told(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _results_as_users(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield results as the user's words, those in a row as one message: users take turns with the assistant."""
-    said: list[str] = []
+def _results_as_user_messages(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield results as user messages; consecutive results become one message, since roles must alternate."""
+    texts: list[str] = []
     for message in messages:
         if message["role"] == "tool":
             of = f" of {message['name']}" if message.get("name") else ""
-            said.append(f"The result{of}: {message['content']}")
-        elif message["role"] == "user" and said:
-            said.append(message["content"])
+            texts.append(f"The result{of}: {message['content']}")
+        elif message["role"] == "user" and texts:
+            texts.append(message["content"])
         else:
-            if said:
-                yield {"role": "user", "content": "\n".join(said)}
-            said = []
+            if texts:
+                yield {"role": "user", "content": "\n".join(texts)}
+            texts = []
             yield message
-    if said:
-        yield {"role": "user", "content": "\n".join(said)}
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
 
 
 def _for_template(traits: TemplateTraits, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,20 +106,20 @@ def _for_template(traits: TemplateTraits, call: Mapping[str, Any]) -> dict[str, 
 
 
 def _call_id(traits: TemplateTraits, call_id: str) -> str:
-    """Return the id, or one of nine letters and digits that stands for it in this template."""
+    """Return the id, or its replacement of nine letters and digits if the template needs short ids."""
     if not traits.needs_short_ids or (len(call_id) == _SHORT_ID_LENGTH and call_id.isalnum()):
         return call_id
     digest = blake2b(call_id.encode(errors="replace"), digest_size=_SHORT_ID_LENGTH).digest()
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 
 
-def _in_words(tools: Sequence[Tool]) -> str:
+def _description_of(tools: Sequence[Tool]) -> str:
     described = [json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools]
     return "\n".join([_OPENING, *described, _CLOSING])
 
 
 def _with_system_text(traits: TemplateTraits, messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Put a text behind what the system says, or before what the user says first where there is no such role."""
+    """Append a text to the system message, or prepend it to the first user message without a system role."""
     if not traits.takes_system:
         at = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if at is None:
@@ -127,6 +127,6 @@ def _with_system_text(traits: TemplateTraits, messages: list[dict[str, Any]], te
         first = {**messages[at], "content": f"{text}\n\n{messages[at]['content']}"}
         return [*messages[:at], first, *messages[at + 1 :]]
     if messages and messages[0]["role"] == "system":
-        said = messages[0]["content"]
-        return [{**messages[0], "content": f"{said}\n\n{text}" if said else text}, *messages[1:]]
+        content = messages[0]["content"]
+        return [{**messages[0], "content": f"{content}\n\n{text}" if content else text}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

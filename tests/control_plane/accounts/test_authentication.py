@@ -14,12 +14,12 @@ import sqlalchemy as sa
 from cloudflare import AsyncCloudflare
 from cloudflare import AuthenticationError as CloudflareAuthenticationError
 
-from control_plane.accounts.gate import STALE_SECONDS
+from control_plane.accounts.authenticator import STALE_SECONDS
 from control_plane.accounts.service import Accounts
 from control_plane.accounts.store import LAST_MS
 from control_plane.accounts.tokens import new_secret
 from control_plane.api.http.authentication import needed_scope
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from control_plane.storage.tables import tokens
 from tests.control_plane.api.gateway import Gateway, serve
 from tests.control_plane.api.model import ids_of
@@ -51,7 +51,7 @@ async def world(accounts: Accounts, **settings: Any) -> AsyncIterator[World]:
     for name, scope in (("chief", "admin"), ("me", "inference")):
         await accounts.store.create(name)
         _, secrets[name] = await accounts.store.create_token(name, "first", [scope])
-    accounts.gate.forget()
+    accounts.authenticator.forget()
     dispatcher = ScriptedDispatcher(Script([*ids_of("Hello"), 1]))
     async with serve(dispatcher, settings=HttpSettings(**settings), accounts=accounts) as gateway:
         yield World(gateway, accounts, secrets["chief"], secrets["me"])

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from control_plane.accounts.command import main
+from control_plane.account_command import main
 from control_plane.accounts.service import Accounts
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from control_plane.app import create_app
 from control_plane.gateway import Gateway
 from control_plane.settings import ControlPlaneSettings

@@ -15,10 +15,9 @@ from sqlalchemy.exc import IntegrityError
 from control_plane.accounts.incarnations import Incarnations
 from control_plane.accounts.ledger import GATEWAY_LOST, REFUSED, Closing, Ledger, Opening
 from control_plane.accounts.limiter import Limiter
+from control_plane.accounts.limits import Limits, Window
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
 from control_plane.accounts.usage import Period, today
-from control_plane.accounts.window import Window
 from control_plane.generation import PhaseWork, Usage
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import gateways, ledger, windows

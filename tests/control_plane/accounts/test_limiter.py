@@ -11,9 +11,8 @@ import sqlalchemy as sa
 
 from control_plane.accounts.errors import LimitReached
 from control_plane.accounts.limiter import Admission, Limiter
+from control_plane.accounts.limits import Limits, Window
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
-from control_plane.accounts.window import Window
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.tables import windows
 from tandem_runtime.errors import Unavailable
@@ -106,7 +105,7 @@ async def test_who_has_used_all_is_told_when_without_asking_the_database(
         with pytest.raises(LimitReached, match="me has used its 1 requests a minute") as refusal:
             await limiters[0].admit("me", limits, 1)
         assert refusal.value.retry_after_seconds and 58 < refusal.value.retry_after_seconds <= 60.5
-        assert refusal.value.standings[0] is not None and refusal.value.standings[0].remaining == 0
+        assert refusal.value.statuses[0] is not None and refusal.value.statuses[0].remaining == 0
         async with accounts.database.begin() as connection:
             await connection.execute(sa.delete(windows))  # the second one does not see it
     assert await limiters[0].admit("me", Limits(max_requests_per_minute=2), 1)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from control_plane.accounts.lookup import Lookup
 from control_plane.accounts.service import Accounts
+from control_plane.accounts.store import Lookup
 from control_plane.accounts.tokens import digest_of, new_secret
 from tandem_runtime.errors import Unavailable
 

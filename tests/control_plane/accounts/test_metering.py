@@ -15,10 +15,9 @@ import openai
 import pytest
 import sqlalchemy as sa
 
+from control_plane.accounts.limits import Limits, Window
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
-from control_plane.accounts.window import Window
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import ledger, windows
 from tandem_runtime.errors import Overloaded, Unavailable
@@ -62,7 +61,7 @@ async def world(accounts: Accounts, script: Script | None = None, limits: Limits
     accounts.metering._prices = PRICES
     await accounts.store.create("me", limits or Limits())
     token, secret = await accounts.store.create_token("me", "first", ["inference", "usage"])
-    accounts.gate.forget()
+    accounts.authenticator.forget()
     dispatcher = ScriptedDispatcher(script or Script(HELLO, num_cached_tokens=2))
     async with serve(dispatcher, accounts=accounts) as gateway:
         gateway.client.headers["authorization"] = f"Bearer {secret}"

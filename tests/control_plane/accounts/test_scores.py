@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from control_plane.accounts.limits import Limits
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
 from control_plane.generation import TokenRequest
 from tandem_runtime.errors import Unavailable
 from tests.control_plane.accounts.test_metering import HELLO, world

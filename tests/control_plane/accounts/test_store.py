@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from control_plane.accounts.errors import AlreadyThere, NoSuchThing
+from control_plane.accounts.limits import Limits
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
 from control_plane.accounts.tokens import digest_of, now_ms
 from control_plane.storage.tables import tokens
 from tandem_runtime.errors import InvalidRequest

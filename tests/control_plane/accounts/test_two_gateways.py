@@ -11,10 +11,10 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from control_plane.accounts.gate import STALE_SECONDS
+from control_plane.accounts.authenticator import STALE_SECONDS
 from control_plane.accounts.ledger import GATEWAY_LOST
+from control_plane.accounts.limits import Limits
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Limits
 from control_plane.storage.database import Database, database_url
 from control_plane.storage.tables import ledger
 from tests.control_plane.accounts.gateway_process import HELLO, gateway_process

@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from control_plane.accounts.service import Accounts
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from control_plane.app import create_app
 from control_plane.text.text_service import TextService
 from tests.control_plane.api.model import OneModel, description

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 
-from control_plane.api.openapi.operation import EVENTS
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
+from control_plane.api.openapi.operations import EVENTS
 from control_plane.app import create_app
 from control_plane.dispatch.submission import sampling_to_proto
 from control_plane.generation import ModelDescription, TokenRequest

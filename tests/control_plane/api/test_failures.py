@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from tandem_runtime.errors import (
     Aborted,
     DeadlineExceeded,
@@ -191,7 +191,7 @@ async def test_one_refused_prompt_of_several_takes_the_others_with_it() -> None:
         (b'{"prompt": "\\ud800"}', 400, 5006, "not valid JSON"),
         (b"[" * 100_000, 400, 5006, "not valid JSON"),
         (b'{"prompt": NaN}', 400, 5006, "not valid JSON"),
-        (b"[1, 2]", 400, 5006, "no object"),
+        (b"[1, 2]", 400, 5006, "not an object"),
         (b"  ", 400, 3003, "no body"),
         (b'{"prompt": "' + b"a" * 20_000 + b'"}', 413, 3006, "more than 10,000 bytes"),
     ],

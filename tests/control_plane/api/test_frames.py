@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.api.http.frames import ALL_FILLERS, Fillers, TextFrames, frame
-from control_plane.api.openai.responses import ChatShape, CompletionShape, Echo
+from control_plane.api.http.sse import ALL_FILLERS, Fillers, TextFrames, frame
+from control_plane.api.openai.responses import ChatSerializer, CompletionSerializer, PromptEcho
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
 from tests.control_plane.api.model import description
 
@@ -43,7 +43,9 @@ def test_a_template_gives_what_encoding_gives(text: str, filler: str) -> None:
 @pytest.mark.parametrize("with_usage_chunk", [False, True])
 @given(told=deltas())
 def test_a_chats_frames_are_its_chunks(with_usage_chunk: bool, told: list[TextDelta]) -> None:
-    fast, plain = (ChatShape("r-1", 'a "model"', description(), with_usage_chunk=with_usage_chunk) for _ in range(2))
+    fast, plain = (
+        ChatSerializer("r-1", 'a "model"', description(), with_usage_chunk=with_usage_chunk) for _ in range(2)
+    )
     plain._base["created"] = fast._base["created"]
     plain._chunk_base["created"] = fast._chunk_base["created"]
     assert [fast.frames(delta) for delta in told] == [
@@ -53,8 +55,10 @@ def test_a_chats_frames_are_its_chunks(with_usage_chunk: bool, told: list[TextDe
 
 @given(deltas())
 def test_a_completions_frames_are_its_chunks_with_the_echo_in_the_first(told: list[TextDelta]) -> None:
-    echoes = [Echo("before "), Echo(), Echo("third ")]
-    fast, plain = (CompletionShape("r-1", "m", description(), with_usage_chunk=False, echoes=echoes) for _ in range(2))
+    echoes = [PromptEcho("before "), PromptEcho(), PromptEcho("third ")]
+    fast, plain = (
+        CompletionSerializer("r-1", "m", description(), with_usage_chunk=False, echoes=echoes) for _ in range(2)
+    )
     plain._chunk_base["created"] = fast._chunk_base["created"]
     assert [fast.frames(delta) for delta in told] == [
         b"".join(frame(chunk) for chunk in plain.chunks(delta)) for delta in told

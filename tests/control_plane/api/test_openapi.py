@@ -9,6 +9,7 @@ import cloudflare
 import pytest
 
 from control_plane.api.openapi.document import document
+from control_plane.api.workers_ai.remote_proxy import RemoteProxy
 from control_plane.app import create_app
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import ids_of
@@ -31,10 +32,12 @@ def test_every_route_is_documented_and_every_documented_route_is_there() -> None
         (method.lower(), re.sub(r":\w+}", "}", route.path))
         for route in ANY_APP.routes
         for method in route.methods - {"HEAD"}
-        if route.path not in PAGES
+        if route.path not in PAGES and not isinstance(route.endpoint, RemoteProxy)
     }
     said = {(method, path) for path, methods in document("http://x")["paths"].items() for method in methods}
-    proxy = {("post", "/client/v4/accounts/{account}/ai/run/proxy")}  # a middleware, not a route
+    proxy = {
+        ("post", "/client/v4/accounts/{account}/ai/run/proxy")
+    }  # also there: GET, which wrangler tries to upgrade, and a trailing slash
     assert said == there | proxy
 
 
@@ -112,7 +115,7 @@ async def test_searches_page_to_an_end_and_refuse_what_they_do_not_know(what: st
         odd = await gateway.client.get(url, params={"pge": 2})
     assert len(first["result"]) == first["result_info"]["total_count"] == 1
     assert past["result"] == [] and past["success"]
-    assert odd.status_code == 400 and "pge is no parameter here" in odd.text
+    assert odd.status_code == 400 and "pge is not a parameter of this endpoint" in odd.text
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,10 @@ async def test_miniflares_socket_is_told_that_it_is_not_needed() -> None:
 @pytest.mark.parametrize(
     ("headers", "code", "words"),
     [
-        ({}, 3003, "neither X-Forwarded nor MF-URL"),
-        ({"x-forwarded": "https://workers-binding.ai/v1/models"}, 5006, "is no call of the AI binding"),
-        ({"mf-url": "http://[bad/run"}, 5006, "is no URL"),
-        ({"mf-url": "/"}, 5006, "is no call of the AI binding"),
+        ({}, 3003, "send X-Forwarded or MF-URL"),
+        ({"x-forwarded": "https://workers-binding.ai/v1/models"}, 5006, "is not a call of the AI binding"),
+        ({"mf-url": "http://[bad/run"}, 5006, "is not a URL"),
+        ({"mf-url": "/"}, 5006, "is not a call of the AI binding"),
     ],
 )
 async def test_only_the_binding_is_reached_that_way(headers: dict[str, str], code: int, words: str) -> None:

@@ -109,7 +109,7 @@ async def test_what_the_binding_sends_for_a_stream_or_a_websocket_is_refused_by_
         upgrade = {"connection": "upgrade", "upgrade": "websocket"}
         socket = await gateway.client.get("/run?version=3&body=%7B%7D", headers=upgrade)
     assert audio.status_code == socket.status_code == 400
-    assert "a stream as an input (audio, images, forms) is not supported here" in audio.json()["description"]
+    assert "streams as inputs (audio, images, forms) are not supported here" in audio.json()["description"]
     assert "options.websocket is not supported here" in socket.json()["description"]
 
 

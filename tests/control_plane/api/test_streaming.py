@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from control_plane.api.services import HttpSettings
+from control_plane.api.http.request_context import HttpSettings
 from control_plane.listening import listen
 from tandem_runtime.errors import Unavailable
 from tests.control_plane.api.gateway import Gateway, serve

@@ -232,9 +232,9 @@ async def test_text_without_calls_may_be_held_to_a_schema() -> None:
         assert grammar_of(gateway).text.startswith("start: text | calls\n")
         for choice in ("auto", "required"):
             refused = await post(gateway, CHAT, guided_regex="a+", tool_choice=choice)
-            assert "tools go with response_format, and with no other structure" in refused.text
+            assert "tools can be combined with response_format, and with no other structure" in refused.text
     async with serve(saying("ok"), chat_template=templates.LLAMA) as gateway:
-        assert "look like JSON" in (await post(gateway, CHAT, **json_mode)).text
+        assert "writes tool calls as JSON" in (await post(gateway, CHAT, **json_mode)).text
         assert (await post(gateway, CHAT, **json_mode, tool_choice="required")).status_code == 200
 
 
@@ -275,7 +275,7 @@ async def test_a_native_call_that_was_cut_off_is_an_error() -> None:
     ("ending", "words"),
     [
         ({"max_tokens": 16}, "ended (length) before its call did; raise max_tokens"),
-        ({"stop": ["name"]}, "ended (stop) before its call did; leave out what ends it before (stop)"),
+        ({"stop": ["name"]}, "ended (stop) before its call did; send a stop that does not end the answer early"),
     ],
     ids=["max_tokens", "stop"],
 )
@@ -316,4 +316,4 @@ async def test_a_prompt_may_come_with_tools_unless_it_is_raw() -> None:
         asked = await gateway.client.post(RUN, json={"prompt": "hi", "tools": [BARE]})
         raw = await gateway.client.post(RUN, json={"prompt": "hi", "raw": True, "tools": [BARE]})
     assert asked.json()["result"]["tool_calls"][0]["name"] == "get"
-    assert raw.status_code == 400 and "tools go with a chat, and the prompt is raw" in raw.text
+    assert raw.status_code == 400 and "tools need a chat, and the prompt is raw" in raw.text

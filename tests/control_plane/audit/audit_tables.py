@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from control_plane.audit.checks import suspicions
-from control_plane.audit.snapshot import Audited, Snapshot
+from control_plane.audit.snapshot import AuditedService, Snapshot
 from control_plane.fleet.registry import Worker
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import (
@@ -27,10 +27,10 @@ H = b"h" * 16
 NAME = f"r/{H.hex()}"
 
 
-def service(name: str, role: pb.WorkerRole.ValueType, **tables: Any) -> Audited:
+def service(name: str, role: pb.WorkerRole.ValueType, **tables: Any) -> AuditedService:
     info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-life", role=role, address=f"{name}:1")
     reply = TablesReply(incarnation=info.incarnation, now_unix_ms=NOW, lease_ms=10_000, **tables)
-    return Audited(Worker(info, pb.LoadReport(), 0.0), reply)
+    return AuditedService(Worker(info, pb.LoadReport(), 0.0), reply)
 
 
 def handle(**changes: Any) -> HandleRow:
@@ -65,12 +65,12 @@ def request(request_id: str, **changes: Any) -> RequestRow:
 RUNNING = frozenset({("prefill-life", "r", 0), ("decode-life", "r-0", 0)})
 
 
-def snapshot(*services: Audited, silent: tuple[str, ...] = (), **changes: Any) -> Snapshot:
+def snapshot(*services: AuditedService, silent: tuple[str, ...] = (), **changes: Any) -> Snapshot:
     answered = {each.incarnation: each for each in services}
     return Snapshot(answered, frozenset(silent), **{"running": RUNNING, "gateway_id": "gateway", **changes})
 
 
-def one_hand_over(**instead: Audited) -> list[Audited]:
+def one_hand_over(**instead: AuditedService) -> list[AuditedService]:
     """A request between prefill and decode, on which everybody agrees; `instead` replaces services by name."""
     services = {
         "kv": service("kv", KV, handles=[handle()], regions=[RegionRow(owner_incarnation="prefill-life")]),
@@ -80,6 +80,6 @@ def one_hand_over(**instead: Audited) -> list[Audited]:
     return list({**services, **instead}.values())
 
 
-def seen(*services: Audited, **changes: Any) -> list[tuple[str, str, str, int]]:
+def seen(*services: AuditedService, **changes: Any) -> list[tuple[str, str, str, int]]:
     found = suspicions(snapshot(*services, **changes))
     return sorted((each.kind, each.service, each.name, each.num_bytes) for each in found)

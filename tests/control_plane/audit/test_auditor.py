@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from control_plane.audit import gauges
-from control_plane.audit.asking import Asker
 from control_plane.audit.auditor import Auditor, AuditReport
 from control_plane.audit.checks import KINDS
+from control_plane.audit.table_reader import TableReader
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import Fleet
 from control_plane.fleet.worker_links import LinkPool
@@ -64,7 +64,9 @@ async def told(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[To
 @asynccontextmanager
 async def auditing(registry: WorkerRegistry, **changes: Any) -> AsyncIterator[Auditor]:
     links = LinkPool(registry, "gateway", "life")
-    auditor = Auditor(registry, links, "gateway", asker=Asker(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes})
+    auditor = Auditor(
+        registry, links, "gateway", asker=TableReader(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes}
+    )
     try:
         yield auditor
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.audit.checks import KINDS
-from control_plane.audit.snapshot import Audited
+from control_plane.audit.snapshot import AuditedService
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import (
     ArenaRow,
@@ -80,7 +80,7 @@ def test_a_handle_whose_blocks_were_given_up_is_suspected() -> None:
 
 
 @pytest.mark.parametrize("decode", [service("another", DECODE), service("decode", DECODE, requests=[request("r-0")])])
-def test_a_lease_of_a_reader_that_is_gone_or_knows_nothing_of_it_is_suspected(decode: Audited) -> None:
+def test_a_lease_of_a_reader_that_is_gone_or_knows_nothing_of_it_is_suspected(decode: AuditedService) -> None:
     assert seen(*one_hand_over(decode=decode)) == [("readers_gone", "kv", NAME, 100)]
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.text.request import Caller, CompletionRequest, GenerationOptions
+from control_plane.accounts.identity import Caller
+from control_plane.text.request import CompletionRequest, GenerationOptions
 from control_plane.text.text_service import TextService
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sampling_params import SamplingParams

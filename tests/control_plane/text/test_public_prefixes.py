@@ -104,12 +104,13 @@ def test_a_folders_texts_are_read_without_their_last_line_ends(tmp_path: Path) -
     (tmp_path / "a.txt").write_text("one\ntwo\r\n\n")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "notes.md").write_text("three")
-    assert PublicPrefixes.read(tmp_path)._texts == {"a.txt": "one\ntwo"}
-    assert PublicPrefixes.read(None)._texts == {}
+    public = PublicPrefixes.read(tmp_path)
+    assert public is not None and public._texts == {"a.txt": "one\ntwo"}
+    assert PublicPrefixes.read(None) is None
 
 
 def test_a_folder_or_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"--public-prefixes .*missing is no folder"):
+    with pytest.raises(InvalidRequest, match=r"--public-prefixes .*missing is not a folder"):
         PublicPrefixes.read(tmp_path / "missing")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(InvalidRequest, match=r"latin\.txt cannot be read"):

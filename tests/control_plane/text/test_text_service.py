@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from control_plane.accounts.identity import Caller
 from control_plane.text.choice import TextDelta
-from control_plane.text.request import Caller, ChatRequest, CompletionRequest, GenerationOptions, choice_seed
+from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions, choice_seed
 from control_plane.text.text_service import TextService, TextStream
 from tandem_runtime.errors import ContextTooLong, DeadlineExceeded, InternalError, InvalidRequest, ModelNotFound
 from tests.control_plane.api.model import OneModel, description, ids_of

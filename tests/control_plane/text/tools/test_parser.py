@@ -28,7 +28,7 @@ def parsed(form: ToolForm, pieces: Sequence[str]) -> tuple[str, Calls, bool]:
                 assert delta.index == len(calls) and not delta.arguments
                 calls.append([delta.call_id, delta.name, ""])
             calls[delta.index][2] += delta.arguments
-    return text, [(call_id, name, arguments) for call_id, name, arguments in calls], parser.has_whole_calls
+    return text, [(call_id, name, arguments) for call_id, name, arguments in calls], parser.has_complete_calls
 
 
 def written(form: ToolForm, calls: Sequence[tuple[str, str]], first: int = 0) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from control_plane.text.tool import Tool
 from control_plane.text.tools.schema import argument_schema
-from control_plane.text.tools.tool import Tool
 from tandem_runtime.errors import InvalidRequest
 
 TEXT = {"type": "string"}

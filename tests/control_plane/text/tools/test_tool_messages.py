@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from control_plane.text.template import ChatTemplate
+from control_plane.text.tool import Tool
 from control_plane.text.tools.template_traits import traits_of
-from control_plane.text.tools.tool import Tool
 from control_plane.text.tools.tool_messages import messages_for
 from tests.control_plane.text.tools import templates
 

@@ -1,4 +1,4 @@
-"""Does the gate let in whom it should, at once where it can know and within seconds where it cannot?"""
+"""Does the authenticator let in whom it should, at once where it can know and within seconds where it cannot?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from control_plane.accounts import gate as gate_module
+from control_plane.accounts import authenticator as authenticator_module
+from control_plane.accounts.authenticator import GRACE_SECONDS, STALE_SECONDS, Authenticator
 from control_plane.accounts.errors import NoSuchThing, NotAllowed
-from control_plane.accounts.gate import GRACE_SECONDS, STALE_SECONDS, Gate
+from control_plane.accounts.limits import Limits
 from control_plane.accounts.service import Accounts
-from control_plane.accounts.store import Account, AccountStore, Holder, Limits
+from control_plane.accounts.store import Account, AccountStore, Holder
 from control_plane.accounts.tokens import new_secret, now_ms
 from tandem_runtime.errors import Unauthenticated, Unavailable
 
@@ -60,115 +61,117 @@ def store(accounts: Accounts) -> WatchedStore:
 
 
 @pytest.fixture
-def gate(store: WatchedStore, clock: Clock) -> Gate:
-    return Gate(store, clock)
+def authenticator(store: WatchedStore, clock: Clock) -> Authenticator:
+    return Authenticator(store, clock)
 
 
 async def test_it_is_open_until_the_first_account_and_closed_for_good_then(
-    gate: Gate, store: WatchedStore, clock: Clock
+    authenticator: Authenticator, store: WatchedStore, clock: Clock
 ) -> None:
-    assert await gate.is_open()
+    assert await authenticator.is_open()
     await store.create("me")
     clock.now += STALE_SECONDS
-    assert not await gate.is_open()
+    assert not await authenticator.is_open()
     num_reads = store.num_reads
     clock.now += 1e6
-    assert not await gate.is_open() and store.num_reads == num_reads
+    assert not await authenticator.is_open() and store.num_reads == num_reads
 
 
-async def test_a_token_enters_its_own_account_with_its_scopes(gate: Gate, store: WatchedStore) -> None:
+async def test_a_token_enters_its_own_account_with_its_scopes(
+    authenticator: Authenticator, store: WatchedStore
+) -> None:
     for name in ("me", "you"):
         await store.create(name, Limits(max_concurrent_requests=len(name)))
     token, secret = await store.create_token("me", "laptop", ["inference"])
     for account in ("me", None):
-        identity = await gate.enter(secret, "inference", account)
+        identity = await authenticator.identify(secret, "inference", account)
         assert (identity.account, identity.token, identity.limits) == ("me", token, Limits(None, None, 2))
     with pytest.raises(NotAllowed, match="of account me, not you"):
-        await gate.enter(secret, "inference", "you")
+        await authenticator.identify(secret, "inference", "you")
     with pytest.raises(NotAllowed, match="needs the scope usage"):
-        await gate.enter(secret, "usage", "me")
+        await authenticator.identify(secret, "usage", "me")
     with pytest.raises(Unauthenticated, match="not known"):
-        await gate.enter(new_secret(), "inference", None)
+        await authenticator.identify(new_secret(), "inference", None)
 
 
-async def test_an_admin_acts_for_any_account_that_there_is(gate: Gate, store: WatchedStore) -> None:
+async def test_an_admin_acts_for_any_account_that_there_is(authenticator: Authenticator, store: WatchedStore) -> None:
     for name in ("root", "you"):
         await store.create(name, Limits(max_concurrent_requests=len(name)))
     _, secret = await store.create_token("root", "first", ["admin"])
-    identity = await gate.enter(secret, "inference", "you")
+    identity = await authenticator.identify(secret, "inference", "you")
     assert (identity.account, identity.limits.max_concurrent_requests) == ("you", 3)
     with pytest.raises(NoSuchThing, match="no account nobody"):
-        await gate.enter(secret, "inference", "nobody")
+        await authenticator.identify(secret, "inference", "nobody")
     await store.change("you", disabled=True)
     with pytest.raises(NotAllowed, match="you is disabled"):
-        await gate.enter(secret, "inference", "you")
-    assert (await gate.enter(secret, "admin", "you")).account == "you"
+        await authenticator.identify(secret, "inference", "you")
+    assert (await authenticator.identify(secret, "admin", "you")).account == "you"
 
 
 async def test_expired_tokens_and_disabled_accounts_are_refused(
-    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+    authenticator: Authenticator, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.create("me")
     token, secret = await store.create_token("me", "laptop", ["inference"], now_ms() + 60_000)
-    await gate.enter(secret, "inference", None)
-    monkeypatch.setattr(gate_module, "now_ms", lambda: token.expires_ms)
+    await authenticator.identify(secret, "inference", None)
+    monkeypatch.setattr(authenticator_module, "now_ms", lambda: token.expires_ms)
     with pytest.raises(Unauthenticated, match="is expired"):
-        await gate.enter(secret, "inference", None)
+        await authenticator.identify(secret, "inference", None)
     monkeypatch.undo()
     _, other = await store.create_token("me", "laptop", ["inference"])
     await store.change("me", disabled=True)
     with pytest.raises(NotAllowed, match="me is disabled"):
-        await gate.enter(other, "inference", None)
+        await authenticator.identify(other, "inference", None)
 
 
 async def test_a_revocation_here_holds_at_once_and_elsewhere_within_seconds(
-    gate: Gate, store: WatchedStore, clock: Clock
+    authenticator: Authenticator, store: WatchedStore, clock: Clock
 ) -> None:
-    elsewhere = Gate(store, clock)
+    elsewhere = Authenticator(store, clock)
     await store.create("me")
     token, secret = await store.create_token("me", "laptop", ["inference"])
-    for each in (gate, elsewhere):
-        await each.enter(secret, "inference", None)
+    for each in (authenticator, elsewhere):
+        await each.identify(secret, "inference", None)
     await store.revoke("me", token.id)
-    gate.forget()
+    authenticator.forget()
     with pytest.raises(Unauthenticated, match="is revoked"):
-        await gate.enter(secret, "inference", None)
-    await elsewhere.enter(secret, "inference", None)  # it does not know yet
+        await authenticator.identify(secret, "inference", None)
+    await elsewhere.identify(secret, "inference", None)  # it does not know yet
     clock.now += STALE_SECONDS
     with pytest.raises(Unauthenticated, match="is revoked"):
-        await elsewhere.enter(secret, "inference", None)
+        await elsewhere.identify(secret, "inference", None)
 
 
 async def test_the_database_is_asked_once_for_many_and_not_for_what_cannot_be_a_token(
-    gate: Gate, store: WatchedStore
+    authenticator: Authenticator, store: WatchedStore
 ) -> None:
     await store.create("me")
     _, secret = await store.create_token("me", "laptop", ["inference"])
     store.num_reads = 0
-    await asyncio.gather(*(gate.enter(secret, "inference", None) for _ in range(50)))
-    await gate.enter(secret, "inference", None)
+    await asyncio.gather(*(authenticator.identify(secret, "inference", None) for _ in range(50)))
+    await authenticator.identify(secret, "inference", None)
     for _ in range(5):
         with pytest.raises(Unauthenticated):
-            await gate.enter("tdm_no-token", "inference", None)
+            await authenticator.identify("tdm_no-token", "inference", None)
     assert store.num_reads == 1
 
 
 async def test_those_who_come_at_one_moment_ask_the_database_once(
-    gate: Gate, store: WatchedStore, clock: Clock
+    authenticator: Authenticator, store: WatchedStore, clock: Clock
 ) -> None:
-    assert all(await asyncio.gather(*(gate.is_open() for _ in range(50)))) and store.num_reads == 1
+    assert all(await asyncio.gather(*(authenticator.is_open() for _ in range(50)))) and store.num_reads == 1
     clock.now += STALE_SECONDS
-    assert all(await asyncio.gather(*(gate.is_open() for _ in range(50)))) and store.num_reads == 2
+    assert all(await asyncio.gather(*(authenticator.is_open() for _ in range(50)))) and store.num_reads == 2
     for name in ("root", "you"):
         await store.create(name)
     _, secret = await store.create_token("root", "first", ["admin"])
     store.num_reads = 0
-    await asyncio.gather(*(gate.enter(secret, "inference", "you") for _ in range(50)))
+    await asyncio.gather(*(authenticator.identify(secret, "inference", "you") for _ in range(50)))
     assert store.num_reads == 2  # the token, and the account that it acts for
 
 
 async def test_that_there_was_no_account_is_not_remembered_from_before_the_first(
-    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+    authenticator: Authenticator, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_read, may_answer = asyncio.Event(), asyncio.Event()
     exists_any = store.exists_any
@@ -180,16 +183,16 @@ async def test_that_there_was_no_account_is_not_remembered_from_before_the_first
         return found
 
     monkeypatch.setattr(store, "exists_any", slow)
-    early = asyncio.create_task(gate.is_open())
+    early = asyncio.create_task(authenticator.is_open())
     await has_read.wait()
     await store.create("me")
-    gate.forget()
+    authenticator.forget()
     may_answer.set()
-    assert await early and not await gate.is_open()
+    assert await early and not await authenticator.is_open()
 
 
 async def test_a_read_that_began_before_a_change_is_not_believed_after_it(
-    gate: Gate, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+    authenticator: Authenticator, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await store.create("me")
     token, secret = await store.create_token("me", "laptop", ["inference"])
@@ -203,32 +206,32 @@ async def test_a_read_that_began_before_a_change_is_not_believed_after_it(
         return found
 
     monkeypatch.setattr(store, "find", slow)
-    early = asyncio.create_task(gate.enter(secret, "inference", None))
+    early = asyncio.create_task(authenticator.identify(secret, "inference", None))
     await has_read.wait()
     await store.revoke("me", token.id)
-    gate.forget()
+    authenticator.forget()
     may_answer.set()
     assert (await early).account == "me"  # it came before the revocation
     with pytest.raises(Unauthenticated, match="is revoked"):
-        await gate.enter(secret, "inference", None)
+        await authenticator.identify(secret, "inference", None)
 
 
 async def test_without_the_database_those_who_are_known_go_on_for_a_bounded_time(
-    gate: Gate, store: WatchedStore, clock: Clock
+    authenticator: Authenticator, store: WatchedStore, clock: Clock
 ) -> None:
     await store.create("me")
     _, secret = await store.create_token("me", "laptop", ["inference"])
-    assert not await gate.is_open()
-    await gate.enter(secret, "inference", None)
+    assert not await authenticator.is_open()
+    await authenticator.identify(secret, "inference", None)
     store.is_down = True
     clock.now += GRACE_SECONDS
-    assert not await gate.is_open()
-    assert (await gate.enter(secret, "inference", None)).account == "me"
+    assert not await authenticator.is_open()
+    assert (await authenticator.identify(secret, "inference", None)).account == "me"
     with pytest.raises(Unavailable, match="database"):
-        await gate.enter(new_secret(), "inference", None)
+        await authenticator.identify(new_secret(), "inference", None)
     clock.now += 1
     with pytest.raises(Unavailable, match="database"):
-        await gate.enter(secret, "inference", None)
+        await authenticator.identify(secret, "inference", None)
 
 
 async def test_uses_are_noted_now_and_then(open_accounts: Callable[[], Accounts]) -> None:
@@ -236,7 +239,7 @@ async def test_uses_are_noted_now_and_then(open_accounts: Callable[[], Accounts]
     await accounts.open()
     await accounts.store.create("me")
     token, secret = await accounts.store.create_token("me", "laptop", ["inference"])
-    await accounts.gate.enter(secret, "inference", None)
+    await accounts.authenticator.identify(secret, "inference", None)
     assert (await accounts.store.token("me", token.id)).used_ms is None
     await accounts._note_used()
     used_ms = (await accounts.store.token("me", token.id)).used_ms

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from control_plane.audit.snapshot import Audited
+from control_plane.audit.snapshot import AuditedService
 from control_plane.fleet.registry import Worker
 from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     )
 
 
-class Asker:
+class TableReader:
     """A channel to every service, kept from audit to audit."""
 
     def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._answer_seconds = answer_seconds
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def ask(self, workers: Sequence[Worker]) -> tuple[list[Audited], dict[str, str]]:
+    async def ask(self, workers: Sequence[Worker]) -> tuple[list[AuditedService], dict[str, str]]:
         """Return the tables of those that answer in time, and why the others did not, by incarnation."""
         await self._hang_up_on_all_but({worker.incarnation for worker in workers})
         replies = await asyncio.gather(*(self._tables(worker) for worker in workers))
         answered = [
-            Audited(worker, reply)
+            AuditedService(worker, reply)
             for worker, reply in zip(workers, replies, strict=True)
             if isinstance(reply, TablesReply)
         ]

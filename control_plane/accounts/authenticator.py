@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from control_plane.accounts.errors import NotAllowed
-from control_plane.accounts.store import NO_LIMITS, AccountStore, Holder, Limits
-from control_plane.accounts.tokens import Scope, Token, digest_of, now_ms
+from control_plane.accounts.identity import Identity
+from control_plane.accounts.store import AccountStore, Holder
+from control_plane.accounts.tokens import Scope, digest_of, now_ms
 from tandem_runtime.errors import Unauthenticated, Unavailable
 from tandem_runtime.log import get_logger
 
@@ -29,24 +30,6 @@ GRACE_SECONDS = 120.0
 _MAX_REMEMBERED = 10_000
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Who calls, as whom."""
-
-    account: str
-    token: Token | None = None
-    """None where no account has been made: then everybody may do everything."""
-    limits: Limits = NO_LIMITS
-
-    @property
-    def token_id(self) -> str | None:
-        return self.token.id if self.token else None
-
-    @property
-    def is_admin(self) -> bool:
-        return self.token is None or self.token.may("admin")
-
-
 @dataclass
 class _Known:
     """What the database said, and when."""
@@ -55,7 +38,7 @@ class _Known:
     read_at: float
 
 
-class Gate:
+class Authenticator:
     """Knows tokens for a short while; one per process."""
 
     def __init__(self, store: AccountStore, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +64,7 @@ class Gate:
                 raise
             return known[0]
 
-    async def enter(self, secret: str, scope: Scope | None, account: str | None) -> Identity:
+    async def identify(self, secret: str, scope: Scope | None, account: str | None) -> Identity:
         """Return whom a token speaks for; `account` is the one that the request names, if it does.
 
         Raises Unauthenticated for no good token, NotAllowed for one that is not good for this, Unavailable.

@@ -7,12 +7,12 @@ more than the limit. Pure values; control_plane.accounts.limiter keeps them in t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import msgspec
 
-from control_plane.accounts.store import Limits
+from tandem_runtime.errors import InvalidRequest
 
 _TICKS_PER_SECOND = 2
 _MINUTE_TICKS = 60 * _TICKS_PER_SECOND
@@ -23,6 +23,29 @@ _ROOM_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What an account may use; None: as much as it likes."""
+
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 1 <= value < 2**31:
+                raise InvalidRequest(
+                    f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; none for no limit", field=field.name
+                )
+
+    def __bool__(self) -> bool:
+        return self != NO_LIMITS
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
 class Refusal:
     what: Literal["requests", "tokens", "concurrency"]
     limit: int
@@ -30,7 +53,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RateLimitStatus:
     """What a caller is told: left of a limit, and seconds until all of it is there again."""
 
     limit: int
@@ -107,12 +130,12 @@ class Window(msgspec.Struct, frozen=True):
         others = {name: count for name, count in self.running.items() if name != gateway}
         return Window(self.used, {**others, gateway: num_running} if num_running > 0 else others)
 
-    def requests(self, limits: Limits, now: float) -> Standing | None:
+    def requests(self, limits: Limits, now: float) -> RateLimitStatus | None:
         """Return how the account stands; None without such a limit."""
-        return self._standing(limits.max_requests_per_minute, self.num_requests, now)
+        return self._status(limits.max_requests_per_minute, self.num_requests, now)
 
-    def tokens(self, limits: Limits, now: float) -> Standing | None:
-        return self._standing(limits.max_tokens_per_minute, self.num_tokens, now)
+    def tokens(self, limits: Limits, now: float) -> RateLimitStatus | None:
+        return self._status(limits.max_tokens_per_minute, self.num_tokens, now)
 
     def _refusal(self, limits: Limits, num_tokens: int, now: float) -> Refusal | None:
         most = limits.max_requests_per_minute
@@ -135,11 +158,11 @@ class Window(msgspec.Struct, frozen=True):
                 return max(1 / _TICKS_PER_SECOND, _end(tick) - now)
         return _LONGEST_WAIT_SECONDS
 
-    def _standing(self, most: int | None, num_used: int, now: float) -> Standing | None:
+    def _status(self, most: int | None, num_used: int, now: float) -> RateLimitStatus | None:
         if most is None:
             return None
         reset = max(0.0, _end(self.used[-1][0]) - now) if self.used else 0.0
-        return Standing(most, max(0, most - num_used), reset)
+        return RateLimitStatus(most, max(0, most - num_used), reset)
 
     def _with(self, used: tuple[tuple[int, int, int], ...]) -> Window:
         return self if used == self.used else Window(used, self.running)

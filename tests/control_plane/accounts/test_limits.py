@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.accounts.limits import Limits, RateLimitStatus, Refusal, Window
 from control_plane.accounts.metering import rate_limit_headers
-from control_plane.accounts.store import Limits
-from control_plane.accounts.window import Refusal, Standing, Window
 
 REQUESTS = Limits(max_requests_per_minute=2)
 TOKENS = Limits(max_tokens_per_minute=100)
@@ -34,7 +33,7 @@ def test_tokens_are_estimated_and_settled() -> None:
     window, refusal = window.admit(TOKENS, 70, "g", 103.0)
     assert refusal is None and window.num_tokens == 100
     window = window.settle(206, 5, "g", was_running=False, now=110.0)  # it used 75: more than there was
-    assert window.num_tokens == 105 and window.tokens(TOKENS, 110.0) == Standing(100, 0, 60.5)
+    assert window.num_tokens == 105 and window.tokens(TOKENS, 110.0) == RateLimitStatus(100, 0, 60.5)
     window = window.settle(200, -50, "g", was_running=False, now=400.0)  # long out of the window
     assert window.num_tokens == 0
 
@@ -101,7 +100,7 @@ def test_every_minute_gets_its_limit(most: int, start: float) -> None:
 
 
 def test_callers_are_told_as_openai_tells_them() -> None:
-    headers = rate_limit_headers(Standing(60, 59, 1.0), Standing(1000, 0, 12.3456))
+    headers = rate_limit_headers(RateLimitStatus(60, 59, 1.0), RateLimitStatus(1000, 0, 12.3456))
     assert headers == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",

@@ -1,0 +1,282 @@
+"""Fields of chats: messages and tools.
+
+messages              an assistant's calls as OpenAI writes them, or as in Workers AI's native answers; both become a
+                      name and an object of arguments
+tools                 OpenAI's {type: function, function: {name, description, parameters, strict}}, or the function
+                      without the wrapper, as in Workers AI
+tool_choice           auto, none, required (any); a function by name, in the forms that clients use; or OpenAI's
+                      allowed_tools
+parallel_tool_calls   false: at most one call
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from control_plane.api.http.body import Body, ObjectOrText
+from control_plane.text.tool import Tool, ToolUse
+from tandem_runtime.errors import InvalidRequest, Unsupported
+
+MAX_TOOLS = 128
+_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+_MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+_AT_MOST_ONE = "disable_parallel_tool_use"
+_CHOICE_KEYS = {"type", "function", "name", "toolName", "allowed_tools", "mode", "tools", _AT_MOST_ONE}
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+def _text_of_parts(value: Any) -> Any:
+    """Join a list of text parts. Raise ValueError naming any other part."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type", "without a type") if isinstance(part, dict) else "that is no object"
+            raise ValueError(f"has a part {kind}; only {{type: 'text', text: '...'}} parts are supported")
+    return "\n".join(part["text"] for part in value)
+
+
+Content = Annotated[str | None, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart] | None)]
+
+
+class CalledFunction(Body):
+    name: str | None = None
+    arguments: ObjectOrText | None = None
+    """An object, or an object as JSON text."""
+
+
+class MessageToolCall(CalledFunction):
+    """A call by an assistant: OpenAI's {id, type, function}, or Workers AI's {name, arguments}."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction | None = None
+
+    def call(self, field: str) -> dict[str, Any]:
+        """Return name, arguments and id of the call at `field`. Raise InvalidRequest."""
+        function, at = (self, field) if self.function is None else (self.function, f"{field}.function")
+        if not function.name:
+            raise InvalidRequest(f"{at}.name is missing; send the name of the tool that was called", field=f"{at}.name")
+        call = {"name": function.name, "arguments": _arguments(function.arguments, f"{at}.arguments")}
+        return {"id": self.id, **call} if self.id else call
+
+
+class Message(Body):
+    harmless: ClassVar[frozenset[str]] = frozenset({"annotations"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"function_call", "audio", "refusal", "reasoning_content"})
+    remedies: ClassVar[Mapping[str, str]] = {"function_call": "send tool_calls"}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    """In an assistant's message: its tool calls."""
+    tool_call_id: str | None = None
+    """In a tool's message: the id of the call that it answers."""
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the message for templates. The role `developer` becomes `system`, which more templates know."""
+        role = "system" if self.role == "developer" else self.role
+        others: dict[str, Any] = {"name": self.name, "tool_call_id": self.tool_call_id}
+        if self.tool_calls:
+            calls = [each.call(f"{field}.tool_calls[{index}]") for index, each in enumerate(self.tool_calls)]
+            others["tool_calls"] = calls
+        return {"role": role, "content": self.content or ""} | {name: each for name, each in others.items() if each}
+
+
+def messages_for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """Return the messages for templates. Raise InvalidRequest for calls or results in messages of other roles."""
+    for index, message in enumerate(messages):
+        if message.tool_call_id and message.role != "tool":
+            raise InvalidRequest(
+                f"messages[{index}] has a tool_call_id and the role {message.role}; only tool messages can have one",
+                field=f"messages[{index}].tool_call_id",
+            )
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest(
+                f"messages[{index}] has tool_calls and the role {message.role}; only assistant messages can have them",
+                field=f"messages[{index}].tool_calls",
+            )
+    rendered = [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
+    for index, (before, after) in enumerate(pairwise(rendered)):
+        if after["role"] == "tool":
+            rendered[index] = _as_call(before, after)
+    return tuple(rendered)
+
+
+def _as_call(message: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the content of an assistant's message before a result as a call: @cloudflare/ai-utils sends calls so."""
+    if message["role"] != "assistant" or "tool_calls" in message:
+        return message
+    try:
+        call = json.loads(message["content"])
+    except (ValueError, RecursionError):
+        return message  # ordinary text
+    if not isinstance(call, dict) or call.keys() != {"name", "arguments"} or call["name"] != result.get("name"):
+        return message
+    if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
+        return message
+    return {**message, "content": "", "tool_calls": [call]}
+
+
+def _arguments(value: str | dict[str, Any] | None, field: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{field} is not JSON: {error}; send an object", field=field) from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field} is not an object; send an object, or an object as JSON text", field=field)
+    return value
+
+
+_Name = Annotated[str, Field(json_schema_extra={"pattern": f"^{_NAME}$"})]
+
+
+class FunctionBody(Body):
+    name: _Name | None = None
+    """1 to 128 letters, digits and _ . : / -"""
+    description: str | None = None
+    """What the tool does, and when to call it."""
+    parameters: dict[str, Any] | None = None
+    """The JSON Schema of the arguments, an object; without it, the tool has no arguments."""
+    strict: bool | None = None
+    """Refuse a schema that the grammar cannot enforce, instead of accepting any object as arguments."""
+
+
+class ToolBody(FunctionBody):
+    """A function, in OpenAI's wrapper or bare."""
+
+    type: Annotated[str, Field(json_schema_extra={"const": "function"})] | None = None
+    function: FunctionBody | None = None
+
+    def tool(self, field: str) -> Tool:
+        """Return the tool at `field`. Raise InvalidRequest."""
+        if self.type not in (None, "function"):
+            raise Unsupported(f"{field}.type {self.type!r} is not supported here; send function", field=f"{field}.type")
+        if self.function is not None and self.name is not None:
+            raise InvalidRequest(f"{field} has a function and a name; leave one of them out", field=field)
+        function, at = (self, field) if self.function is None else (self.function, f"{field}.function")
+        if function.name is None:
+            raise InvalidRequest(f"{at}.name is missing; send it", field=f"{at}.name")
+        if not re.fullmatch(_NAME, function.name):
+            raise InvalidRequest(
+                f"{at}.name is {function.name!r}; use 1 to 128 letters, digits and _ . : / -",
+                field=f"{at}.name",
+            )
+        is_strict = bool(function.strict or self.strict)
+        return Tool(function.name, function.description or "", function.parameters, is_strict, f"{at}.parameters")
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    mode: str = "auto"
+    names: tuple[str, ...] = ()
+    """Only these tools may be called; empty for all."""
+    at_most_one: bool = False
+
+
+def _parsed_choice(value: Any) -> ToolChoice | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value in _MODES:
+        return ToolChoice(_MODES[value])
+    choice = _parsed_choice_object(value) if isinstance(value, dict) and value.keys() <= _CHOICE_KEYS else None
+    if choice is None:
+        raise ValueError("must be auto, none, required or {type: 'function', function: {name: '...'}}")
+    return replace(choice, at_most_one=value.get(_AT_MOST_ONE) is True) if isinstance(value, dict) else choice
+
+
+def _parsed_choice_object(value: dict[str, Any]) -> ToolChoice | None:
+    kind = value.get("type", "function")
+    if kind == "allowed_tools":
+        allowed = value.get("allowed_tools", value)
+        return _allowed(allowed) if isinstance(allowed, dict) else None
+    if kind in _MODES and value.keys() <= {"type", _AT_MOST_ONE}:
+        return ToolChoice(_MODES[kind])
+    name = _name_in(value)
+    return ToolChoice("required", (name,)) if kind in ("function", "tool") and name is not None else None
+
+
+def _allowed(value: dict[str, Any]) -> ToolChoice | None:
+    tools = value.get("tools")
+    if not isinstance(tools, list) or not tools or value.get("mode", "auto") not in _MODES:
+        return None
+    names = [_name_in(each) if isinstance(each, dict) else None for each in tools]
+    found = tuple(name for name in names if name is not None)
+    return ToolChoice(_MODES[value.get("mode", "auto")], found) if len(found) == len(names) else None
+
+
+def _name_in(value: dict[str, Any]) -> str | None:
+    """Return the name in {name}, {function: {name}} or {toolName}: clients of several APIs send these."""
+    function = value.get("function")
+    inside = function.get("name") if isinstance(function, dict) else function
+    found = [name for name in (inside, value.get("name"), value.get("toolName")) if isinstance(name, str)]
+    return found[0] if found else None
+
+
+_Names = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_CHOICE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"], "type": "string"},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "function"}, "function": _Names},
+            "required": ["type", "function"],
+        },
+        {"type": "null"},
+    ]
+}
+Tools = Annotated[list[ToolBody], Field(json_schema_extra={"maxItems": MAX_TOOLS})] | None
+Choice = Annotated[ToolChoice | None, PlainValidator(_parsed_choice), Field(json_schema_extra=_CHOICE_SCHEMA)]
+
+
+def tool_use(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+    """Return the tools that an answer may call; None for none. Raise InvalidRequest."""
+    choice = choice or ToolChoice()
+    if tools and len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries, the maximum is {MAX_TOOLS}; send fewer", field="tools")
+    offered = tuple(_offered(tools or ()))
+    names = frozenset(tool.name for tool in offered)
+    missing = [name for name in choice.names if name not in names]
+    if missing or (choice.mode == "required" and not offered):
+        known = ", ".join(sorted(names)) or "no tools"
+        wanted = missing[0] if missing else choice.mode
+        remedy = "name a tool of the request" if offered else "send tools, or leave it out"
+        raise InvalidRequest(f"tool_choice is {wanted}, but the request has {known}; {remedy}", field="tool_choice")
+    if not offered or choice.mode == "none":
+        return None
+    return ToolUse(
+        offered,
+        frozenset(choice.names) or names,
+        must_call=choice.mode == "required",
+        at_most_one=parallel is False or choice.at_most_one,
+    )
+
+
+def _offered(tools: Sequence[ToolBody]) -> Iterator[Tool]:
+    seen: set[str] = set()
+    for index, body in enumerate(tools):
+        tool = body.tool(f"tools[{index}]")
+        if tool.name in seen:
+            raise InvalidRequest(
+                f"tools[{index}] is a second tool named {tool.name}; give each tool its own name",
+                field=f"tools[{index}]",
+            )
+        seen.add(tool.name)
+        yield tool

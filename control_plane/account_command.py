@@ -1,4 +1,4 @@
-"""`python -m control_plane account ...`: how does an operator make the first account, beside the database?"""
+"""The command `python -m control_plane account ...`, which creates the first account directly in the database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DAY_MS = 86_400_000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `account ...`; returns the exit status. It needs no gateway: it works on the database itself."""
+    """Run `account ...` and return the exit status. It works on the database itself, without a gateway."""
     flags, rest = _parser().parse_known_args(argv)
     settings = load_settings(ControlPlaneSettings, "control", rest)
     try:
@@ -35,19 +35,19 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m control_plane account",
-        description="Make and see accounts. The settings of the control plane (--database-url, --state-dir, --config) "
-        "say where they are kept.",
+        description="Create and list accounts. The control plane's settings (--database-url, --state-dir, --config) "
+        "select the database.",
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True)
-    create = actions.add_parser("create", help="make an account and print a token, which is shown only now")
-    create.add_argument("name", metavar="NAME", help="the account's id, as in URLs; for good")
+    create = actions.add_parser("create", help="create an account and print its token, which is shown only once")
+    create.add_argument("name", metavar="NAME", help="the account's id, as in URLs; it cannot be changed")
     _add_token_flags(create)
-    token = actions.add_parser("token", help="make another token for an account")
+    token = actions.add_parser("token", help="create another token for an account")
     token.add_argument("name", metavar="NAME")
     _add_token_flags(token)
     actions.add_parser("list", help="list the accounts")
-    for action, help in (("disable", "refuse an account's tokens"), ("enable", "take them again")):
+    for action, help in (("disable", "refuse an account's tokens"), ("enable", "accept an account's tokens again")):
         actions.add_parser(action, help=help).add_argument("name", metavar="NAME")
     return parser
 
@@ -55,15 +55,17 @@ def _parser() -> argparse.ArgumentParser:
 def _days(text: str) -> float:
     days = float(text)
     if not math.isfinite(days):
-        raise argparse.ArgumentTypeError(f"{text} is no number of days; leave the flag out for a token that never ends")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number of days; leave the flag out for a token that never expires"
+        )
     return days
 
 
 def _add_token_flags(parser: argparse.ArgumentParser) -> None:
     default = "all for the first account, inference,usage for others"
-    parser.add_argument("--scopes", metavar="SCOPE,...", help=f"of {', '.join(SCOPES)} [default: {default}]")
-    parser.add_argument("--token-name", default="first", metavar="TEXT", help="what the token is called in lists")
-    parser.add_argument("--expires-days", type=_days, metavar="N", help="days until the token ends [default: never]")
+    parser.add_argument("--scopes", metavar="SCOPE,...", help=f"from {', '.join(SCOPES)} [default: {default}]")
+    parser.add_argument("--token-name", default="first", metavar="TEXT", help="the token's name in lists")
+    parser.add_argument("--expires-days", type=_days, metavar="N", help="days until the token expires [default: never]")
 
 
 async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int:
@@ -80,7 +82,7 @@ async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int
 
 
 def _state_dir(settings: ControlPlaneSettings) -> Path:
-    """Return where the gateway keeps its database; made if this comes before the gateway's first start."""
+    """Return the gateway's state directory. Create it if the gateway has never started."""
     if not settings.state_dir:
         return paths.state_dir()
     state_dir = Path(settings.state_dir)
@@ -88,7 +90,7 @@ def _state_dir(settings: ControlPlaneSettings) -> Path:
         try:
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidRequest(f"cannot make the folder {state_dir}: {error}; set --state-dir") from error
+            raise InvalidRequest(f"cannot create the folder {state_dir}: {error}; set --state-dir") from error
     return state_dir
 
 
@@ -113,7 +115,7 @@ def _shown(token: Token, secret: str) -> list[str]:
         f"account  {token.account}",
         f"scopes   {scopes}",
         f"token    {secret}",
-        "The token is shown only now. Clients send it as `Authorization: Bearer`; `tandem` reads TANDEM_TOKEN "
+        "The token is shown only once. Clients send it as `Authorization: Bearer`; `tandem` reads TANDEM_TOKEN "
         "and TANDEM_ACCOUNT.",
     ]
 

@@ -1,4 +1,4 @@
-"""Builds the ASGI application that answers HTTP."""
+"""Which application answers HTTP, and what is it made of?"""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def create_app(
     settings: HttpSettings,
     accounts: Accounts | None = None,
 ) -> Starlette:
-    """Return the ASGI application with all endpoints. Call it after `tracing.configure` and `metrics.configure`.
+    """Return the ASGI application with all faces; make it after `tracing.configure` and `metrics.configure`.
 
-    Without `accounts`, requests need no token and the administration endpoints are absent.
-    Side effect on the process: streams are no longer cut when uvicorn begins to shut down, because a draining gateway
-    finishes running requests.
+    Without `accounts` nobody is asked for a token, and there is no administration.
+    It changes one thing for the process: streams are no longer cut when uvicorn begins to shut down, because a draining
+    gateway finishes what runs.
     """
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     app = Starlette(

@@ -1,1 +1,1 @@
-"""Who may call, how much, and what did they use?"""
+"""Accounts, tokens, limits, the ledger and prices."""

@@ -1,8 +1,8 @@
-"""Who is calling, and may they do this?
+"""Identifies callers by their tokens, and checks that the token permits the request.
 
-What the database says of a token is believed for `STALE_SECONDS`. A revocation through this process holds at once,
-through another one within that time. While the database cannot be reached, what it said last is believed for
-`GRACE_SECONDS` longer; whom it has not told of meanwhile is refused with 503.
+Tokens read from the database are cached for `STALE_SECONDS`. So a revocation through this process holds at once, and
+through another process within that time. While the database cannot be reached, cached tokens stay valid for
+`GRACE_SECONDS`; other tokens are refused with 503.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ T = TypeVar("T")
 
 STALE_SECONDS = 2.0
 GRACE_SECONDS = 120.0
-_MAX_REMEMBERED = 10_000
+_MAX_CACHED = 10_000
 
 
 @dataclass
 class _Known:
-    """What the database said, and when."""
+    """A token's holder, and when the database was read."""
 
     holder: Holder | None
     read_at: float
 
 
 class Authenticator:
-    """Knows tokens for a short while; one per process."""
+    """Checks tokens against the database, with a short cache; one per process."""
 
     def __init__(self, store: AccountStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._asking: dict[bytes | str | None, asyncio.Task[Any]] = {}
-        """By digest, by account; None: whether there is any."""
+        self._reads: dict[bytes | str | None, asyncio.Task[Any]] = {}
+        """Reads under way: by token digest, by account; None for whether any account exists."""
         self._epoch = 0
         self._is_open_known: tuple[bool, float] | None = None
         self.used_ms: dict[str, int] = {}
-        """When each token was used since this was last emptied; kept in the database once a while."""
+        """When each token was last used. `Accounts` saves and empties this regularly."""
 
     async def is_open(self) -> bool:
-        """Whether no account has been made: then no token is asked for. Accounts are never deleted."""
+        """Return whether no account exists: then requests need no token. Accounts are never deleted."""
         known = self._is_open_known
         if known is not None and (not known[0] or self._clock() - known[1] < STALE_SECONDS):
             return known[0]
         try:
-            return await self._once(None, self._ask_is_open)
+            return await self._once(None, self._read_is_open)
         except Unavailable:
             if known is None or self._clock() - known[1] > GRACE_SECONDS:
                 raise
             return known[0]
 
     async def identify(self, secret: str, scope: Scope | None, account: str | None) -> Identity:
-        """Return whom a token speaks for; `account` is the one that the request names, if it does.
+        """Return the identity of a token. `account` is the account that the request names, if any.
 
-        Raises Unauthenticated for no good token, NotAllowed for one that is not good for this, Unavailable.
+        Raise Unauthenticated for an invalid token, NotAllowed for a request that it does not permit, or Unavailable.
         """
         digest = digest_of(secret)
         holder = await self._holder(digest) if digest is not None else None
         if holder is None:
-            raise Unauthenticated("the API token is not known here; send a valid one as Authorization: Bearer tdm_...")
+            raise Unauthenticated("the API token is not known; send a valid one as Authorization: Bearer tdm_...")
         token, now = holder.token, now_ms()
         if (state := token.state(now)) != "active":
             raise Unauthenticated(f"the API token {token.id} is {state}; send another one")
@@ -87,64 +87,64 @@ class Authenticator:
         return Identity(account, token, other.limits)
 
     def forget(self) -> None:
-        """Something was changed here: ask the database again."""
+        """Drop the cache after a change, so that the database is read again."""
         self._epoch += 1
         self._known.clear()
-        self._asking.clear()  # those who asked before the change get what was so then, those who come now do not
+        self._reads.clear()  # requests that waited keep the old read; later requests start a new one
         self._is_open_known = None
 
     @staticmethod
     def _check(holder: Holder, scope: Scope | None, account: str | None) -> None:
         token = holder.token
         if holder.account.disabled_ms is not None:
-            raise NotAllowed(f"account {holder.account.id} is disabled; ask who runs this")
+            raise NotAllowed(f"account {holder.account.id} is disabled; ask the operator")
         if scope is not None and not token.may(scope):
             has = ", ".join(sorted(token.scopes))
-            raise NotAllowed(f"the API token {token.id} may {has}, this needs the scope {scope}; use another token")
+            raise NotAllowed(f"the API token {token.id} has the scopes {has}, this needs {scope}; use another token")
         if account is not None and account != holder.account.id and not token.may("admin"):
-            raise NotAllowed(f"the API token is of account {holder.account.id}, not {account}; correct the URL")
+            raise NotAllowed(f"the API token belongs to account {holder.account.id}, not {account}; correct the URL")
 
     async def _holder(self, digest: bytes) -> Holder | None:
         known = self._known.get(digest)
         if known is None or self._clock() - known.read_at >= STALE_SECONDS:
-            known = await self._read(digest, known)
+            known = await self._refresh(digest, known)
         return known.holder
 
-    async def _read(self, digest: bytes, before: _Known | None) -> _Known:
+    async def _refresh(self, digest: bytes, before: _Known | None) -> _Known:
         try:
-            return await self._once(digest, lambda: self._ask(digest))
+            return await self._once(digest, lambda: self._read_holder(digest))
         except Unavailable:
             if before is None or self._clock() - before.read_at > GRACE_SECONDS:
                 raise
             return before
 
-    async def _once(self, what: bytes | str | None, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Ask the database, once for all who want to know the same at the same time."""
-        task: asyncio.Task[T] | None = self._asking.get(what)
+    async def _once(self, key: bytes | str | None, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Read the database, once for all requests that need the same at the same time."""
+        task: asyncio.Task[T] | None = self._reads.get(key)
         if task is None:
-            task = self._asking[what] = asyncio.create_task(ask())
-            task.add_done_callback(lambda done: self._asked(what, done))
+            task = self._reads[key] = asyncio.create_task(read())
+            task.add_done_callback(lambda done: self._read_ended(key, done))
         return await asyncio.shield(task)
 
-    def _asked(self, what: bytes | str | None, task: asyncio.Task[Any]) -> None:
-        if self._asking.get(what) is task:
-            del self._asking[what]
+    def _read_ended(self, key: bytes | str | None, task: asyncio.Task[Any]) -> None:
+        if self._reads.get(key) is task:
+            del self._reads[key]
         if not task.cancelled() and isinstance(error := task.exception(), Unavailable):
             log.warning("accounts_unreadable", error=str(error))
 
-    async def _ask_is_open(self) -> bool:
-        epoch, asked_at = self._epoch, self._clock()
+    async def _read_is_open(self) -> bool:
+        epoch, started = self._epoch, self._clock()
         is_open = not await self._store.exists_any()
         if epoch == self._epoch:
-            self._is_open_known = is_open, asked_at
+            self._is_open_known = is_open, started
         return is_open
 
-    async def _ask(self, digest: bytes) -> _Known:
-        epoch, asked_at = self._epoch, self._clock()
-        known = _Known(await self._store.find(digest), asked_at)
-        if epoch == self._epoch:  # else it may be from before the change
+    async def _read_holder(self, digest: bytes) -> _Known:
+        epoch, started = self._epoch, self._clock()
+        known = _Known(await self._store.find(digest), started)
+        if epoch == self._epoch:  # else the read may be older than the change
             self._known[digest] = known
             self._known.move_to_end(digest)
-            while len(self._known) > _MAX_REMEMBERED:
+            while len(self._known) > _MAX_CACHED:
                 self._known.popitem(last=False)
         return known

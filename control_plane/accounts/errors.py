@@ -1,6 +1,6 @@
-"""Which refusals concern the caller rather than the request?
+"""Errors about accounts, tokens and limits.
 
-They are HTTP's alone: no worker sends them. control_plane.api.http.errors has their statuses and codes.
+Only the gateway raises these errors, never a worker. control_plane.api.http.errors has their statuses and codes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from tandem_runtime.errors import InvalidRequest, Overloaded, Unauthenticated
 
 
 class NotAllowed(Unauthenticated):
-    """The token is good, but not for this."""
+    """The token is valid, but does not permit this request."""
 
 
 class NoSuchThing(InvalidRequest):
-    """The account or token that is asked for is not there."""
+    """The requested account or token does not exist."""
 
 
 class AlreadyThere(InvalidRequest):
-    """What is to be made exists."""
+    """The account to create already exists."""
 
 
 class LimitReached(Overloaded):
-    """The account has used up what it may use in a minute or at once."""
+    """The account has reached a limit per minute or of concurrent requests."""
 
     statuses: tuple[RateLimitStatus | None, RateLimitStatus | None] = (None, None)
-    """Of requests and of tokens, as they are told to the caller."""
+    """Of requests and of tokens, for the response headers."""

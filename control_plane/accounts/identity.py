@@ -1,4 +1,4 @@
-"""Who sends a request: the account, its token, and what the caller asks for beside text."""
+"""Who sends a request: the account and its token, and the request's options that do not concern its text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from control_plane.accounts.tokens import Token
 
 @dataclass(frozen=True)
 class Identity:
-    """Who calls, as whom."""
+    """The account and token of a request."""
 
     account: str
     token: Token | None = None
-    """None where no account has been made: then everybody may do everything."""
+    """None while no account exists: then every request is permitted."""
     limits: Limits = NO_LIMITS
 
     @property
@@ -28,15 +28,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and what they want besides text."""
+    """The sender of a request, with its options for routing, waiting and response headers."""
 
     request_id: str
     account: str = "default"
     session_affinity: str = ""
     reject_if_busy: bool = False
     timeout_seconds: float | None = None
-    """None: the service's own, which is also the longest."""
+    """None for the service's own timeout, which is also the maximum."""
     identity: Identity | None = None
-    """Who was let in; None: nobody asks for tokens, and nobody is limited."""
+    """The authenticated identity; None without accounts: then no limit holds."""
     answer_headers: dict[str, str] = field(default_factory=dict, compare=False)
-    """What the answer's head is to say besides, as it becomes known."""
+    """Headers to add to the response; the phases of a request add theirs."""

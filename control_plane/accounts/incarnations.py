@@ -1,4 +1,4 @@
-"""Which gateways are alive, and what becomes of what a dead one has left?"""
+"""Tracks which gateways are alive, and closes the requests of lost gateways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_MS = 86_400_000
 
 
 class Incarnations:
-    """Says that this gateway lives, and tidies up after those that do so no more."""
+    """Sends this gateway's heartbeats, and cleans up after lost gateways."""
 
     def __init__(self, database: Database, gateway: str, limiter: Limiter, gone_seconds: float) -> None:
         self._database = database
@@ -29,14 +29,14 @@ class Incarnations:
         self._gone_seconds = gone_seconds
 
     async def begin(self) -> None:
-        """Enter this life; before its first row."""
+        """Register this incarnation. Call this before its first ledger row."""
         now_ms = self._database.now_ms()
         async with self._database.begin() as connection:
             values = {"incarnation": self._gateway, "started_ms": now_ms, "seen_ms": now_ms}
             await connection.execute(sa.insert(gateways).values(values))
 
     async def run(self) -> None:
-        """Beat and sweep for as long as the process lives."""
+        """Send heartbeats and sweep until cancelled."""
         while True:
             await asyncio.sleep(self._gone_seconds / _BEATS_PER_LIFE)
             try:
@@ -55,12 +55,10 @@ class Incarnations:
             )
             await connection.execute(mine.values(seen_ms=now_ms, ended_ms=None))
         if was_ended is not None:
-            log.warning(
-                "gateway_was_declared_lost", remedy="another gateway did not see this one's heartbeat for too long"
-            )
+            log.warning("gateway_was_declared_lost", reason="another gateway saw no heartbeat in time")
 
     async def sweep(self) -> None:
-        """Give up gateways that were not heard of for too long; close what they have left as aborted."""
+        """Declare gateways without recent heartbeats lost, and close their open rows as aborted."""
         now_ms = self._database.now_ms()
         gone_ms = now_ms - round(self._gone_seconds * 1000)
         async with self._database.begin() as connection:
@@ -70,9 +68,9 @@ class Incarnations:
             )
             names = list(gone.scalars())
             alive = sa.select(gateways.c.incarnation).where(gateways.c.ended_ms.is_(None))
-            left = ledger.c.closed_ms.is_(None) & ledger.c.gateway.not_in(alive)
+            open_rows = ledger.c.closed_ms.is_(None) & ledger.c.gateway.not_in(alive)
             closed = await connection.execute(
-                sa.update(ledger).where(left).values(status="aborted", closed_ms=now_ms, error=GATEWAY_LOST)
+                sa.update(ledger).where(open_rows).values(status="aborted", closed_ms=now_ms, error=GATEWAY_LOST)
             )
             await connection.execute(sa.delete(gateways).where(gateways.c.ended_ms < now_ms - _KEPT_MS))
             still_alive = frozenset((await connection.execute(alive)).scalars())
@@ -81,12 +79,12 @@ class Incarnations:
             log.warning("gateways_lost", incarnations=names, num_rows=closed.rowcount)
 
     async def end(self) -> None:
-        """Leave for good: everything that was begun here has been closed, or never will be."""
+        """Unregister this incarnation, and close its rows that are still open as aborted."""
         now_ms = self._database.now_ms()
         async with self._database.begin() as connection:
             mine = sa.update(gateways).where(gateways.c.incarnation == self._gateway)
             await connection.execute(mine.values(ended_ms=now_ms))
-            left = ledger.c.closed_ms.is_(None) & (ledger.c.gateway == self._gateway)
+            open_rows = ledger.c.closed_ms.is_(None) & (ledger.c.gateway == self._gateway)
             await connection.execute(
-                sa.update(ledger).where(left).values(status="aborted", closed_ms=now_ms, error=GATEWAY_LOST)
+                sa.update(ledger).where(open_rows).values(status="aborted", closed_ms=now_ms, error=GATEWAY_LOST)
             )

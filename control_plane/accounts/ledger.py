@@ -1,8 +1,8 @@
-"""How does each request get its row: opened when it is admitted, closed once?
+"""Writes one ledger row per request: opened at admission, closed once.
 
-One task writes what has come together since its last transaction. A row is there before the first token leaves; a
-closing that cannot be written is tried again until it can. A gateway that is killed leaves rows open, which another
-one, or its next life, closes as aborted (control_plane.accounts.incarnations).
+One task writes all changes since its last transaction together. A row is written before the request's first token
+leaves. A close that cannot be written is retried until it can. A killed gateway leaves rows open; another gateway, or
+its own next start, closes these as aborted (control_plane.accounts.incarnations).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = get_logger(__name__)
 
 Status = Literal["finished", "failed", "cancelled"]
 GATEWAY_LOST = "GatewayLost"
-"""The error of rows whose gateway was not heard of any more; if it lives after all, its own word holds."""
+"""The error of rows whose gateway was lost. If that gateway is alive after all, its own close replaces this."""
 REFUSED = "RefusedFigures"
-"""The error of rows whose figures the database refused, because of a mistake of ours; the log has them."""
+"""The error of rows whose values the database refused, because of a bug. The log has the values."""
 
 _DAY_MS = 86_400_000
 _MAX_TOGETHER = 512
@@ -70,26 +70,26 @@ class Closing:
 
 
 NOTHING_USED = Usage(0, 0, 0, 0, PhaseWork(), 0)
-_Waiting = tuple[dict[str, Any], asyncio.Future[None]]
-"""An opening's row, and who is told when it is there."""
+_PendingOpening = tuple[dict[str, Any], asyncio.Future[None]]
+"""An opening's row, and the future that is done when the row is written."""
 
 
 class Ledger:
-    """Writes the rows of one gateway; on one event loop."""
+    """Writes the rows of one gateway, on one event loop."""
 
     def __init__(self, database: Database, gateway: str) -> None:
         self._database = database
         self._gateway = gateway
-        self._openings: list[_Waiting] = []
+        self._openings: list[_PendingOpening] = []
         self._closings: list[dict[str, Any]] = []
         self._writer: asyncio.Task[None] | None = None
 
     def check(self) -> None:
-        """Raise Unavailable if nothing could be opened a moment ago, so that nobody begins what cannot be written."""
+        """Raise Unavailable if the database failed a moment ago: such a request could not be written."""
         self._database.check()
 
     def open(self, opening: Opening) -> asyncio.Future[None]:
-        """Open a row; the future tells when it is there, or raises Unavailable."""
+        """Open a row. The future is done when the row is written, or raises Unavailable."""
         now_ms = self._database.now_ms()
         row = {
             **vars(opening),
@@ -98,13 +98,13 @@ class Ledger:
             "opened_ms": now_ms,
             "status": "open",
         }
-        is_there: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._openings.append((row, is_there))
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._openings.append((row, written))
         self._write_soon()
-        return is_there
+        return written
 
     def close(self, closing: Closing) -> None:
-        """Close a row that was opened here; to be called once."""
+        """Close a row that was opened here. Call this once per row."""
         self._closings.append(_row(closing, self._database.now_ms()))
         self._write_soon()
 
@@ -129,8 +129,8 @@ class Ledger:
         finally:
             self._writer = None
 
-    def _next(self) -> tuple[list[_Waiting], list[dict[str, Any]]]:
-        """Take what is written next: no closing before its opening, whose row it would not find."""
+    def _next(self) -> tuple[list[_PendingOpening], list[dict[str, Any]]]:
+        """Take the next changes to write. A close waits for its opening, whose row it needs."""
         openings, self._openings = self._openings[:_MAX_TOGETHER], self._openings[_MAX_TOGETHER:]
         waiting = {row["request_id"] for row, _ in self._openings}
         ready = [closing for closing in self._closings if closing["row_id"] not in waiting]
@@ -139,15 +139,15 @@ class Ledger:
         return openings, ready[:_MAX_TOGETHER]
 
     async def _write_or_split(
-        self, openings: Sequence[_Waiting], closings: Sequence[dict[str, Any]]
+        self, openings: Sequence[_PendingOpening], closings: Sequence[dict[str, Any]]
     ) -> TandemError | None:
-        """Write rows together, and tell each opening what came of it; return why that is not possible now.
+        """Write rows together and resolve the openings' futures. Return the error if writing is not possible now.
 
-        One row that is nonsense does not take others along.
+        If the database refuses a row, rows are written one by one, so that the others are written.
         """
         error: TandemError | None
         try:
-            await self._database.again(lambda: self._write([row for row, _ in openings], closings))
+            await self._database.with_retry(lambda: self._write([row for row, _ in openings], closings))
             error = None
         except (IntegrityError, InvalidRequest) as refusal:
             if len(openings) + len(closings) > 1:
@@ -156,41 +156,41 @@ class Ledger:
             return None
         except TandemError as failure:
             error = failure
-        except Exception as bug:
+        except Exception as unexpected:
             log.exception("ledger_failed")
-            error = InternalError(f"the ledger could not be written: {bug!r}")
-        for _, is_there in openings:
-            _tell(is_there, error)
+            error = InternalError(f"the ledger could not be written: {unexpected!r}")
+        for _, written in openings:
+            _resolve(written, error)
         return error
 
     async def _write_singly(
-        self, openings: Sequence[_Waiting], closings: Sequence[dict[str, Any]]
+        self, openings: Sequence[_PendingOpening], closings: Sequence[dict[str, Any]]
     ) -> TandemError | None:
         error = None
         for opening in openings:
             error = await self._write_or_split([opening], []) or error
         for closing in closings:
-            if error is None:  # else all of them are tried again
+            if error is None:  # else all are retried
                 error = await self._write_or_split([], [closing])
         return error
 
     def _refused(
         self,
-        openings: Sequence[_Waiting],
+        openings: Sequence[_PendingOpening],
         closings: Sequence[dict[str, Any]],
         refusal: IntegrityError | InvalidRequest,
     ) -> None:
-        """Do what can be done about the one row that the database will not have."""
-        told: TandemError = InternalError("the ledger refused the request's row")
+        """Report a row that the database refuses, and close its request as failed."""
+        error: TandemError = InternalError("the ledger refused the request's row")
         if isinstance(refusal, InvalidRequest):
-            told = refusal
+            error = refusal
         log.error(
             "ledger_row_refused",
             rows=[*(row for row, _ in openings), *closings],
             error=str(getattr(refusal, "orig", refusal)),
         )
-        for _, is_there in openings:
-            _tell(is_there, told)
+        for _, written in openings:
+            _resolve(written, error)
         for closing in closings:
             if closing["error"] != REFUSED:
                 empty = Closing(closing["row_id"], "failed", NOTHING_USED, error=REFUSED)
@@ -220,11 +220,11 @@ def _row(closing: Closing, closed_ms: int) -> dict[str, Any]:
     return {"row_id": closing.request_id, **closing.values(closed_ms)}
 
 
-def _tell(is_there: asyncio.Future[None], error: TandemError | None) -> None:
-    if is_there.done():
+def _resolve(written: asyncio.Future[None], error: TandemError | None) -> None:
+    if written.done():
         return
     if error is None:
-        is_there.set_result(None)
+        written.set_result(None)
     else:
-        is_there.set_exception(type(error)(error.message, retry_after_seconds=error.retry_after_seconds))
-        is_there.exception()  # whoever waited may have left: nobody need read it
+        written.set_exception(type(error)(error.message, retry_after_seconds=error.retry_after_seconds))
+        written.exception()  # marks it as retrieved: the waiting request may be gone

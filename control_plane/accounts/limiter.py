@@ -1,9 +1,9 @@
-"""How is a limit kept exactly by several gateways that share a database?
+"""Enforces limits exactly, across several gateways that share a database.
 
-Each account has one row: its window, and the revision that was written last. Whoever wants to change it says from which
-revision they go on; one statement writes if that is still the last, and else returns what is. So nobody holds a lock
-while they think, and a gateway that dies in the middle has changed nothing. Those who ask at one gateway while a
-statement is under way are decided together by the next one.
+Each account has one row: its window and the revision of the last write. A write names the revision that it is based on.
+One statement writes if that revision is still the last, and otherwise returns the current row (compare-and-swap). So no
+gateway holds a lock, and a gateway that dies has changed nothing. Requests that arrive at a gateway during a statement
+are decided together by the next statement.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ log = get_logger(__name__)
 
 _MAX_TOGETHER = 256
 _MAX_WAITING = 4096
-_PATIENCE_SECONDS = 5.0
+_MAX_WRITE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that was let in, and what is to be settled when it ends."""
+    """An admitted request, and what to settle when it ends."""
 
     account: str
     tick: int
     num_tokens: int
-    """As estimated."""
+    """The estimate that was counted."""
     is_counted: bool
-    """Whether there is anything to settle."""
+    """Whether there is anything to settle at the end."""
     is_running: bool
-    """Whether it counts among those that run at once."""
+    """Whether it counts as a concurrent request."""
     requests: RateLimitStatus | None
     tokens: RateLimitStatus | None
 
 
 @dataclass
 class _Change:
-    """What one caller wants done to a window; `answer` is called with what came of it once that is written."""
+    """A change of a window. `answer` gets the result after the write."""
 
     apply: Callable[[Window], tuple[Window, Any]]
     answer: asyncio.Future[Any] | None = None
-    """None: nobody waits, and it is tried until it succeeds."""
+    """None if no caller waits: then the change is retried until it succeeds."""
 
 
 class Limiter:
-    """Admits requests of accounts that have limits; one per gateway, on one event loop."""
+    """Admits requests of accounts with limits; one per gateway, on one event loop."""
 
     def __init__(self, database: Database, gateway: str) -> None:
         self._database = database
@@ -67,26 +67,26 @@ class Limiter:
         self._account_limiters: dict[str, AccountLimiter] = {}
 
     async def admit(self, account: str, limits: Limits, num_tokens: int) -> Admission:
-        """Count a request that will use about `num_tokens`. Raises LimitReached, Unavailable."""
-        book = self._book(account)
-        book.check_blocked(limits)
+        """Count a request with an estimate of its tokens. Raise LimitReached or Unavailable."""
+        account_limiter = self._limiter_of(account)
+        account_limiter.check_blocked(limits)
 
         def apply(window: Window) -> tuple[Window, tuple[Window, Refusal | None]]:
             after = window.admit(limits, num_tokens, self._gateway, self._database.now())
             return after[0], after
 
-        answer = book.change(apply)
+        answer = account_limiter.change(apply)
         try:
             window, refusal = await asyncio.shield(answer)
-        except asyncio.CancelledError:  # the caller left, but may be counted any moment
+        except asyncio.CancelledError:  # the caller left, but the write may still count it
             answer.add_done_callback(lambda done: self._undo(account, limits, num_tokens, done))
             raise
         if refusal is not None:
-            raise book.refused(limits, refusal, _statuses(window, limits, self._database.now()))
+            raise account_limiter.refused(limits, refusal, _statuses(window, limits, self._database.now()))
         return self._admission(account, limits, num_tokens, window)
 
     def settle(self, admission: Admission, num_tokens: int) -> None:
-        """Say what an admitted request has really used; to be called once, when it is over."""
+        """Replace the estimate by the tokens used. Call this once, when the request has ended."""
         if not admission.is_counted:
             return
 
@@ -95,21 +95,21 @@ class Limiter:
             now, is_running = self._database.now(), admission.is_running
             return window.settle(admission.tick, extra, self._gateway, was_running=is_running, now=now), None
 
-        self._book(admission.account).change_later(apply)
+        self._limiter_of(admission.account).change_later(apply)
 
     async def forget(self, is_alive: Callable[[str], bool]) -> None:
-        """Take requests of gateways that have died off every account's count."""
+        """Remove running requests of lost gateways from every account's window."""
         some_run = windows.c.state.not_like('%"running":{}%')
         async with self._database.each() as connection:
             rows = (await connection.execute(sa.select(windows.c.account, windows.c.state).where(some_run))).all()
         for account, state in rows:
             for gateway in Window.decode(state).running:
                 if gateway != self._gateway and not is_alive(gateway):
-                    await self._book(account).change(_without(gateway))
+                    await self._limiter_of(account).change(_without(gateway))
 
     async def drain(self) -> None:
-        """Wait until everything that was settled is written."""
-        await asyncio.gather(*(book.idle() for book in list(self._account_limiters.values())))
+        """Wait until all settlements are written."""
+        await asyncio.gather(*(each.idle() for each in list(self._account_limiters.values())))
 
     def _admission(self, account: str, limits: Limits, num_tokens: int, window: Window) -> Admission:
         is_running = limits.max_concurrent_requests is not None
@@ -126,17 +126,17 @@ class Limiter:
         if refusal is None:
             self.settle(self._admission(account, limits, num_tokens, window), 0)
 
-    def _book(self, account: str) -> AccountLimiter:
+    def _limiter_of(self, account: str) -> AccountLimiter:
         if account not in self._account_limiters:
             self._account_limiters[account] = AccountLimiter(self._database, account, self._gateway)
         return self._account_limiters[account]
 
 
 class AccountLimiter:
-    """One account's window, as this gateway knows it.
+    """Reads and writes one account's window for this gateway.
 
-    How many of its requests run, a gateway knows better than the window: where the answer to a write was lost, that may
-    count a request which was refused here. So each write says the number itself.
+    Each write sets the number of this gateway's running requests itself: if the answer to an earlier write was lost,
+    the window may count a request that this gateway refused.
     """
 
     def __init__(self, database: Database, account: str, gateway: str) -> None:
@@ -152,10 +152,10 @@ class AccountLimiter:
         self._blocked: tuple[Limits, float, LimitReached] | None = None
 
     def change(self, apply: Callable[[Window], tuple[Window, Any]]) -> asyncio.Future[Any]:
-        """Change the window; what `apply` gives beside it comes when it is written. Raises Unavailable."""
+        """Change the window. The future gets the second result of `apply` after the write. Raise Unavailable."""
         if len(self._waiting) >= _MAX_WAITING:
             raise Unavailable(
-                f"too many requests of account {self._account} wait for its limits to be looked up",
+                f"too many requests of account {self._account} wait for its limits; try again",
                 retry_after_seconds=1.0,
             )
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -170,7 +170,7 @@ class AccountLimiter:
             await asyncio.shield(self._writer)
 
     def check_blocked(self, limits: Limits) -> None:
-        """Raise again what was raised before, where the database could say nothing else."""
+        """Raise the last refusal again while time alone can end it, without a database read."""
         if self._blocked is None:
             return
         known_limits, until, error = self._blocked
@@ -183,7 +183,7 @@ class AccountLimiter:
         seconds = refusal.retry_after_seconds
         error = LimitReached(_SENTENCES[refusal.what].format(account=self._account, limit=refusal.limit))
         error.statuses = statuses
-        if refusal.what == "requests":  # these are only ever given back by time
+        if refusal.what == "requests":  # only time frees these
             self._blocked = limits, time.monotonic() + seconds, error
         return _again(error, seconds)
 
@@ -197,12 +197,12 @@ class AccountLimiter:
             while self._waiting:
                 batch, self._waiting = self._waiting[:_MAX_TOGETHER], self._waiting[_MAX_TOGETHER:]
                 try:
-                    results = await self._database.again(partial(self._write, batch))
+                    results = await self._database.with_retry(partial(self._write, batch))
                 except TandemError as error:
                     await self._failed(batch, error)
-                except Exception as bug:
+                except Exception as unexpected:
                     log.exception("limits_failed", account=self._account)
-                    await self._failed(batch, InternalError(f"the limits could not be looked up: {bug!r}"))
+                    await self._failed(batch, InternalError(f"the limits could not be read: {unexpected!r}"))
                 else:
                     for change, result in zip(batch, results, strict=True):
                         if change.answer is not None and not change.answer.done():
@@ -211,12 +211,12 @@ class AccountLimiter:
             self._writer = None
 
     async def _failed(self, batch: list[_Change], error: TandemError) -> None:
-        """Tell those who wait; what must not be lost is tried again."""
+        """Fail the changes that callers wait for, and retry the others."""
         self._known = None
         for change in batch:
             if change.answer is not None and not change.answer.done():
                 change.answer.set_exception(type(error)(error.message, retry_after_seconds=error.retry_after_seconds))
-                change.answer.exception()  # whoever waited may have left: nobody need read it
+                change.answer.exception()  # marks it as retrieved: the waiting request may be gone
         lasting = [change for change in batch if change.answer is None]
         if self._is_uncertain and not lasting:
             lasting = [_Change(lambda window: (window, None))]
@@ -226,15 +226,15 @@ class AccountLimiter:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _write(self, batch: list[_Change]) -> list[Any]:
-        """Do all changes of a batch in one statement, as often as another gateway was faster."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        """Write all changes of a batch in one statement. Retry if another gateway was faster."""
+        deadline = time.monotonic() + _MAX_WRITE_SECONDS
         while time.monotonic() < deadline:
             revision, window = self._known or await self._read()
             results, after = [], window.with_running(self._gateway, self._num_running)
             for change in batch:
                 after, result = change.apply(after)
                 results.append(result)
-            # Where nothing changes, it is enough that what was decided from is still so.
+            # If nothing changes, it is enough that the window is still the one that was read.
             mine = revision if after == window else uuid.uuid4().hex
             self._known = await self._read() if mine == revision else await self._swap(revision, mine, after)
             self._is_uncertain = False
@@ -242,12 +242,12 @@ class AccountLimiter:
                 self._num_running = after.running.get(self._gateway, 0)
                 return results
         raise Unavailable(
-            f"the limits of account {self._account} could not be looked up within {_PATIENCE_SECONDS:g} s; try again",
+            f"the limits of account {self._account} could not be read within {_MAX_WRITE_SECONDS:g} s; try again",
             retry_after_seconds=1.0,
         )
 
     async def _read(self) -> tuple[str, Window]:
-        """Return the account's window as it is; an account's first is made here."""
+        """Return the account's revision and window. Create the row if it does not exist."""
         first = {"account": self._account, "revision": "", "state": Window().encode()}
         insert = self._database.insert(windows).on_conflict_do_nothing()
 
@@ -262,7 +262,7 @@ class AccountLimiter:
         return row.revision, Window.decode(row.state)
 
     async def _swap(self, before: str, mine: str, window: Window) -> tuple[str, Window]:
-        """Write a window if `before` is still the last revision; returns what is in the database then."""
+        """Write a window if `before` is still the last revision. Return the row that the database then has."""
         values = {"whose": self._account, "before": before, "mine": mine, "after": window.encode()}
         self._is_uncertain = True
         row = await self._database.run(lambda connection: connection.execute(_SWAP, values).first(), single=True)

@@ -1,7 +1,7 @@
-"""What has an account used in the last minute, and may it use more?
+"""An account's limits, and the sliding window that counts what it has used in the last minute.
 
-A sliding window: what was admitted is counted for a minute, by half seconds, so no minute, wherever it begins, has
-more than the limit. Pure values; control_plane.accounts.limiter keeps them in the database.
+Admitted requests count for a minute, in ticks of half a second. So no period of 60 seconds has more than the limit.
+These are pure values; control_plane.accounts.limiter stores the window in the database.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _TICKS_PER_SECOND = 2
 _MINUTE_TICKS = 60 * _TICKS_PER_SECOND
 _SKEW_TICKS = 10
 _LONGEST_WAIT_SECONDS = 60.0
-_ROOM_SECONDS = 1.0
-"""When to ask again where all that may run at once does: nobody knows when one will end."""
+_CONCURRENCY_RETRY_SECONDS = 1.0
+"""Retry-After at the limit of concurrent requests: the end of a running request is unknown."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an account may use; None: as much as it likes."""
+    """The limits of an account; None for no limit."""
 
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
@@ -35,7 +35,7 @@ class Limits:
             value = getattr(self, field.name)
             if value is not None and not 1 <= value < 2**31:
                 raise InvalidRequest(
-                    f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; none for no limit", field=field.name
+                    f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; null for no limit", field=field.name
                 )
 
     def __bool__(self) -> bool:
@@ -54,7 +54,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class RateLimitStatus:
-    """What a caller is told: left of a limit, and seconds until all of it is there again."""
+    """A limit as response headers report it; after `reset_seconds` all of the limit is free again."""
 
     limit: int
     remaining: int
@@ -62,9 +62,10 @@ class RateLimitStatus:
 
 
 class Window(msgspec.Struct, frozen=True):
-    """`used` has (tick, requests, tokens) in ascending order of ticks; a tick is half a second since 1970.
+    """The requests and tokens of the last minute, and the running requests, of one account.
 
-    `running` counts by gateway incarnation, so that those of one that died can be taken off.
+    `used` has (tick, requests, tokens) in ascending order; ticks are half seconds since 1970. `running` counts running
+    requests by gateway incarnation, so that those of a lost gateway can be removed.
     """
 
     used: tuple[tuple[int, int, int], ...] = ()
@@ -86,20 +87,20 @@ class Window(msgspec.Struct, frozen=True):
         return sum(tokens for _, _, tokens in self.used)
 
     def tick(self, now: float) -> int:
-        """Return the tick of `now`, Unix seconds; never before one that has been counted: clocks differ a little."""
+        """Return the tick of `now` (Unix seconds), never before the last counted tick: clocks differ a little."""
         tick = math.floor(now * _TICKS_PER_SECOND)
         return max(tick, min(self.used[-1][0], tick + _SKEW_TICKS)) if self.used else tick
 
     def at(self, tick: int) -> Window:
-        """Return the window without what is more than a minute old; a tick counts until its last moment is.
+        """Return the window without ticks whose last moment is more than a minute ago.
 
-        What lies in the future is left out too: a clock that was wrong for a moment must not shut an account for hours.
+        Ticks in the future are removed, too: a clock that was wrong for a moment must not block an account for hours.
         """
         first, last = tick - _MINUTE_TICKS, tick + _SKEW_TICKS
         return self._with(tuple(entry for entry in self.used if first <= entry[0] <= last))
 
     def admit(self, limits: Limits, num_tokens: int, gateway: str, now: float) -> tuple[Window, Refusal | None]:
-        """Count one more request that will use about `num_tokens`, or say why not."""
+        """Count one more request with an estimate of its tokens, or return the refusal."""
         tick = self.tick(now)
         window = self.at(tick)
         if (refusal := window._refusal(limits, num_tokens, now)) is not None:
@@ -110,7 +111,7 @@ class Window(msgspec.Struct, frozen=True):
         return Window(_added(window.used, tick, 1, num_tokens), running), None
 
     def settle(self, tick: int, num_extra_tokens: int, gateway: str, *, was_running: bool, now: float) -> Window:
-        """Correct what a request admitted at `tick` was thought to use, and count it as ended."""
+        """Correct the estimate of a request that was admitted at `tick`, and count the request as ended."""
         window = self.at(self.tick(now))
         running = dict(window.running)
         if was_running:
@@ -126,12 +127,12 @@ class Window(msgspec.Struct, frozen=True):
         return Window(used, running)
 
     def with_running(self, gateway: str, num_running: int) -> Window:
-        """Return the window when so many of a gateway's requests run, whatever it said of them before."""
+        """Return the window with `num_running` requests of a gateway."""
         others = {name: count for name, count in self.running.items() if name != gateway}
         return Window(self.used, {**others, gateway: num_running} if num_running > 0 else others)
 
     def requests(self, limits: Limits, now: float) -> RateLimitStatus | None:
-        """Return how the account stands; None without such a limit."""
+        """Return the status of the limit; None if there is no such limit."""
         return self._status(limits.max_requests_per_minute, self.num_requests, now)
 
     def tokens(self, limits: Limits, now: float) -> RateLimitStatus | None:
@@ -146,11 +147,11 @@ class Window(msgspec.Struct, frozen=True):
             return Refusal("tokens", most, self._wait([entry[2] for entry in self.used], most - num_tokens, now))
         most = limits.max_concurrent_requests
         if most is not None and sum(self.running.values()) >= most:
-            return Refusal("concurrency", most, _ROOM_SECONDS)
+            return Refusal("concurrency", most, _CONCURRENCY_RETRY_SECONDS)
         return None
 
     def _wait(self, counts: list[int], most: int, now: float) -> float:
-        """Return after how many seconds no more than `most` are left."""
+        """Return the seconds until at most `most` are counted."""
         left = sum(counts)
         for (tick, _, _), count in zip(self.used, counts, strict=True):
             left -= count
@@ -178,5 +179,5 @@ def _added(
 
 
 def _end(tick: int) -> float:
-    """Return when what was counted in a tick is no longer, Unix seconds."""
+    """Return when a tick stops counting, in Unix seconds."""
     return (tick + _MINUTE_TICKS + 1) / _TICKS_PER_SECOND

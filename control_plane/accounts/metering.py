@@ -1,4 +1,4 @@
-"""What does a request cost its account, from the moment it is admitted until it is over?"""
+"""Meters requests: limits at admission, the ledger row, and the price at the end."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from control_plane.generation import TokenRequest, Usage
 from tandem_runtime.errors import InvalidRequest
 
 _MAX_ESTIMATED_ANSWER_TOKENS = 4096
-"""Many clients name no bound, and few answers fill a context: more is only counted once it was written."""
+"""Many clients send no max_tokens, and few answers fill a context. Tokens beyond this are counted at the end."""
 
 
 @dataclass(frozen=True)
 class BilledRequest:
-    """What a caller wants done, as far as limits and ledger care: an answer, or the scores of a prompt."""
+    """A request as limits and ledger see it: an answer, or the scores of a prompt's tokens."""
 
     request_id: str
     model_id: str
     num_choices: int
     num_prompt_tokens: int
     num_answer_tokens: int
-    """At most, over all choices, as far as that is counted before it was written."""
-    what: str = "the prompt has"
-    """How a refusal for its tokens begins."""
+    """The estimated maximum, over all choices."""
+    subject: str = "the prompt has"
+    """The start of an error message about the number of prompt tokens."""
 
     @classmethod
     def for_answer(cls, request: TokenRequest) -> BilledRequest:
@@ -40,33 +40,33 @@ class BilledRequest:
 
     @classmethod
     def for_prompt_scores(cls, request: TokenRequest) -> BilledRequest:
-        """How likely each token of the prompt but the first is: one request from each place in it."""
-        num_places = len(request.token_ids) - 1
-        num_prompt = num_places * (num_places + 1) // 2
-        request_id, what = f"{request.request_id}-prompt", "echo with logprobs reads of this prompt"
-        return cls(request_id, request.model_id, 1, num_prompt, num_places, what)
+        """Return the request for the scores of a prompt: it reads the prompt up to each of its tokens."""
+        num_positions = len(request.token_ids) - 1
+        num_prompt = num_positions * (num_positions + 1) // 2
+        request_id, subject = f"{request.request_id}-prompt", "echo with logprobs reads of this prompt"
+        return cls(request_id, request.model_id, 1, num_prompt, num_positions, subject)
 
 
 class LedgerEntry(Protocol):
-    """One request's account with us."""
+    """The ledger entry of one request."""
 
     async def opened(self) -> None:
-        """Wait until its row is in the ledger; raises Unavailable if it cannot be."""
+        """Wait until the row is written. Raise Unavailable if it cannot be."""
 
     def priced(self, usage: Usage) -> Usage:
-        """Return a usage with its price."""
+        """Return the usage with its price."""
 
     def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
-        """Say what became of it; the first word counts. No usage: no worker has done anything for it."""
+        """Close the row; only the first call counts. `usage` is None if no worker has done any work."""
 
 
 class Meter(Protocol):
-    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
-        """Let a request in, or raise LimitReached, InvalidRequest for what no minute has room for, or Unavailable."""
+    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
+        """Admit a request. Raise LimitReached, InvalidRequest if it exceeds a whole minute's limit, or Unavailable."""
 
 
 class Metering:
-    """Keeps limits, ledger and prices together; one per gateway."""
+    """Combines limits, ledger and prices; one per gateway."""
 
     def __init__(self, limiter: Limiter, ledger: Ledger, prices: PriceTable) -> None:
         self._limiter = limiter
@@ -76,12 +76,12 @@ class Metering:
     def price_of(self, model_id: str) -> Price:
         return self._prices.of(model_id)
 
-    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
+    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
         self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
         admission = None
         if limits:
-            num_tokens = _estimate(asked, caller.account, limits)
+            num_tokens = _estimated_tokens(request, caller.account, limits)
             try:
                 admission = await self._limiter.admit(caller.account, limits, num_tokens)
             except LimitReached as error:
@@ -90,10 +90,15 @@ class Metering:
             caller.answer_headers.update(rate_limit_headers(admission.requests, admission.tokens))
         token_id = caller.identity.token_id if caller.identity else None
         opening = Opening(
-            asked.request_id, caller.account, token_id, asked.model_id, asked.num_choices, asked.num_prompt_tokens
+            request.request_id,
+            caller.account,
+            token_id,
+            request.model_id,
+            request.num_choices,
+            request.num_prompt_tokens,
         )
-        is_there = self._ledger.open(opening)
-        return _MeteredEntry(self, caller, opening, is_there, self.price_of(asked.model_id), admission)
+        written = self._ledger.open(opening)
+        return _MeteredEntry(self, caller, opening, written, self.price_of(request.model_id), admission)
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:
@@ -102,7 +107,7 @@ class Metering:
         self._ledger.close(closing)
 
     async def drain(self) -> None:
-        """Wait until everything is in the database."""
+        """Wait until all changes are in the database."""
         await asyncio.gather(self._limiter.drain(), self._ledger.drain())
 
 
@@ -112,20 +117,20 @@ class _MeteredEntry:
         metering: Metering,
         caller: Caller,
         opening: Opening,
-        is_there: asyncio.Future[None],
+        written: asyncio.Future[None],
         price: Price,
         admission: Admission | None,
     ) -> None:
         self._metering = metering
         self._headers = caller.answer_headers
         self._opening = opening
-        self._is_there = is_there
+        self._written = written
         self._price = price
         self._admission = admission
         self._is_closed = False
 
     async def opened(self) -> None:
-        await asyncio.shield(self._is_there)
+        await asyncio.shield(self._written)
 
     def priced(self, usage: Usage) -> Usage:
         return replace(usage, microneurons=self._price.microneurons(usage))
@@ -136,18 +141,18 @@ class _MeteredEntry:
         self._is_closed = True
         used = NOTHING_USED if usage is None else self.priced(usage)
         if status == "finished":
-            self._tell_price(used)
+            self._add_price_header(used)
         self._metering.closed(self._admission, Closing(self._opening.request_id, status, used, finish_reasons, error))
 
-    def _tell_price(self, used: Usage) -> None:
-        so_far = float(self._headers.get("cf-ai-neurons", 0))  # of other prompts of the same HTTP request
+    def _add_price_header(self, used: Usage) -> None:
+        so_far = float(self._headers.get("cf-ai-neurons", 0))  # from other prompts of the same HTTP request
         self._headers["cf-ai-neurons"] = _neurons(so_far + (used.microneurons or 0) / 1e6)
 
 
 class Unmetered:
-    """A meter that lets everybody in and remembers nothing."""
+    """A meter without limits and ledger, for a gateway without accounts."""
 
-    async def admit(self, caller: Caller, asked: BilledRequest) -> LedgerEntry:
+    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
         return _UNMETERED_ENTRY
 
 
@@ -166,7 +171,7 @@ _UNMETERED_ENTRY = _UnmeteredEntry()
 
 
 def rate_limit_headers(requests: RateLimitStatus | None, tokens: RateLimitStatus | None) -> dict[str, str]:
-    """Return OpenAI's headers for those limits that there are."""
+    """Return OpenAI's rate-limit headers for the limits that the account has."""
     headers = {}
     for what, status in (("requests", requests), ("tokens", tokens)):
         if status is not None:
@@ -176,16 +181,16 @@ def rate_limit_headers(requests: RateLimitStatus | None, tokens: RateLimitStatus
     return headers
 
 
-def _estimate(asked: BilledRequest, account: str, limits: Limits) -> int:
-    """Return how many tokens a request is counted with until it has ended: never more than a whole minute's."""
-    num_prompt, most = asked.num_prompt_tokens, limits.max_tokens_per_minute
-    num_tokens = num_prompt + asked.num_answer_tokens
+def _estimated_tokens(request: BilledRequest, account: str, limits: Limits) -> int:
+    """Return the tokens counted for a request until it ends, at most a whole minute's limit."""
+    num_prompt, most = request.num_prompt_tokens, limits.max_tokens_per_minute
+    num_tokens = num_prompt + request.num_answer_tokens
     if most is None:
         return num_tokens
     if num_prompt >= most:
         raise InvalidRequest(
-            f"{asked.what} {num_prompt:,} tokens, account {account} may use {most:,} a minute for prompts and answers; "
-            "shorten it, or have the limit raised",
+            f"{request.subject} {num_prompt:,} tokens, account {account} may use {most:,} a minute for prompts and "
+            "answers; shorten it, or have the limit raised",
             field="prompt",
         )
     return min(num_tokens, most)

@@ -1,7 +1,6 @@
-"""What does a request cost, in neurons?
+"""Prices requests in neurons, Cloudflare's unit: 1,000 neurons are 0.011 US dollars.
 
-Cloudflare's unit: a thousand neurons are 0.011 US dollars. A price has three parts, for a million tokens each: of the
-prompt that were computed, of the prompt that were cached, of the answer.
+A price has three parts, each per million tokens: computed prompt tokens, cached prompt tokens, answer tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ DEFAULT_PRICES = ("*=0.1/0.02/0.3",)
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars for a million tokens."""
+    """US dollars per million tokens."""
 
     input: float
     cached_input: float
     output: float
 
     def microneurons(self, usage: Usage) -> int:
-        """Return millionths of a neuron, as a whole number: sums over rows are exact."""
+        """Return the price in millionths of a neuron. It is an integer, so that sums over rows are exact."""
         dollars_per_million = (
             usage.num_computed_tokens * self.input
             + usage.num_cached_tokens * self.cached_input
@@ -42,31 +41,31 @@ class PriceTable:
     by_model: Mapping[str, Price] = field(default_factory=dict)
     others: Price = FREE
     models: ModelTable | None = None
-    """What tandem.toml and the shipped table say of models that `by_model` does not name."""
+    """The tables of tandem.toml and of the package, for models that are not in `by_model`."""
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> PriceTable:
-        """Read `MODEL=INPUT/CACHED/OUTPUT`, `*` for all others; raises ValueError saying what is wrong."""
+        """Read `MODEL=INPUT/CACHED/OUTPUT`, `*` for all others. Raise ValueError naming the problem."""
         prices: dict[str, Price] = {}
         for entry in entries:
             model, price = _parse(entry)
             if model in prices:
-                raise ValueError(f"prices names {model!r} twice; say once what it costs")
+                raise ValueError(f"prices has {model!r} twice; give one price per model")
             prices[model] = price
         return cls(prices, prices.pop("*", FREE))
 
     def over(self, models: ModelTable) -> PriceTable:
-        """Return this table with the prices of `models` for models that it does not name itself."""
+        """Return this table, with the prices of `models` for models that it does not have."""
         return replace(self, models=models)
 
     def of(self, model: str) -> Price:
-        """Return the price of a model by the id that its worker serves."""
+        """Return the price of a model, by the id that its worker serves."""
         if model in self.by_model:
             return self.by_model[model]
         names = (model, *self.models.names_of(model)) if self.models else ()
         entries = (self.models.find(name) for name in names) if self.models else ()
-        said = next((entry.prices for entry in entries if entry and entry.prices), None)
-        return Price(**asdict(said)) if said else self.others
+        prices = next((entry.prices for entry in entries if entry and entry.prices), None)
+        return Price(**asdict(prices)) if prices else self.others
 
 
 def _parse(entry: str) -> tuple[str, Price]:
@@ -77,7 +76,7 @@ def _parse(entry: str) -> tuple[str, Price]:
         dollars = []
     if not model or len(dollars) != 3 or not all(0 <= each < 1e6 for each in dollars):
         raise ValueError(
-            f"prices has {entry!r}, which is no price; write MODEL=INPUT/CACHED/OUTPUT, US dollars for a million "
-            "tokens each, such as @tandem/demo=0.1/0.02/0.3, and * for all other models"
+            f"prices has {entry!r}, which is not a price; write MODEL=INPUT/CACHED/OUTPUT, US dollars per million "
+            "tokens, such as @tandem/demo=0.1/0.02/0.3, and * for all other models"
         )
     return model, Price(*dollars)

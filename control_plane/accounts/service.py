@@ -1,4 +1,4 @@
-"""What does a gateway need for accounts, and how do its parts live together?"""
+"""Creates, runs and closes the parts of a gateway that concern accounts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
-_USED_SECONDS = 30.0
+_SAVE_USES_SECONDS = 30.0
 _DRAIN_SECONDS = 15.0
 
 
 class Accounts:
-    """Owns the database of one gateway process; `open` before anything else, `close` after the last request."""
+    """Owns the database of one gateway process. Call `open` first, and `close` after the last request."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Accounts:
         self.usage = UsageReport(self.database)
 
     async def open(self) -> None:
-        """Make the tables what they must be, and begin a life. Raises InvalidRequest if the database cannot be used."""
+        """Migrate the tables and register this gateway. Raise InvalidRequest if the database cannot be used."""
         try:
             await migrate(self.database)
             await self.database.set_clock()
@@ -56,35 +56,35 @@ class Accounts:
             raise InvalidRequest(f"{self.database.problem or error.message}; see --database-url") from error
 
     async def check_exposed(self, listen: str) -> None:
-        """Refuse to serve beyond loopback as long as everybody may do everything. Raises InvalidRequest."""
+        """Raise InvalidRequest if no account exists: the gateway then may not listen beyond loopback."""
         if await self.authenticator.is_open():
             raise InvalidRequest(
-                f"--listen {listen} is beyond loopback and there is no account, so anybody could use it; make one with "
-                "`python -m control_plane account create NAME` (with the same --database-url or --state-dir), which "
-                "prints its token"
+                f"--listen {listen} is beyond loopback and there is no account, so anybody could use it; create "
+                "one with `python -m control_plane account create NAME` (with the same --database-url or --state-dir), "
+                "which prints its token"
             )
 
     async def run(self) -> None:
-        """Do what is due now and then, for as long as the process lives."""
-        await asyncio.gather(self.incarnations.run(), self._note_uses())
+        """Run heartbeats and save the use of tokens, until cancelled."""
+        await asyncio.gather(self.incarnations.run(), self._save_uses_regularly())
 
     async def close(self) -> None:
-        """Write what has not been written; to be called when no request runs any more."""
-        await self._note_used()
+        """Write what is pending. Call this when no request runs."""
+        await self._save_uses()
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
                 await self.metering.drain()
                 await self.incarnations.end()
         except (TimeoutError, Unavailable) as error:
-            log.error("ledger_not_drained", error=str(error), remedy="another gateway closes what is open as aborted")
+            log.error("ledger_not_drained", error=str(error), remedy="another gateway closes open rows as aborted")
         await self.database.close()
 
-    async def _note_uses(self) -> None:
+    async def _save_uses_regularly(self) -> None:
         while True:
-            await asyncio.sleep(_USED_SECONDS)
-            await self._note_used()
+            await asyncio.sleep(_SAVE_USES_SECONDS)
+            await self._save_uses()
 
-    async def _note_used(self) -> None:
+    async def _save_uses(self) -> None:
         used, self.authenticator.used_ms = self.authenticator.used_ms, {}
         if not used:
             return

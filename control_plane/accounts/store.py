@@ -21,11 +21,16 @@ from control_plane.storage.tables import accounts, tokens
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
 
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+_MAX_TOGETHER = 256
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MAX_NAME_CHARACTERS = 128
 _MINUTE_MS = 60_000
 LAST_MS = 253_402_300_799_999
-"""The last moment of the year 9999 in UTC, which is as far as times can be written."""
+"""The last millisecond of the year 9999 in UTC, the latest time that can be formatted."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,14 @@ class Account:
 
 @dataclass(frozen=True)
 class Holder:
-    """A token and the account it belongs to."""
+    """A token and its account."""
 
     token: Token
     account: Account
 
 
 class AccountStore:
-    """Accounts and tokens in the database. Everything raises Unavailable while that cannot be reached."""
+    """Accounts and tokens in the database. All methods raise Unavailable while it cannot be reached."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -54,11 +59,11 @@ class AccountStore:
     # ------------------------------------------------------------------------------------------------ accounts
 
     async def create(self, account_id: str, limits: Limits = NO_LIMITS) -> Account:
-        """Make an account. Its id is for good: cached blocks are kept apart by it. Raises AlreadyThere."""
+        """Create an account. Its id never changes: cached blocks are salted with it. Raise AlreadyThere."""
         if not _ACCOUNT.fullmatch(account_id):
             raise InvalidRequest(
-                f"an account cannot be called {account_id!r}; use up to 64 letters, digits, dots, dashes and "
-                "underscores, a letter or digit first",
+                f"{account_id!r} is not a name for an account; use up to 64 letters, digits, dots, dashes and "
+                "underscores, starting with a letter or digit",
                 field="name",
             )
         made = Account(account_id, now_ms(), limits=limits)
@@ -67,9 +72,7 @@ class AccountStore:
                 values = {"id": account_id, "created_ms": made.created_ms, **vars(limits)}
                 await connection.execute(sa.insert(accounts).values(values))
         except IntegrityError as error:
-            raise AlreadyThere(
-                f"there is an account {account_id} already; choose another name", field="name"
-            ) from error
+            raise AlreadyThere(f"account {account_id} already exists; choose another name", field="name") from error
         return made
 
     async def all(self) -> list[Account]:
@@ -78,7 +81,7 @@ class AccountStore:
             return [_account(row) for row in rows]
 
     async def get(self, account_id: str) -> Account:
-        """Return an account; raises NoSuchThing."""
+        """Return an account. Raise NoSuchThing."""
         wanted = sa.select(accounts).where(accounts.c.id == account_id)
         row = await self._database.run(lambda connection: connection.execute(wanted).mappings().first(), single=True)
         if row is None:
@@ -91,7 +94,7 @@ class AccountStore:
         return row is not None
 
     async def change(self, account_id: str, *, limits: Limits | None = None, disabled: bool | None = None) -> Account:
-        """Replace an account's limits, or shut it or open it again; raises NoSuchThing."""
+        """Replace an account's limits, or disable or enable it. Raise NoSuchThing."""
         values: dict[str, Any] = vars(limits).copy() if limits is not None else {}
         if disabled is not None:
             values["disabled_ms"] = now_ms() if disabled else None
@@ -105,7 +108,7 @@ class AccountStore:
     async def create_token(
         self, account_id: str, name: str, scopes: Iterable[str], expires_ms: int | None = None
     ) -> tuple[Token, str]:
-        """Make a token; returns it and its secret, which is not kept. Raises NoSuchThing for an unknown account."""
+        """Create a token. Return it and its secret, which is not stored. Raise NoSuchThing for an unknown account."""
         scopes_held = check_token(name, scopes, expires_ms)
         secret = new_secret()
         made = Token(uuid.uuid4().hex, account_id, name, scopes_held, now_ms(), expires_ms)
@@ -122,32 +125,32 @@ class AccountStore:
             return [_token(row) for row in (await connection.execute(wanted)).mappings()]
 
     async def token(self, account_id: str, token_id: str) -> Token:
-        """Return a token of an account; raises NoSuchThing."""
+        """Return a token of an account. Raise NoSuchThing."""
         async with self._database.each() as connection:
             row = (await connection.execute(sa.select(tokens).where(_is(account_id, token_id)))).mappings().first()
         if row is None:
-            raise NoSuchThing(f"account {account_id} has no token {token_id}; see its tokens", field="token")
+            raise NoSuchThing(f"account {account_id} has no token {token_id}; list its tokens", field="token")
         return _token(row)
 
     async def revoke(self, account_id: str, token_id: str) -> Token:
-        """End a token for good; once more changes nothing. Raises NoSuchThing."""
+        """Revoke a token permanently; repeating it changes nothing. Raise NoSuchThing."""
         async with self._database.begin() as connection:
             is_it = _is(account_id, token_id) & tokens.c.revoked_ms.is_(None)
             await connection.execute(sa.update(tokens).where(is_it).values(revoked_ms=now_ms()))
         return await self.token(account_id, token_id)
 
     async def roll(self, account_id: str, token_id: str) -> tuple[Token, str]:
-        """Give a token another secret; the old one ends. Raises NoSuchThing, InvalidRequest if it was revoked."""
+        """Replace a token's secret. Raise NoSuchThing, or InvalidRequest if the token was revoked."""
         token, secret = await self.token(account_id, token_id), new_secret()
         async with self._database.begin() as connection:
             is_it = _is(account_id, token_id) & tokens.c.revoked_ms.is_(None)
             rolled = await connection.execute(sa.update(tokens).where(is_it).values(digest=digest_of(secret)))
         if rolled.rowcount != 1:
-            raise InvalidRequest(f"token {token_id} was revoked; make a new one", field="token")
+            raise InvalidRequest(f"token {token_id} was revoked; create a new one", field="token")
         return token, secret
 
     async def find(self, digest: bytes) -> Holder | None:
-        """Return who holds the token of that digest, revoked and expired ones too."""
+        """Return the holder of the token with this digest, also if it is revoked or expired."""
         return await self._lookup.find(digest)
 
     async def _find_all(self, digests: Sequence[bytes]) -> dict[bytes, Holder]:
@@ -159,7 +162,7 @@ class AccountStore:
         return {row["digest"]: _holder(row) for row in rows}
 
     async def used(self, used_ms: Mapping[str, int]) -> None:
-        """Note when tokens (by id) were last used, to the minute."""
+        """Save when tokens (by id) were last used, to the minute."""
         async with self._database.begin() as connection:
             for token_id, moment_ms in sorted(used_ms.items()):
                 minute_ms = moment_ms - moment_ms % _MINUTE_MS
@@ -169,13 +172,13 @@ class AccountStore:
 
 
 def check_token(name: str, scopes: Iterable[str], expires_ms: int | None) -> frozenset[Scope]:
-    """Return the scopes of a token that may be made; raises InvalidRequest naming what is wrong with it."""
+    """Check the values of a new token and return its scopes. Raise InvalidRequest."""
     if not 0 < len(name) <= _MAX_NAME_CHARACTERS:
         raise InvalidRequest(f"name has {len(name)} characters, must have 1 to {_MAX_NAME_CHARACTERS}", field="name")
     if expires_ms is not None and expires_ms <= now_ms():
-        raise InvalidRequest("expires_on is in the past; give a time to come, or none", field="expires_on")
+        raise InvalidRequest("expires_on is in the past; send a future time, or none", field="expires_on")
     if expires_ms is not None and expires_ms > LAST_MS:
-        raise InvalidRequest("expires_on is after the year 9999; give an earlier time, or none", field="expires_on")
+        raise InvalidRequest("expires_on is after the year 9999; send an earlier time, or none", field="expires_on")
     return checked_scopes(scopes)
 
 
@@ -184,7 +187,7 @@ def _is(account_id: str, token_id: str) -> sa.ColumnElement[bool]:
 
 
 def _no_account(account_id: str) -> NoSuchThing:
-    return NoSuchThing(f"there is no account {account_id}; make it with `tandem account create`", field="account")
+    return NoSuchThing(f"there is no account {account_id}; create it with `tandem account create`", field="account")
 
 
 def _join(scopes: frozenset[Scope]) -> str:
@@ -206,15 +209,11 @@ def _token(row: Mapping[Any, Any]) -> Token:
     return Token(row["id"], row["account"], row["name"], scopes, **times)
 
 
-log = get_logger(__name__)
-
-T = TypeVar("T")
-
-_MAX_TOGETHER = 256
-
-
 class Lookup(Generic[T]):
-    """Finds things by digest, on one event loop. No answer is from a read that began before it was asked for."""
+    """Finds values by digest in batches: one read serves all calls that arrive during the read before it.
+
+    A call never gets a value from a read that began before the call. For one event loop.
+    """
 
     def __init__(self, read: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, T]]]) -> None:
         self._read = read
@@ -222,7 +221,7 @@ class Lookup(Generic[T]):
         self._reader: asyncio.Task[None] | None = None
 
     async def find(self, digest: bytes) -> T | None:
-        """Return what has this digest, if anything has; raises what the read raises."""
+        """Return the value with this digest, or None. Raise what the read raises."""
         found = self._wanted.get(digest)
         if found is None:
             found = self._wanted[digest] = asyncio.get_running_loop().create_future()
@@ -243,9 +242,9 @@ class Lookup(Generic[T]):
             holders = await self._read(list(batch))
         except TandemError as error:
             _fail(batch, error)
-        except Exception as bug:
+        except Exception as unexpected:
             log.exception("lookup_failed")
-            _fail(batch, InternalError(f"the database could not be read: {bug!r}"))
+            _fail(batch, InternalError(f"the database could not be read: {unexpected!r}"))
         else:
             for digest, found in batch.items():
                 found.set_result(holders.get(digest))
@@ -254,4 +253,4 @@ class Lookup(Generic[T]):
 def _fail(batch: Mapping[bytes, asyncio.Future[T | None]], error: TandemError) -> None:
     for found in batch.values():
         found.set_exception(error)
-        found.exception()  # whoever waited may have left: nobody need read it
+        found.exception()  # marks it as retrieved: the waiting request may be gone

@@ -1,7 +1,7 @@
-"""What is an API token, and what is kept of it?
+"""API tokens: their form, their scopes, and the digest that is stored.
 
-A token is `tdm_` and 256 random bits. Only its SHA-256 is stored: nobody can guess 256 bits, so a slow hash with a
-salt, as passwords need, would make every request dearer and no token safer.
+A token is `tdm_` and 256 random bits. Only its SHA-256 is stored. Nobody can guess 256 bits, so a slow salted hash, as
+passwords need, would make requests slower and no token safer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem_runtime.errors import InvalidRequest
 
 Scope = Literal["inference", "usage", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""inference: run models; usage: read what the account has used; admin: everything, for every account."""
+"""inference: run models; usage: read the account's usage; admin: everything, for every account."""
 
 PREFIX = "tdm_"
 _NUM_BYTES = 32
@@ -26,7 +26,7 @@ _NUM_CHARACTERS = len(PREFIX) + 43  # base64 without padding
 
 @dataclass(frozen=True)
 class Token:
-    """A token as it is stored: never the secret itself. Times are milliseconds since 1970 in UTC."""
+    """A stored token, without its secret. Times are milliseconds since 1970 in UTC."""
 
     id: str
     account: str
@@ -48,19 +48,19 @@ class Token:
 
 
 def new_secret() -> str:
-    """Return a new token as its owner is shown it, once."""
+    """Return the secret of a new token, which its owner sees once."""
     return PREFIX + secrets.token_urlsafe(_NUM_BYTES)
 
 
 def digest_of(secret: str) -> bytes | None:
-    """Return what a token is found by; None for what cannot be one, which the database need not be asked about."""
+    """Return the digest by which a token is stored; None if `secret` does not have a token's form."""
     if len(secret) != _NUM_CHARACTERS or not secret.startswith(PREFIX) or not secret.isascii():
         return None
     return hashlib.sha256(secret.encode()).digest()
 
 
 def checked_scopes(names: Iterable[str]) -> frozenset[Scope]:
-    """Return scopes by their names; raises InvalidRequest for one that is none, and for no scope at all."""
+    """Return scopes by their names. Raise InvalidRequest for an unknown scope or for no scope."""
     wanted = frozenset(names)
     unknown = sorted(wanted - set(SCOPES))
     if unknown or not wanted:

@@ -1,4 +1,4 @@
-"""How much was used, by day, model and account?"""
+"""Sums the ledger by day, model and account."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class UsageReport:
     async def page(
         self, period: Period, account: str | None, model: str | None, offset: int, count: int
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return some of the sums by day, account and model, oldest first, and how many there are in all.
+        """Return a page of sums by day, account and model, oldest first, and the total number of sums.
 
-        Requests count from when they are over; `account` None: of all accounts.
+        Only closed rows count. `account` None is for all accounts.
         """
         by = (ledger.c.day, ledger.c.account, ledger.c.model)
         is_wanted = [

@@ -1,1 +1,1 @@
-"""What do the services believe they hold, and where do they contradict each other?"""
+"""Compares the tables of all services, and reports memory that is kept without need."""

@@ -1,7 +1,7 @@
-"""Do all services believe the same, and what is kept that nobody has a use for?
+"""Audits the KV memory of all services.
 
-Every few seconds all tables are asked for and compared (`audit/checks.py`); what contradicts itself for longer than any
-lease allows (`audit/suspicion.py`) is an orphan: reported, never repaired. Leases repair.
+Every few seconds the auditor reads and compares the tables of all services (`audit/checks.py`). A difference that lasts
+longer than any lease (`audit/suspicion.py`) is an orphan. Orphans are reported and not repaired: leases do that.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
-_LOOKS_PER_PATIENCE = 8
-"""While something is suspected it is looked at so often, until it has lasted or was only on its way."""
-_MIN_LOOKS_PER_PATIENCE = 3
+_AUDITS_PER_PATIENCE = 8
+"""Audits per patience while there are suspicions; patience is the longest lease and the grace time."""
+_MIN_AUDITS_PER_PATIENCE = 3
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What one audit knew. `findings` have lasted, suspicions may be on their way."""
+    """The result of one audit. Findings have lasted; suspicions may still disappear."""
 
     findings: Sequence[Finding] = ()
     num_suspicions: int = 0
     patience_seconds: float = 0.0
     num_answered: int = 0
     unanswered: Mapping[str, str] = field(default_factory=dict)
-    """Why a service's tables are not in it, by worker id."""
+    """Errors of services whose tables are missing, by worker id."""
     num_left_out: int = 0
-    """Rows that were too many for a table: nothing is concluded from their absence."""
+    """Rows beyond the maximum of their table. Their absence proves nothing."""
 
     @property
     def orphan_bytes(self) -> int:
@@ -47,7 +47,7 @@ class AuditReport:
 
     @property
     def is_open(self) -> bool:
-        """Whether another audit may know more."""
+        """Whether a later audit may know more."""
         return bool(self.num_suspicions or self.unanswered)
 
     def by_service_and_kind(self) -> dict[tuple[str, str], int]:
@@ -69,7 +69,7 @@ class Auditor:
         is_alone: bool = True,
         audit_seconds: float = 10.0,
         grace_seconds: float = 5.0,
-        asker: TableReader | None = None,
+        table_reader: TableReader | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = AuditReport()
@@ -79,20 +79,20 @@ class Auditor:
         self._is_alone = is_alone
         self._audit_seconds = audit_seconds
         self._grace_seconds = grace_seconds
-        self._asker = asker or TableReader()
+        self._table_reader = table_reader or TableReader()
         self._clock = clock
         self._suspicions = Suspicions()
         self._known: dict[tuple[str, str, str, str], Finding] = {}
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
-        """Audit for ever; oftener while something is suspected. Where it is never to be done, only wait."""
+        """Audit until cancelled, more often while there are suspicions. With audits switched off, only wait."""
         if self._audit_seconds <= 0:
             await asyncio.Event().wait()
         while True:
             try:
                 report = await self.audit()
-            except Exception:  # the next one may be luckier, and requests do not depend on any
+            except Exception:  # requests do not depend on audits, and the next one may succeed
                 log.exception("audit_failed")
                 report = AuditReport()
             await asyncio.sleep(
@@ -100,11 +100,11 @@ class Auditor:
             )
 
     async def audit(self) -> AuditReport:
-        """Ask everyone once, and return what has lasted long enough to be an orphan."""
+        """Read all tables once, and return a report with the suspicions that have become orphans."""
         async with self._turn:
-            snapshot, unanswered = await self._look()
+            snapshot, unanswered = await self._snapshot()
             patience = self._patience(snapshot)
-            gap = patience / _MIN_LOOKS_PER_PATIENCE + ANSWER_SECONDS
+            gap = patience / _MIN_AUDITS_PER_PATIENCE + ANSWER_SECONDS
             self._suspicions.update(suspicions(snapshot), snapshot.silent, self._clock(), patience, gap)
             self.report = AuditReport(
                 findings=tuple(self._suspicions.findings(patience)),
@@ -114,13 +114,13 @@ class Auditor:
                 unanswered=unanswered,
                 num_left_out=sum(each.tables.num_left_out for each in snapshot.answered.values()),
             )
-            self._tell(self.report)
+            self._log_changes(self.report)
             return self.report
 
     async def verdict(self) -> AuditReport:
-        """Audit until nothing is open any more: every difference has gone, or has lasted long enough.
+        """Audit until every difference has disappeared or has lasted long enough, and return the last report.
 
-        Takes a moment where all is well, else at most a little longer than the longest lease.
+        This is fast if there is no difference; otherwise it takes little longer than the longest lease.
         """
         report, num_audits = await self.audit(), 1
         until = self._clock() + report.patience_seconds + 2 * _pause(report)
@@ -130,7 +130,7 @@ class Auditor:
         return report
 
     def orphans_of(self, incarnation: str) -> list[dict[str, Any]]:
-        """Return what a process is known to keep in vain, as plain values, the largest first."""
+        """Return the orphans in a process's tables as plain values, the largest first."""
         counted = orphan_bytes(self.report.findings)
         found = [(finding, num) for finding, num in counted.items() if finding.suspicion.incarnation == incarnation]
         return [
@@ -145,12 +145,12 @@ class Auditor:
         ]
 
     async def close(self) -> None:
-        await self._asker.close()
+        await self._table_reader.close()
 
-    async def _look(self) -> tuple[Snapshot, dict[str, str]]:
-        """Take everyone's tables; our own are read last: what began meanwhile is known to both or to us alone."""
+    async def _snapshot(self) -> tuple[Snapshot, dict[str, str]]:
+        """Read all tables, our own last: a request that starts meanwhile is known to us, and perhaps to a worker."""
         workers = self._registry.workers()
-        answered, silent = await self._asker.ask(workers)
+        answered, silent = await self._table_reader.read(workers)
         here = {worker.incarnation: worker for worker in self._registry.workers()}
         snapshot = Snapshot(
             answered={each.incarnation: each for each in answered},
@@ -159,15 +159,15 @@ class Auditor:
             gateway_id=self._gateway_id,
             is_alone=self._is_alone,
         )
-        why = {here[incarnation].worker_id: why for incarnation, why in silent.items() if incarnation in here}
-        return snapshot, why
+        errors = {here[incarnation].worker_id: error for incarnation, error in silent.items() if incarnation in here}
+        return snapshot, errors
 
     def _patience(self, snapshot: Snapshot) -> float:
         leases = (each.tables.lease_ms / 1000 for each in snapshot.answered.values())
         return max(leases, default=0.0) + self._grace_seconds
 
-    def _tell(self, report: AuditReport) -> None:
-        """Log each orphan once as it is found, and once when it is gone."""
+    def _log_changes(self, report: AuditReport) -> None:
+        """Log each orphan once when it is found, and once when it is gone."""
         found = {finding.suspicion.key: finding for finding in report.findings}
         for key in found.keys() - self._known.keys():
             finding = found[key]
@@ -187,4 +187,4 @@ class Auditor:
 
 
 def _pause(report: AuditReport) -> float:
-    return report.patience_seconds / _LOOKS_PER_PATIENCE
+    return report.patience_seconds / _AUDITS_PER_PATIENCE

@@ -1,6 +1,6 @@
-"""What may not be, if it lasts? Each check looks at one process's tables beside everyone else's.
+"""The checks of an audit. Each check compares one process's tables with those of all others.
 
-The order is that of the causes: a handle whose prefill worker is gone is called that, and not overdue.
+Checks are in the order of causes: a handle of a prefill worker that is gone is reported as that, not as overdue.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Facts = dict[str, str | int]
 KINDS = {
     REGION: "memory of a worker that is gone is still mapped",
     "owner_gone": "a handle whose prefill worker is gone",
-    "request_gone": "kept for a request that no dispatcher has",
-    "unknown_to_kv": "blocks held for a handle that its KV service does not know",
-    "not_held": "a handle whose prefill worker does not hold its blocks any more",
-    "readers_gone": "a handle that is only kept for readers that are gone",
+    "request_gone": "memory for a request that no dispatcher has",
+    "unknown_to_kv": "blocks held for a handle that its KV service does not have",
+    "not_held": "a handle whose prefill worker no longer holds its blocks",
+    "readers_gone": "a handle whose readers are all gone",
     "overdue": "a handle past its lease",
-    "untold": "a handle has ended, and its prefill worker has not heard",
+    "end_undelivered": "an ended handle whose prefill worker was not notified",
     "arena_kept": "arena memory of a pull that has ended",
-    "arena_unclaimed": "arena memory that no pull has",
-    "pull_in_vain": "a pull from a handle that its KV service does not know",
-    "pool_not_empty": "blocks in use in the pool of a worker that has nothing to do",
+    "arena_unclaimed": "arena memory that belongs to no pull",
+    "pull_without_handle": "a pull from a handle that its KV service does not have",
+    "pool_not_empty": "blocks in use in the pool of an idle worker",
     "store_lease_overdue": "stored blocks lent beyond the end of the lease",
-    "copy_unfinished": "a stored block that is never filled, or never written to disk",
+    "copy_unfinished": "a stored block that was never filled or never written to disk",
 }
-"""What each kind means, in words that go behind a number of bytes."""
+"""The meaning of each kind, worded to follow a number of bytes."""
 
 
 def suspicions(snapshot: Snapshot) -> Iterator[Suspicion]:
-    """Yield every difference there is now; most of a busy fleet's are gone a moment later."""
+    """Yield all present differences. In a busy fleet, most disappear a moment later."""
     for service in snapshot.answered.values():
         for check in _KV_CHECKS if service.is_kv else _WORKER_CHECKS:
             yield from check(service, snapshot)
@@ -64,7 +64,7 @@ def _handles(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
 
 
 def _faults(row: HandleRow, kv: AuditedService, snapshot: Snapshot) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield what is wrong with a handle, and whose answers say so."""
+    """Yield what is wrong with a handle, and the incarnations whose answers prove it."""
     if not snapshot.is_here(row.owner_incarnation):
         yield "owner_gone", frozenset()
     if not snapshot.wants(row.request_id, row.deadline_unix_ms, kv.tables.now_unix_ms):
@@ -80,7 +80,7 @@ def _faults(row: HandleRow, kv: AuditedService, snapshot: Snapshot) -> Iterator[
 
 
 def _is_gone(reader: ReaderRow, handle_id: bytes, snapshot: Snapshot) -> bool:
-    """Whether a reader is dead, or alive and knows nothing of the handle. One without a name may be anybody."""
+    """Return whether a reader is dead or does not have the handle. A reader without a name is assumed alive."""
     if not reader.incarnation:
         return False
     who = snapshot.answered.get(reader.incarnation)
@@ -91,10 +91,10 @@ def _is_gone(reader: ReaderRow, handle_id: bytes, snapshot: Snapshot) -> bool:
     return handle_id not in who.handles if who.is_kv else (handle_id, reader.reader_id) not in who.pulled
 
 
-def _untold(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
+def _undelivered_ends(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
     for row in kv.tables.untold:
         name = _name(row.request_id, row.handle_id)
-        yield _suspicion("untold", kv, name, row.num_bytes, place=row.owner_incarnation)
+        yield _suspicion("end_undelivered", kv, name, row.num_bytes, place=row.owner_incarnation)
 
 
 def _arena(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
@@ -156,11 +156,11 @@ def _pulls(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
         if kv is not None and kv.is_complete and row.handle_id not in kv.handles:
             name = _name(row.reader_id, row.handle_id)
             needs = frozenset({kv.incarnation})
-            yield _suspicion("pull_in_vain", worker, name, row.num_bytes, needs=needs)
+            yield _suspicion("pull_without_handle", worker, name, row.num_bytes, needs=needs)
 
 
 def _pool(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
-    """A pool lags behind the tables, but not for as long as nobody asks anything of the worker."""
+    """Suspect blocks in use while the worker is idle. A pool lags behind the tables, but not for long."""
     tables = worker.tables
     is_idle = not (tables.requests or tables.holds or tables.pulls)
     if is_idle and tables.pool.num_used_blocks:
@@ -168,7 +168,7 @@ def _pool(worker: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
         yield _suspicion("pool_not_empty", worker, f"pool after {tables.num_requests_so_far} requests", num_bytes)
 
 
-_KV_CHECKS: tuple[Check, ...] = (_regions, _handles, _untold, _arena, _store)
+_KV_CHECKS: tuple[Check, ...] = (_regions, _handles, _undelivered_ends, _arena, _store)
 _WORKER_CHECKS: tuple[Check, ...] = (_holds, _requests, _pulls, _pool)
 
 

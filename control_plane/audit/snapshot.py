@@ -1,4 +1,4 @@
-"""What was known in one audit? The tables of everyone who answered, and the control plane's own."""
+"""The input of one audit: the tables of the services that answered, and the control plane's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AuditedService:
 
     @property
     def is_complete(self) -> bool:
-        """Whether what is not in a table is not there; else only what is in one is known."""
+        """Whether the tables have all rows. Otherwise a missing row proves nothing."""
         return not self.tables.num_left_out
 
     @cached_property
@@ -46,37 +46,37 @@ class AuditedService:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All that one audit compares. `answered` and `silent` are incarnations: together, all that are registered."""
+    """All that one audit compares. `answered` and `silent` together have all registered incarnations."""
 
     answered: Mapping[str, AuditedService]
     silent: frozenset[str] = frozenset()
     running: frozenset[tuple[str, str, int]] = frozenset()
-    """Incarnation, request id and attempt of what this gateway has running."""
+    """Incarnation, request id and attempt of this gateway's running requests."""
     gateway_id: str = ""
     is_alone: bool = True
-    """Whether there is no other control-plane replica, whose requests this one would not know."""
+    """Whether this is the only control-plane replica. It does not know the requests of others."""
     _request_ids: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_request_ids", frozenset(_with_prompts_ids(each[1] for each in self.running)))
+        object.__setattr__(self, "_request_ids", frozenset(_with_prompt_ids(each[1] for each in self.running)))
 
     def is_here(self, incarnation: str) -> bool:
-        """Whether a process of that incarnation is registered."""
+        """Return whether a process with this incarnation is registered."""
         return incarnation in self.answered or incarnation in self.silent
 
     def at(self, address: str) -> AuditedService | None:
-        """Return who listens at an address, if he answered."""
+        """Return the service at an address, if it answered."""
         return next((each for each in self.answered.values() if each.worker.info.address == address), None)
 
     def wants(self, request_id: str, deadline_unix_ms: int, now_unix_ms: int) -> bool:
-        """Whether a dispatcher may have that request; until its deadline, one that this process does not know of."""
+        """Return whether a dispatcher may have this request; another replica may, until the request's deadline."""
         if deadline_unix_ms < now_unix_ms:
             return False
         return not self.is_alone or request_id in self._request_ids
 
 
-def _with_prompts_ids(request_ids: Iterable[str]) -> Iterable[str]:
-    """Decode's requests are named after the prompt's and the choice: both names are yielded."""
+def _with_prompt_ids(request_ids: Iterable[str]) -> Iterable[str]:
+    """Yield each id, and without its choice suffix: decode's ids are `<request id>-<choice>`."""
     for request_id in request_ids:
         yield request_id
         yield request_id.rpartition("-")[0]

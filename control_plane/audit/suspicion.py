@@ -1,8 +1,8 @@
-"""When is a difference between two tables an orphan?
+"""Decides when a difference between two tables is an orphan.
 
-Two processes never say the same at the same moment. A difference is an orphan once several audits in a row, shortly
-after each other, have seen it, the first and the last of them further apart than any lease and the time to act on its
-end: until then it may be on its way. An audit in which someone did not answer says nothing of what only he could know.
+Two processes never change at the same moment, so differences are normal. A difference is an orphan after several
+consecutive audits have seen it, the first and the last further apart than the longest lease and the grace time. If a
+service did not answer, the audit decides nothing that needs this service's tables.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 MIN_SIGHTINGS = 3
-"""Two could be the beginning and the end of something that was well in between."""
+"""Two sightings could be two separate, normal differences."""
 
-REGION = "region_of_the_gone"
+REGION = "orphaned_region"
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """One thing, at one moment, that someone keeps and nobody should."""
+    """Memory that one audit found to be kept without need."""
 
     kind: str
     service: str
-    """The worker id of the process in whose table it stands."""
+    """Worker id of the process whose table has it."""
     incarnation: str
     place: str
-    """The incarnation in whose memory it lies."""
+    """Incarnation whose memory it is."""
     name: str
-    """What it is, in that memory: nothing is counted twice."""
+    """Unique name within that memory, so that nothing is counted twice."""
     num_bytes: int
     needs: frozenset[str] = frozenset()
-    """Incarnations whose answers say that it is one."""
+    """Incarnations whose answers prove the suspicion."""
     facts: Mapping[str, str | int] = field(default_factory=dict, compare=False)
 
     @property
@@ -40,7 +40,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Finding:
-    """A suspicion that lasted. `num_bytes` is the least that there was all the while."""
+    """A suspicion that lasted. `num_bytes` is the minimum over all sightings."""
 
     suspicion: Suspicion
     seconds: float
@@ -65,7 +65,7 @@ class _Case:
 
 
 class Suspicions:
-    """Follows every suspicion from audit to audit."""
+    """Tracks suspicions from audit to audit."""
 
     def __init__(self) -> None:
         self._cases: dict[tuple[str, str, str, str], _Case] = {}
@@ -73,9 +73,9 @@ class Suspicions:
     def update(
         self, seen: Iterable[Suspicion], silent: frozenset[str], now: float, patience_seconds: float, gap_seconds: float
     ) -> None:
-        """Take in what one audit saw; `silent` are those that are there and did not answer.
+        """Add what one audit saw. `silent` are registered incarnations that did not answer.
 
-        A case that has not been seen for `gap_seconds` begins anew: nobody knows what was in between.
+        A case that was not seen for `gap_seconds` starts again: its state in between is unknown.
         """
         cases = {}
         for suspicion in seen:
@@ -87,11 +87,11 @@ class Suspicions:
         self._cases = {**unknown, **cases}
 
     def num_open(self, patience_seconds: float) -> int:
-        """Return how many have yet to last long enough."""
+        """Return the number of suspicions that have not lasted long enough."""
         return sum(not case.has_lasted(patience_seconds) for case in self._cases.values())
 
     def findings(self, patience_seconds: float) -> list[Finding]:
-        """Return what has lasted, each thing once, under the first kind that was seen of it."""
+        """Return the suspicions that have lasted, each memory once, under the kind that was seen first."""
         found: dict[tuple[str, str], Finding] = {}
         for case in sorted(self._cases.values(), key=lambda case: case.first):
             if case.has_lasted(patience_seconds):
@@ -101,7 +101,7 @@ class Suspicions:
 
 
 def orphan_bytes(findings: Iterable[Finding]) -> dict[Finding, int]:
-    """Return the bytes to count for each finding: what lies in a region that is itself an orphan is in its bytes."""
+    """Return the bytes to count for each finding. An orphaned region's bytes include all findings in the region."""
     findings = list(findings)
     whole = {finding.suspicion.place for finding in findings if finding.suspicion.kind == REGION}
     return {

@@ -1,10 +1,10 @@
-"""How are all services asked for their tables at once, so that none waits for another?"""
+"""Reads the tables of all services at the same time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import grpc
 
@@ -21,26 +21,25 @@ log = get_logger(__name__)
 
 ANSWER_SECONDS = 2.0
 MAX_ROWS = 4096
-"""Of each table; what is beyond is counted. More than a healthy service ever has."""
+"""Maximum rows of each table; more rows are only counted. A healthy service never has as many."""
 
-if TYPE_CHECKING:
-    _Stub = (
-        kv_transfer_pb2_grpc.KvTransferServiceAsyncStub
-        | prefill_pb2_grpc.PrefillServiceAsyncStub
-        | decode_pb2_grpc.DecodeServiceAsyncStub
-    )
+_Stub: TypeAlias = (
+    "kv_transfer_pb2_grpc.KvTransferServiceAsyncStub"
+    "| prefill_pb2_grpc.PrefillServiceAsyncStub"
+    "| decode_pb2_grpc.DecodeServiceAsyncStub"
+)
 
 
 class TableReader:
-    """A channel to every service, kept from audit to audit."""
+    """Reads tables over one channel per service, which it keeps between audits."""
 
     def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._answer_seconds = answer_seconds
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def ask(self, workers: Sequence[Worker]) -> tuple[list[AuditedService], dict[str, str]]:
-        """Return the tables of those that answer in time, and why the others did not, by incarnation."""
-        await self._hang_up_on_all_but({worker.incarnation for worker in workers})
+    async def read(self, workers: Sequence[Worker]) -> tuple[list[AuditedService], dict[str, str]]:
+        """Return the tables of services that answer in time, and the errors of the others by incarnation."""
+        await self._close_all_but({worker.incarnation for worker in workers})
         replies = await asyncio.gather(*(self._tables(worker) for worker in workers))
         answered = [
             AuditedService(worker, reply)
@@ -53,7 +52,7 @@ class TableReader:
         return answered, silent
 
     async def close(self) -> None:
-        await self._hang_up_on_all_but(set())
+        await self._close_all_but(set())
 
     async def _tables(self, worker: Worker) -> TablesReply | str:
         channel = self._channels.get(worker.incarnation)
@@ -64,12 +63,12 @@ class TableReader:
                 TablesRequest(max_rows=MAX_ROWS), timeout=self._answer_seconds
             )
             if reply.incarnation != worker.incarnation:
-                raise StaleIncarnation(f"incarnation {reply.incarnation} answers there now")
+                raise StaleIncarnation(f"incarnation {reply.incarnation} now answers at this address")
         except TandemError as error:
             return error.message
         return reply
 
-    async def _hang_up_on_all_but(self, wanted: set[str]) -> None:
+    async def _close_all_but(self, wanted: set[str]) -> None:
         gone = [self._channels.pop(incarnation) for incarnation in self._channels.keys() - wanted]
         await asyncio.gather(*(channel.close() for channel in gone))
 

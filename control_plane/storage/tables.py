@@ -1,6 +1,6 @@
-"""Which tables are there, and what does each column mean?
+"""The tables, and the meaning of each column.
 
-All times are integers, milliseconds since 1970 in UTC: the same on SQLite and PostgreSQL. Names end in their unit.
+All times are integers, milliseconds since 1970 in UTC, on SQLite and PostgreSQL alike. Names end in their unit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ metadata = MetaData(
 accounts = Table(
     "accounts",
     metadata,
-    Column("id", String(64), primary_key=True),  # as in URLs, and as cache salts are made from: it never changes
+    Column("id", String(64), primary_key=True),  # in URLs and in cache salts; it never changes
     Column("created_ms", BigInteger, nullable=False),
     Column("disabled_ms", BigInteger),
     Column("max_requests_per_minute", Integer),  # null: no limit
@@ -54,14 +54,14 @@ gateways = Table(
     Column("incarnation", String(32), primary_key=True),
     Column("started_ms", BigInteger, nullable=False),
     Column("seen_ms", BigInteger, nullable=False),
-    Column("ended_ms", BigInteger),  # it drained, or was not heard of for too long
+    Column("ended_ms", BigInteger),  # it drained, or was declared lost
 )
 
 windows = Table(
     "windows",
     metadata,
     Column("account", String(64), primary_key=True),
-    Column("revision", String(32), nullable=False),  # of whoever wrote last; a write says which one it has read
+    Column("revision", String(32), nullable=False),  # of the last write; a write names the revision that it is based on
     Column("state", String, nullable=False),  # control_plane.accounts.limits.Window as JSON
 )
 
@@ -69,29 +69,29 @@ ledger = Table(
     "ledger",
     metadata,
     Column("request_id", String(80), primary_key=True),
-    Column("account", String(64), nullable=False),  # no foreign key: without accounts it is the URL's segment
+    Column("account", String(64), nullable=False),  # no foreign key: without accounts it is the URL's account
     Column("token_id", String(32)),
     Column("model", String(256), nullable=False),
-    Column("gateway", String(32), nullable=False),  # the incarnation that opened it, and closes it
-    Column("day", Integer, nullable=False),  # of its opening, days since 1970 in UTC
+    Column("gateway", String(32), nullable=False),  # the incarnation that opened the row and closes it
+    Column("day", Integer, nullable=False),  # of the opening, days since 1970 in UTC
     Column("opened_ms", BigInteger, nullable=False),
     Column("closed_ms", BigInteger),
     Column("status", String(16), nullable=False),  # open, finished, failed, cancelled, aborted
     Column("finish_reasons", String(64), nullable=False, server_default=""),  # of the choices that ended
     Column("error", String(64), nullable=False, server_default=""),
     Column("num_choices", Integer, nullable=False),
-    Column("num_asked_tokens", Integer, nullable=False),  # the prompt's length, read or not
+    Column("num_asked_tokens", Integer, nullable=False),  # the prompt's length, whether it was read or not
     *(
         Column(name, BigInteger, nullable=False, server_default="0")
         for name in (
-            "num_prompt_tokens",  # that were read: computed + cached
+            "num_prompt_tokens",  # read by workers: computed + cached
             "num_computed_tokens",
             "num_cached_tokens",  # pool + store + remote
             "num_pool_tokens",  # found in the worker's own KV pool
             "num_store_tokens",  # copied from its host's store
             "num_remote_tokens",  # fetched into that store from another host's
             "num_completion_tokens",
-            "num_reprefill_tokens",  # that decode computed although prefill had
+            "num_reprefill_tokens",  # computed by decode although prefill had computed them
             "num_bytes_moved",
             "prefill_us",
             "decode_us",

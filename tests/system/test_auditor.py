@@ -87,7 +87,7 @@ async def test_a_busy_fleet_shows_no_orphans_and_a_leak_is_named_until_it_is_gon
             handle = sign_handle(writer.handle(num_blocks=2), fleet.gateway._handle_key)
             await writer.client.reserve(handle, writer.region_id, a_layout())
             await writer.client.seal(handle, [writer.slab(0, 0, [0])])
-            await until(lambda: found(fleet) == {"owner_gone", "region_of_the_gone"}, 30)
+            await until(lambda: found(fleet) == {"owner_gone", "orphaned_region"}, 30)
             names = {each.suspicion.name: each.num_bytes for each in auditor.report.findings}
             assert names[f"{handle.request_id}/{handle.handle_id.hex()}"] == BLOCK_BYTES
             assert auditor.report.orphan_bytes == names[writer.region_id] == writer.region.total_bytes
@@ -98,7 +98,7 @@ async def test_a_busy_fleet_shows_no_orphans_and_a_leak_is_named_until_it_is_gon
         prefill = fleet.services["prefill-0"]
         prefill.kill(signal.SIGSTOP)
         try:
-            await until(lambda: "region_of_the_gone" in found(fleet), 40)
+            await until(lambda: "orphaned_region" in found(fleet), 40)
             assert (await auditor.audit()).orphan_bytes > 0
         finally:
             prefill.kill(signal.SIGCONT)

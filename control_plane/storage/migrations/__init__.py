@@ -1,1 +1,1 @@
-"""How did the tables come to be as they are? One file per change, applied in order by alembic."""
+"""The history of the tables: one file per change, which alembic applies in order."""

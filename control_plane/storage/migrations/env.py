@@ -1,4 +1,4 @@
-"""How does alembic reach the database? Through the connection that control_plane.storage.migrate gives it."""
+"""Gives alembic the connection of control_plane.storage.migrate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which databases do tests of accounts run? On both, each test on an empty one of its own."""
+"""Runs tests of accounts on SQLite and on PostgreSQL, each test on an empty database of its own."""
 
 from __future__ import annotations
 

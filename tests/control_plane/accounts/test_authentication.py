@@ -1,4 +1,4 @@
-"""Does every face ask for a token, and refuse in its own words?"""
+"""Every endpoint requires a token, and refuses in its own error format."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_without_any_account_no_token_is_needed_but_nobody_administers(acc
 
 
 @pytest.mark.parametrize("secret", [None, "unused", new_secret()])
-async def test_each_face_says_401_in_its_own_words(accounts: Accounts, secret: str | None) -> None:
+async def test_each_endpoint_says_401_in_its_own_words(accounts: Accounts, secret: str | None) -> None:
     async with world(accounts) as here:
         rest = await here.ask(RUN.format(account="me"), secret, json={"prompt": "hi"})
         chat = await here.ask("/v1/chat/completions", secret, json={"model": "demo", "messages": []})
@@ -98,7 +98,7 @@ async def test_what_monitors_and_browsers_ask_first_is_open(accounts: Accounts, 
         assert (await here.ask(path, method="GET")).status_code == 200
 
 
-async def test_the_account_is_the_tokens_on_every_face(accounts: Accounts) -> None:
+async def test_the_account_is_the_tokens_on_every_endpoint(accounts: Accounts) -> None:
     async with world(accounts) as here:
         chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
         answers = [
@@ -176,7 +176,7 @@ async def test_the_sdks_raise_their_own_authentication_errors(accounts: Accounts
         async with openai.AsyncOpenAI(base_url=base_url, api_key=here.mine) as good:
             assert (await good.chat.completions.create(model="demo", messages=messages)).choices[0].message.content
         async with openai.AsyncOpenAI(base_url=base_url, api_key="tdm_wrong") as bad:
-            with pytest.raises(openai.AuthenticationError, match="not known here"):
+            with pytest.raises(openai.AuthenticationError, match="the API token is not known"):
                 await bad.chat.completions.create(model="demo", messages=messages)
         base_url = f"{here.gateway.url}/client/v4"
         async with AsyncCloudflare(base_url=base_url, api_token=here.mine) as cloudflare:

@@ -1,4 +1,4 @@
-"""Does the authenticator let in whom it should, at once where it can know and within seconds where it cannot?"""
+"""Valid tokens are accepted; changes hold at once in this process and within seconds in others."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_token_enters_its_own_account_with_its_scopes(
     for account in ("me", None):
         identity = await authenticator.identify(secret, "inference", account)
         assert (identity.account, identity.token, identity.limits) == ("me", token, Limits(None, None, 2))
-    with pytest.raises(NotAllowed, match="of account me, not you"):
+    with pytest.raises(NotAllowed, match="to account me, not you"):
         await authenticator.identify(secret, "inference", "you")
     with pytest.raises(NotAllowed, match="needs the scope usage"):
         await authenticator.identify(secret, "usage", "me")
@@ -241,6 +241,6 @@ async def test_uses_are_noted_now_and_then(open_accounts: Callable[[], Accounts]
     token, secret = await accounts.store.create_token("me", "laptop", ["inference"])
     await accounts.authenticator.identify(secret, "inference", None)
     assert (await accounts.store.token("me", token.id)).used_ms is None
-    await accounts._note_used()
+    await accounts._save_uses()
     used_ms = (await accounts.store.token("me", token.id)).used_ms
     assert used_ms is not None and used_ms % 60_000 == 0

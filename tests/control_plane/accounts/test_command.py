@@ -1,4 +1,4 @@
-"""Can an operator make the first account beside the database, and everything else with `tandem`?"""
+"""An operator creates the first account beside the database, and does the rest with `tandem`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_first_account_gets_an_admin_token_the_others_do_not(url: str, capsy
     assert main(["list", "--database-url", url]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["me  (disabled)", "root"]
     assert main(["create", "me", "--database-url", url]) == 2
-    assert "there is an account me already" in capsys.readouterr().err
+    assert "account me already exists" in capsys.readouterr().err
 
 
 def test_it_is_a_command_of_the_control_plane(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_tandem_makes_accounts_tokens_and_limits(
             return ended.output
 
         assert "requests per minute: 60" in run("account", "create", "team", "--requests-per-minute", "60")
-        assert "there is an account team already" in run("account", "create", "team", code=1)
+        assert "account team already exists" in run("account", "create", "team", code=1)
         changed = run("account", "limit", "team", "--requests-per-minute", "none", "--concurrent-requests", "4")
         assert "requests per minute: none" in changed and "concurrent requests: 4" in changed
         assert "give a whole number" in run("account", "limit", "team", "--tokens-per-minute", "many", code=1)

@@ -1,4 +1,4 @@
-"""Is a limit kept exactly by gateways that share a database, whoever asks at the same time, leaves or dies?"""
+"""Gateways that share a database enforce a limit exactly, under concurrency, cancellation and crashes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_write_whose_answer_is_lost_leaves_nobody_running(
 ) -> None:
     limits, limiter = Limits(max_concurrent_requests=2), limiters[0]
     running = await limiter.admit("me", limits, 1)
-    book = limiter._book("me")
+    book = limiter._limiter_of("me")
     swap = book._swap
 
     async def lost(before: str, mine: str, window: Window) -> tuple[str, Window]:

@@ -1,4 +1,4 @@
-"""Does no minute have more than its limit, and does every minute get it?"""
+"""No minute has more than its limit, and every minute gets its whole limit."""
 
 from __future__ import annotations
 

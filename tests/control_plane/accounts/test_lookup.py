@@ -1,4 +1,4 @@
-"""Is the database asked once for many, and never for less than was so when somebody asked?"""
+"""One read serves many calls, and no call gets a value from a read older than itself."""
 
 from __future__ import annotations
 

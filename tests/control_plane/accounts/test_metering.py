@@ -1,4 +1,4 @@
-"""Do answers, headers and the ledger say the same, and do limits hold over HTTP?"""
+"""Answers, headers and the ledger have the same numbers, and limits hold over HTTP."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ async def test_a_row_that_cannot_be_opened_lets_nothing_run(
         assert len(await here.rows()) == 1
 
 
-async def test_requests_a_minute_are_refused_in_each_faces_words(accounts: Accounts) -> None:
+async def test_requests_a_minute_are_refused_in_each_endpoints_words(accounts: Accounts) -> None:
     async with world(accounts, limits=Limits(max_requests_per_minute=2)) as here:
         http = here.gateway.client
         for left in ("1", "0"):

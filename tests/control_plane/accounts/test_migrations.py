@@ -1,4 +1,4 @@
-"""Do the tables come to be from nothing, once, whoever starts at the same time?"""
+"""Migration creates the tables from nothing, once, when several processes start at the same time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_a_migration_that_breaks_leaves_nothing(
 async def test_tables_of_a_newer_version_are_refused(accounts: Accounts) -> None:
     async with accounts.database.begin() as connection:
         await connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(InvalidRequest, match="at revision 9999, this version knows"):
+    with pytest.raises(InvalidRequest, match="at revision 9999, this version needs"):
         await accounts.open()
 
 
@@ -82,7 +82,7 @@ async def test_tables_of_a_newer_version_are_refused(accounts: Accounts) -> None
     ("url", "why"),
     [
         ("mysql://x/y", "names mysql"),
-        ("no url", "is no URL"),
+        ("no url", "is not a URL"),
         ("sqlite://", "in memory"),
         ("sqlite:///:memory:", "in memory"),
     ],

@@ -1,11 +1,11 @@
-"""Does a request cost what the table says?"""
+"""A request costs what the price table says."""
 
 from __future__ import annotations
 
 import pytest
 
 from control_plane.accounts.prices import DEFAULT_PRICES, FREE, Price, PriceTable
-from control_plane.api.collected_choice import usage_json
+from control_plane.api.openai.responses import usage_json
 from control_plane.generation import PhaseWork, Usage
 from control_plane.settings import ControlPlaneSettings
 from tandem_runtime.model_table import ModelTable
@@ -33,7 +33,7 @@ def test_a_table_names_models_and_all_others() -> None:
 
 @pytest.mark.parametrize("entry", ["x", "x=1", "x=1/2", "x=1/2/y", "=1/2/3", "x=-1/2/3", "x=nan/1/1", "x=1/2/3/4"])
 def test_what_is_no_price_is_refused_at_start(entry: str) -> None:
-    with pytest.raises(ValueError, match="is no price"):
+    with pytest.raises(ValueError, match="is not a price"):
         ControlPlaneSettings(prices=(entry,))
     with pytest.raises(ValueError, match="'x' twice"):
         PriceTable.parse(["x=1/1/1", "x=1/1/1"])

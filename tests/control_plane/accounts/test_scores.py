@@ -1,4 +1,4 @@
-"""Are the scores of an echoed prompt limited, written down and paid like everything else?"""
+"""The scores of an echoed prompt are limited, recorded and priced like other requests."""
 
 from __future__ import annotations
 

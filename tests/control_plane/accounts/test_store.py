@@ -1,4 +1,4 @@
-"""Do accounts and tokens stay as they were made, on SQLite and on PostgreSQL?"""
+"""Accounts and tokens are stored unchanged, on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_an_account_is_made_once_and_listed(accounts: Accounts) -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a/b", "a b", "ä", "a" * 65, "..", "a\n"])
 async def test_names_that_no_url_can_hold_are_refused(accounts: Accounts, name: str) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be called"):
+    with pytest.raises(InvalidRequest, match="is not a name for an account"):
         await accounts.store.create(name)
 
 

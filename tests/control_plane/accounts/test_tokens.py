@@ -1,4 +1,4 @@
-"""Is a token a secret that only its owner has?"""
+"""A token is a secret that only its owner has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do two gateway processes that share a PostgreSQL keep one limit and one ledger?"""
+"""Two gateway processes on one PostgreSQL share limits and ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a test get a real gateway: uvicorn on port 0, in the test's own loop?"""
+"""Starts a real gateway for tests: uvicorn on port 0, in the test's own event loop."""
 
 from __future__ import annotations
 

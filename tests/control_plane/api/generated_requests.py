@@ -1,4 +1,4 @@
-"""Do thousands of requests that the OpenAPI document allows, or just not, get answers that it allows?
+"""Sends thousands of requests that the OpenAPI document allows, or almost allows, and checks the answers against it.
 
 python -m tests.control_plane.api.generated_requests --cases 5000
 """

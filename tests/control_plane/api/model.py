@@ -1,4 +1,4 @@
-"""Which small model do the face tests serve?"""
+"""The small model that the API tests serve."""
 
 from __future__ import annotations
 

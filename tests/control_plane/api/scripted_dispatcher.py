@@ -1,4 +1,4 @@
-"""Who plays the workers? A dispatcher that keeps the whole contract and says what a test tells it to."""
+"""A dispatcher that replaces workers: it keeps the whole contract and plays a test's script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every failure reach the client, in its face's shape, and nothing run on after it?"""
+"""Every failure reaches the client in its endpoint's format, and no work continues after it."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def streaming(face: str) -> tuple[str, dict[str, Any]]:
-    path, body = CALLS[face]
-    return path, {"inputs": {**body["inputs"], "stream": True}} if face == "binding" else {**body, "stream": True}
+def streaming(endpoint: str) -> tuple[str, dict[str, Any]]:
+    path, body = CALLS[endpoint]
+    return path, {"inputs": {**body["inputs"], "stream": True}} if endpoint == "binding" else {**body, "stream": True}
 
 
-async def post(gateway: Gateway, face: str) -> httpx.Response:
-    path, body = CALLS[face]
+async def post(gateway: Gateway, endpoint: str) -> httpx.Response:
+    path, body = CALLS[endpoint]
     return await gateway.client.post(path, json=body, headers=HEADERS)
 
 
-def code_of(face: str, body: Any) -> Any:
-    if face == "cloudflare":
+def code_of(endpoint: str, body: Any) -> Any:
+    if endpoint == "cloudflare":
         return body["errors"][0]["code"]
-    return body["internalCode"] if face == "binding" else body["error"]["type"]
+    return body["internalCode"] if endpoint == "binding" else body["error"]["type"]
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def code_of(face: str, body: Any) -> Any:
         (RuntimeError("a bug"), 500, "server_error", 500, 3043),
     ],
 )
-@pytest.mark.parametrize("face", CALLS)
-async def test_a_refusal_has_the_faces_status_and_code(
-    face: str, error: Exception, status: int, kind: str, cloudflare_status: int, code: int
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_a_refusal_has_the_endpoints_status_and_code(
+    endpoint: str, error: Exception, status: int, kind: str, cloudflare_status: int, code: int
 ) -> None:
     async with serve(ScriptedDispatcher(Script(refuse=error))) as gateway:
-        response = await post(gateway, face)
-    is_openai = face in ("openai", "completions")
+        response = await post(gateway, endpoint)
+    is_openai = endpoint in ("openai", "completions")
     assert response.status_code == (status if is_openai else cloudflare_status)
-    assert code_of(face, response.json()) == (kind if is_openai else code)
+    assert code_of(endpoint, response.json()) == (kind if is_openai else code)
     assert response.headers["content-type"] == "application/json" and response.headers["cf-ai-req-id"]
     assert ("retry-after" in response.headers) == (response.status_code in (429, 503))
     assert response.headers.get("x-should-retry") == ("false" if isinstance(error, Aborted) else None)
@@ -86,13 +86,13 @@ async def test_retry_after_says_what_the_error_says_in_whole_seconds() -> None:
 
 
 @pytest.mark.parametrize("failure", [Unavailable("the worker died"), ZeroDivisionError("a bug")])
-@pytest.mark.parametrize("face", CALLS)
+@pytest.mark.parametrize("endpoint", CALLS)
 async def test_a_failure_in_mid_stream_is_an_event_and_a_cut_connection_without_done(
-    face: str, failure: Exception
+    endpoint: str, failure: Exception
 ) -> None:
     script = Script(HELLO, fail_after=2, failure=failure)
     async with serve(ScriptedDispatcher(script)) as gateway:
-        path, body = streaming(face)
+        path, body = streaming(endpoint)
         received = ""
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             async with gateway.client.stream("POST", path, json=body, headers=HEADERS) as response:
@@ -102,9 +102,9 @@ async def test_a_failure_in_mid_stream_is_an_event_and_a_cut_connection_without_
         assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)
     *texts, last = [json.loads(line.removeprefix("data: ")) for line in received.split("\n\n") if line]
     assert texts and "error" in last and "[DONE]" not in received
-    if face == "cloudflare":
+    if endpoint == "cloudflare":
         assert last["errors"][0]["code"] in (3040, 3043) and last["success"] is False
-    if face == "binding":
+    if endpoint == "binding":
         assert last["error"]["internalCode"] in (3040, 3043)
 
 
@@ -120,19 +120,19 @@ async def test_the_openai_sdk_raises_the_error_of_a_broken_stream() -> None:
                 pass
 
 
-@pytest.mark.parametrize("face", CALLS)
-async def test_a_failure_before_the_end_of_an_unstreamed_answer_is_a_status(face: str) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_a_failure_before_the_end_of_an_unstreamed_answer_is_a_status(endpoint: str) -> None:
     script = Script(HELLO, fail_after=2, failure=Unavailable("the worker died"))
     async with serve(ScriptedDispatcher(script)) as gateway:
-        response = await post(gateway, face)
+        response = await post(gateway, endpoint)
         assert response.status_code == 503
         assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)
 
 
-@pytest.mark.parametrize("face", CALLS)
-async def test_a_client_that_leaves_a_stream_cancels_its_tokens(face: str) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_a_client_that_leaves_a_stream_cancels_its_tokens(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO, pause_after=2))) as gateway:
-        path, body = streaming(face)
+        path, body = streaming(endpoint)
         async with gateway.client.stream("POST", path, json=body, headers=HEADERS) as response:
             async for _ in response.aiter_text():
                 break
@@ -141,10 +141,10 @@ async def test_a_client_that_leaves_a_stream_cancels_its_tokens(face: str) -> No
             assert not stream.ended
 
 
-@pytest.mark.parametrize("face", CALLS)
-async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_tokens(face: str) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_tokens(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO, pause_after=1))) as gateway:
-        asking = asyncio.ensure_future(post(gateway, face))
+        asking = asyncio.ensure_future(post(gateway, endpoint))
         await gateway.dispatcher.submitted.wait()
         asking.cancel()
         await asyncio.wait({asking})
@@ -152,11 +152,11 @@ async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_tokens
             await asyncio.wait_for(stream.closed.wait(), 5)
 
 
-@pytest.mark.parametrize("face", CALLS)
+@pytest.mark.parametrize("endpoint", CALLS)
 @pytest.mark.parametrize("streamed", [True, False])
-async def test_a_client_that_leaves_the_queue_is_forgotten(face: str, streamed: bool) -> None:
+async def test_a_client_that_leaves_the_queue_is_forgotten(endpoint: str, streamed: bool) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO, accept=asyncio.Event()))) as gateway:
-        path, body = streaming(face) if streamed else CALLS[face]
+        path, body = streaming(endpoint) if streamed else CALLS[endpoint]
         asking = asyncio.ensure_future(gateway.client.post(path, json=body, headers=HEADERS))
         await gateway.dispatcher.submitted.wait()
         asking.cancel()
@@ -164,13 +164,13 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(face: str, streamed: 
     assert gateway.dispatcher.streams == []
 
 
-@pytest.mark.parametrize("face", CALLS)
-async def test_a_whole_answer_that_takes_too_long_ends_with_408(face: str) -> None:
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_a_whole_answer_that_takes_too_long_ends_with_408(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO, pause_after=1)), timeout_seconds=0.2) as gateway:
-        response = await post(gateway, face)
+        response = await post(gateway, endpoint)
         assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)
     assert response.status_code == 408
-    assert code_of(face, response.json()) == ("timeout_error" if face in ("openai", "completions") else 3007)
+    assert code_of(endpoint, response.json()) == ("timeout_error" if endpoint in ("openai", "completions") else 3007)
 
 
 async def test_one_refused_prompt_of_several_takes_the_others_with_it() -> None:
@@ -182,7 +182,7 @@ async def test_one_refused_prompt_of_several_takes_the_others_with_it() -> None:
         assert dispatcher.last.closed.is_set()
 
 
-@pytest.mark.parametrize("face", CALLS)
+@pytest.mark.parametrize("endpoint", CALLS)
 @pytest.mark.parametrize(
     ("content", "status", "code", "words"),
     [
@@ -197,14 +197,14 @@ async def test_one_refused_prompt_of_several_takes_the_others_with_it() -> None:
     ],
 )
 async def test_a_body_that_is_no_request_is_explained(
-    face: str, content: bytes, status: int, code: int, words: str
+    endpoint: str, content: bytes, status: int, code: int, words: str
 ) -> None:
     settings = HttpSettings(max_body_bytes=200_000 if content.startswith(b"[[") else 10_000)
     async with serve(settings=settings) as gateway:
-        response = await gateway.client.post(CALLS[face][0], content=content, headers=HEADERS)
+        response = await gateway.client.post(CALLS[endpoint][0], content=content, headers=HEADERS)
     assert response.status_code == status and words in response.text
-    expected = "invalid_request_error" if face in ("openai", "completions") else code
-    assert code_of(face, response.json()) == expected
+    expected = "invalid_request_error" if endpoint in ("openai", "completions") else code
+    assert code_of(endpoint, response.json()) == expected
 
 
 async def test_malformed_json_is_told_where_it_breaks() -> None:
@@ -225,23 +225,27 @@ async def test_malformed_json_is_told_where_it_breaks() -> None:
         ("DELETE", "/healthz", 405, "invalid_request_error"),
     ],
 )
-async def test_wrong_paths_and_methods_have_the_faces_shape(method: str, path: str, status: int, code: Any) -> None:
+async def test_wrong_paths_and_methods_have_the_endpoints_format(
+    method: str, path: str, status: int, code: Any
+) -> None:
     async with serve() as gateway:
         response = await gateway.client.request(method, path)
-    face = "cloudflare" if path.startswith("/client") else "binding" if path.startswith(("/run", "/ai-")) else "openai"
-    assert response.status_code == status and code_of(face, response.json()) == code
+    endpoint = (
+        "cloudflare" if path.startswith("/client") else "binding" if path.startswith(("/run", "/ai-")) else "openai"
+    )
+    assert response.status_code == status and code_of(endpoint, response.json()) == code
     assert status == 404 or response.headers["allow"]
 
 
-@pytest.mark.parametrize("face", CALLS)
-async def test_an_unknown_model_is_named(face: str) -> None:
-    path, body = CALLS[face]
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_an_unknown_model_is_named(endpoint: str) -> None:
+    path, body = CALLS[endpoint]
     async with serve() as gateway:
         response = await gateway.client.post(
             path.replace("demo", "other"), json={**body, "model": "other"} if "model" in body else body,
             headers={"cf-consn-model-id": "other"},
         )  # fmt: skip
-    assert response.status_code == (404 if face in ("openai", "completions") else 400)
+    assert response.status_code == (404 if endpoint in ("openai", "completions") else 400)
     assert "no model 'other'; served here: @tandem/demo" in response.text
 
 

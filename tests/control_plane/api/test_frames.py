@@ -1,4 +1,4 @@
-"""Is what is made from a template what would have been written anew, to the byte?"""
+"""Frames made from a template equal newly encoded frames, byte for byte."""
 
 from __future__ import annotations
 

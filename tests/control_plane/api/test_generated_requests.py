@@ -1,4 +1,4 @@
-"""Does what schemathesis makes of the OpenAPI document get answers that the document allows? Short: 300 requests."""
+"""Requests that schemathesis generates get answers that the OpenAPI document allows. Short form: 300 requests."""
 
 from __future__ import annotations
 

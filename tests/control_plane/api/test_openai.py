@@ -1,4 +1,4 @@
-"""Do OpenAI's own client and its wire format work, streamed and not?"""
+"""OpenAI's own client and wire format work, streamed and not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the document say what the server does: every route, every field, every answer?"""
+"""The OpenAPI document describes the server: every route, every field, every answer."""
 
 from __future__ import annotations
 

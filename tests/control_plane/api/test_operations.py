@@ -1,4 +1,4 @@
-"""Can an operator see what there is, and follow one request?"""
+"""An operator can see the fleet, and follow one request."""
 
 from __future__ import annotations
 

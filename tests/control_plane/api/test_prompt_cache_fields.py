@@ -1,4 +1,4 @@
-"""Can a caller say, on every face, what the prompt cache may do with a request, and is nonsense refused by name?"""
+"""Every endpoint accepts the fields of the prompt cache, and refuses invalid values by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatch
 HELLO = [*ids_of("Hello"), 1]
 HI = [{"role": "user", "content": "hi"}]
 ASKED = {"cache_salt": "größe", "prompt_cache": "read", "prompt_cache_tokens": 512}
-FACES = ["chat", "completions", "rest", "rest /v1", "binding"]
+ENDPOINTS = ["chat", "completions", "rest", "rest /v1", "binding"]
 
 
-async def post(gateway: Gateway, face: str, fields: dict[str, Any]) -> tuple[int, str]:
-    """Send a small request to a face; return the status and the words of its answer."""
+async def post(gateway: Gateway, endpoint: str, fields: dict[str, Any]) -> tuple[int, str]:
+    """Send a small request to an endpoint; return the status and the words of its answer."""
     account = "/client/v4/accounts/me/ai"
     binding = {"cf-consn-model-id": "demo"}
     calls: dict[str, dict[str, Any]] = {
@@ -34,23 +34,23 @@ async def post(gateway: Gateway, face: str, fields: dict[str, Any]) -> tuple[int
         "rest /v1": {"url": f"{account}/v1/chat/completions", "json": {"model": "demo", "messages": HI, **fields}},
         "binding": {"url": "/run", "json": {"inputs": {"prompt": "hi", **fields}}, "headers": binding},
     }
-    response = await gateway.client.post(**calls[face])
+    response = await gateway.client.post(**calls[endpoint])
     return response.status_code, response.text
 
 
-@pytest.mark.parametrize("face", FACES)
-async def test_every_face_takes_the_three_fields(face: str) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_every_endpoint_takes_the_three_fields(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
         for fields in (ASKED, {}, dict.fromkeys(ASKED)):
-            assert (await post(gateway, face, fields))[0] == 200
+            assert (await post(gateway, endpoint, fields))[0] == 200
     asked, unsaid, null = gateway.dispatcher.requests
     assert (asked.salt, asked.cache) == ("größe".encode(), CachePolicy.of("read", 512))
     for request in (unsaid, null):
         assert (request.salt, request.cache) == (b"", EVERYTHING)
-    assert asked.account == ("me" if face.startswith("rest") else "default")
+    assert asked.account == ("me" if endpoint.startswith("rest") else "default")
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -65,9 +65,9 @@ async def test_every_face_takes_the_three_fields(face: str) -> None:
         ({"prompt_cach": "off"}, "did you mean prompt_cache?"),
     ],
 )
-async def test_what_none_of_them_can_be_is_refused_by_name(face: str, fields: dict[str, Any], words: str) -> None:
+async def test_what_none_of_them_can_be_is_refused_by_name(endpoint: str, fields: dict[str, Any], words: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
-        status, text = await post(gateway, face, fields)
+        status, text = await post(gateway, endpoint, fields)
     assert status == 400 and words in text
     assert gateway.dispatcher.requests == []
 

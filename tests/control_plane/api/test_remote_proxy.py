@@ -1,4 +1,4 @@
-"""Do the calls of wrangler's and miniflare's dev servers arrive as the binding's own?"""
+"""Calls of wrangler's and miniflare's dev servers arrive as the binding's own calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does everything that a caller says about a run take effect, or get refused by its name?"""
+"""Every run option takes effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ RUN = "/client/v4/accounts/me/ai/run/demo"
 BINDING = {"cf-consn-model-id": "demo"}
 
 
-async def run(gateway: Gateway, face: str, options: Any) -> tuple[int, str]:
-    """Run with `options`, where that face has them; return the status and the words of the answer."""
-    if face == "binding":
+async def run(gateway: Gateway, endpoint: str, options: Any) -> tuple[int, str]:
+    """Run with `options`, where that endpoint has them; return the status and the words of the answer."""
+    if endpoint == "binding":
         body: dict[str, Any] = {"inputs": {"prompt": "hi"}, "options": options}
         response = await gateway.client.post("/run", json=body, headers=BINDING)
-    elif face == "rest":
+    elif endpoint == "rest":
         response = await gateway.client.post(RUN, json={"prompt": "hi", "options": options})
     else:
         body = {"model": "demo", "prompt": "hi", "options": options}
@@ -29,7 +29,7 @@ async def run(gateway: Gateway, face: str, options: Any) -> tuple[int, str]:
     return response.status_code, response.text
 
 
-FACES = ["binding", "rest", "openai"]
+ENDPOINTS = ["binding", "rest", "openai"]
 WHAT_IS_KNOWN: dict[str, Any] = {
     "tags": ["team:a", "b-1/c@d.e"],
     "gateway": {"id": "gw", "skipCache": True, "cacheTtl": 60, "metadata": {"u": 1}, "requestTimeoutMs": 5000},
@@ -40,28 +40,28 @@ WHAT_IS_KNOWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("face", FACES)
-async def test_the_documented_options_are_taken(face: str) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_the_documented_options_are_taken(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
         for options in (WHAT_IS_KNOWN, {}, None):
-            assert (await run(gateway, face, options))[0] == 200
+            assert (await run(gateway, endpoint, options))[0] == 200
     assert [request.reject_if_busy for request in gateway.dispatcher.requests] == [True, False, False]
     known, plain, _ = gateway.dispatcher.requests
     assert 50 < plain.deadline - known.deadline < 60  # 5 s of the gateway's options, and the service's own 60
 
 
-@pytest.mark.parametrize("face", FACES)
-async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(face: str) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO)), timeout_seconds=60) as gateway:
         before = time.time()
-        assert (await run(gateway, face, {"gateway": {"requestTimeoutMs": 2**31 - 1}}))[0] == 200
+        assert (await run(gateway, endpoint, {"gateway": {"requestTimeoutMs": 2**31 - 1}}))[0] == 200
         (request,) = gateway.dispatcher.requests
         assert before + 60 <= request.deadline <= time.time() + 60
-        status, text = await run(gateway, face, {"gateway": {"requestTimeoutMs": 2**31}})
+        status, text = await run(gateway, endpoint, {"gateway": {"requestTimeoutMs": 2**31}})
         assert status == 400 and "requestTimeoutMs" in text
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -78,9 +78,9 @@ async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(f
         ([], "options"),
     ],
 )
-async def test_an_option_that_cannot_be_is_refused_by_name(face: str, options: Any, words: str) -> None:
+async def test_an_option_that_cannot_be_is_refused_by_name(endpoint: str, options: Any, words: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
-        status, text = await run(gateway, face, options)
+        status, text = await run(gateway, endpoint, options)
     assert status == 400 and words in text
     assert gateway.dispatcher.requests == []
 
@@ -126,11 +126,11 @@ async def test_a_field_beside_the_inputs_is_not_overlooked(path: str, body: dict
     assert response.status_code == 400 and "is not a field of this request, which has" in response.text
 
 
-@pytest.mark.parametrize("face", ["binding", "rest"])
-async def test_lora_has_a_status_of_its_own(face: str) -> None:
+@pytest.mark.parametrize("endpoint", ["binding", "rest"])
+async def test_lora_has_a_status_of_its_own(endpoint: str) -> None:
     inputs = {"prompt": "hi", "lora": "x"}
     async with serve() as gateway:
-        if face == "binding":
+        if endpoint == "binding":
             response = await gateway.client.post("/run", json={"inputs": inputs}, headers=BINDING)
         else:
             response = await gateway.client.post(RUN, json=inputs)

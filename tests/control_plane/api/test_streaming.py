@@ -1,4 +1,4 @@
-"""How does a stream leave: with pings in silence, past clients that do not read, and cut when it failed?"""
+"""Streams send pings in silence, tolerate clients that do not read, and are cut after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the fields that ask for structured answers mean what their inventors say, and are they checked at the door?"""
+"""The fields for structured output have the meaning of their APIs, and are checked before admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do calls, results and tools reach models of every form, and is what cannot be used refused by name?"""
+"""Calls, results and tools reach models of every form, and unusable ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do tools mean on every face what its clients mean by them, and do calls look as those expect?"""
+"""Tools have the meaning of each endpoint's API, and calls have the format that its clients expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does /ai/run answer as OpenAI does where a model's wire format says so, on REST and on the binding?"""
+"""/ai/run and the binding answer as OpenAI does if the model's wire format is openai."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HELLO = [*ids_of("Hello world, 你好 😀"), 1]
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-async def run(gateway: Gateway, face: str, inputs: dict[str, Any]) -> tuple[int, str]:
-    if face == "binding":
+async def run(gateway: Gateway, endpoint: str, inputs: dict[str, Any]) -> tuple[int, str]:
+    if endpoint == "binding":
         body, headers = {"inputs": inputs}, {"cf-consn-model-id": "demo"}
         response = await gateway.client.post("/run", json=body, headers=headers)
     else:
@@ -25,17 +25,17 @@ async def run(gateway: Gateway, face: str, inputs: dict[str, Any]) -> tuple[int,
     return response.status_code, response.text
 
 
-async def result(gateway: Gateway, face: str, inputs: dict[str, Any]) -> Any:
-    status, text = await run(gateway, face, inputs)
+async def result(gateway: Gateway, endpoint: str, inputs: dict[str, Any]) -> Any:
+    status, text = await run(gateway, endpoint, inputs)
     assert status == 200, text
-    return json.loads(text) if face == "binding" else json.loads(text)["result"]
+    return json.loads(text) if endpoint == "binding" else json.loads(text)["result"]
 
 
-@pytest.mark.parametrize("face", ["rest", "binding"])
-async def test_a_whole_answer_is_openais_object(face: str) -> None:
+@pytest.mark.parametrize("endpoint", ["rest", "binding"])
+async def test_a_whole_answer_is_openais_object(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO)), wire_format="openai") as gateway:
-        chat = await result(gateway, face, {**MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 1})
-        plain = await result(gateway, face, {"prompt": "hi"})
+        chat = await result(gateway, endpoint, {**MESSAGES, "n": 2, "logprobs": True, "top_logprobs": 1})
+        plain = await result(gateway, endpoint, {"prompt": "hi"})
     assert chat["object"] == "chat.completion" and chat["model"] == "@tandem/demo"
     assert [choice["message"]["content"] for choice in chat["choices"]] == ["Hello world, 你好 😀"] * 2
     assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 1
@@ -43,14 +43,14 @@ async def test_a_whole_answer_is_openais_object(face: str) -> None:
     assert plain["object"] == "text_completion" and plain["choices"][0]["text"] == "Hello world, 你好 😀"
 
 
-@pytest.mark.parametrize("face", ["rest", "binding"])
+@pytest.mark.parametrize("endpoint", ["rest", "binding"])
 @pytest.mark.parametrize("inputs", [MESSAGES, {"prompt": "hi"}])
 async def test_a_stream_is_chunks_whose_usage_adds_up_to_the_native_event_at_its_end(
-    face: str, inputs: dict[str, Any]
+    endpoint: str, inputs: dict[str, Any]
 ) -> None:
     dispatcher = ScriptedDispatcher(Script(HELLO, num_cached_tokens=2))
     async with serve(dispatcher, wire_format="openai") as gateway:
-        status, text = await run(gateway, face, {**inputs, "stream": True})
+        status, text = await run(gateway, endpoint, {**inputs, "stream": True})
     assert status == 200 and text.endswith("data: [DONE]\n\n")
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
     assert set(last) == {"response", "usage"} and last["response"] == ""
@@ -65,7 +65,7 @@ async def test_a_stream_is_chunks_whose_usage_adds_up_to_the_native_event_at_its
     assert choices[-1]["finish_reason"] == "stop" and chunks[-1]["choices"] == []
 
 
-async def test_openais_own_face_never_has_the_native_event() -> None:
+async def test_openais_own_endpoint_never_has_the_native_event() -> None:
     async with serve(ScriptedDispatcher(Script(HELLO)), wire_format="openai") as gateway:
         body = {"model": "demo", **MESSAGES, "stream": True}
         for prefix in ("/v1", "/client/v4/accounts/me/ai/v1"):

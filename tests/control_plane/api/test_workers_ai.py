@@ -1,4 +1,4 @@
-"""Do Cloudflare's SDK and its REST and binding wire formats work?"""
+"""Cloudflare's SDK, and the wire formats of REST and the binding, work."""
 
 from __future__ import annotations
 
@@ -149,10 +149,12 @@ async def test_defaults_and_run_options_are_cloudflares() -> None:
         ({"requests": [{"prompt": "a"}]}, "requests is not supported"),
     ],
 )
-@pytest.mark.parametrize("face", ["rest", "binding"])
-async def test_bad_inputs_are_named_in_the_faces_own_shape(face: str, body: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize("endpoint", ["rest", "binding"])
+async def test_bad_inputs_are_named_in_the_endpoints_own_format(
+    endpoint: str, body: dict[str, Any], words: str
+) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
-        if face == "rest":
+        if endpoint == "rest":
             response = await gateway.client.post(RUN, json=body)
             (error,) = response.json()["errors"]
             assert response.json()["success"] is False and response.json()["result"] == {}

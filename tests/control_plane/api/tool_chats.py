@@ -1,4 +1,4 @@
-"""What do tests of tools ask a gateway, and what does its scripted model say?"""
+"""Requests with tools, and the answers of the scripted model, for tests of tools."""
 
 from __future__ import annotations
 

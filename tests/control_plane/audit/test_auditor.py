@@ -1,4 +1,4 @@
-"""Does the auditor ask all services, name what it finds where it is, and go on whatever happens?"""
+"""The auditor reads all services, reports each finding with its place, and survives failures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def told(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[To
 async def auditing(registry: WorkerRegistry, **changes: Any) -> AsyncIterator[Auditor]:
     links = LinkPool(registry, "gateway", "life")
     auditor = Auditor(
-        registry, links, "gateway", asker=TableReader(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes}
+        registry, links, "gateway", table_reader=TableReader(answer_seconds=0.3), **{"grace_seconds": 0.1, **changes}
     )
     try:
         yield auditor
@@ -86,10 +86,10 @@ async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
         assert (await auditor.audit()).orphan_bytes == 0
         report = await auditor.verdict()
         assert report.orphan_bytes == 1 << 20
-        assert report.by_service_and_kind() == {("kv-0", "region_of_the_gone"): 1 << 20}
+        assert report.by_service_and_kind() == {("kv-0", "orphaned_region"): 1 << 20}
         (row,) = Fleet(registry, auditor.orphans_of).workers()
         (orphan,) = row["orphans"]
-        assert (orphan["name"], orphan["num_bytes"], orphan["what"]) == ("region", 1 << 20, KINDS["region_of_the_gone"])
+        assert (orphan["name"], orphan["num_bytes"], orphan["what"]) == ("region", 1 << 20, KINDS["orphaned_region"])
         kv.tables.ClearField("regions")
         assert (await auditor.audit()).findings == ()
         assert Fleet(registry, auditor.orphans_of).workers()[0]["orphans"] == []
@@ -131,7 +131,7 @@ async def test_a_bug_in_an_audit_does_not_end_the_audits(monkeypatch: pytest.Mon
     registry = WorkerRegistry(3.0, 5.0)
     async with told(registry) as kv, auditing(registry, audit_seconds=0.01) as auditor:
         kv.tables.regions.append(region(64))
-        real, num_calls = auditor._asker.ask, 0
+        real, num_calls = auditor._table_reader.read, 0
 
         async def broken(workers: Any) -> Any:
             nonlocal num_calls
@@ -140,7 +140,7 @@ async def test_a_bug_in_an_audit_does_not_end_the_audits(monkeypatch: pytest.Mon
                 raise ZeroDivisionError
             return await real(workers)
 
-        monkeypatch.setattr(auditor._asker, "ask", broken)
+        monkeypatch.setattr(auditor._table_reader, "read", broken)
         task = asyncio.create_task(auditor.run())
         await until(lambda: auditor.report.orphan_bytes == 64)
         task.cancel()

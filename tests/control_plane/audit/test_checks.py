@@ -1,4 +1,4 @@
-"""Is everything found that is kept in vain?"""
+"""The checks find all memory that is kept without need."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_handle_of_a_worker_that_is_gone_is_suspected_with_its_region() -> Non
         handles=[handle()],
         regions=[RegionRow(region_id="region", owner_incarnation="prefill-life", num_bytes=7)],
     )
-    assert seen(kv, decode) == [("owner_gone", "kv", NAME, 100), ("region_of_the_gone", "kv", "region", 7)]
+    assert seen(kv, decode) == [("orphaned_region", "kv", "region", 7), ("owner_gone", "kv", NAME, 100)]
 
 
 def test_what_no_dispatcher_has_is_suspected_at_each_place() -> None:
@@ -98,7 +98,7 @@ def test_a_reader_on_another_host_is_its_kv_service_with_a_copy() -> None:
     assert seen(*one_hand_over(kv=near, decode=decode), far) == []
     far = service("far", KV)
     assert seen(*one_hand_over(kv=near, decode=decode), far) == [
-        ("pull_in_vain", "decode", f"r-0/{H.hex()}", 100),
+        ("pull_without_handle", "decode", f"r-0/{H.hex()}", 100),
         ("readers_gone", "kv", NAME, 100),
     ]
 
@@ -118,9 +118,9 @@ def test_what_a_kv_service_keeps_too_long_by_its_own_word_is_suspected() -> None
     )
     assert seen(*one_hand_over(kv=kv)) == [
         ("copy_unfinished", "kv", "block 1", 40),
+        ("end_undelivered", "kv", f"u/{(b'u' * 16).hex()}", 20),
         ("overdue", "kv", NAME, 100),
         ("store_lease_overdue", "kv", "over", 30),
-        ("untold", "kv", f"u/{(b'u' * 16).hex()}", 20),
     ]
 
 

@@ -1,4 +1,4 @@
-"""When is a difference an orphan, and never what is only on its way?"""
+"""A difference becomes an orphan only if it lasts."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def test_of_what_varies_the_least_that_there_was_all_the_while_counts() -> None:
 
 def test_nothing_is_counted_twice() -> None:
     watch = Watch()
-    region = suspicion("region", 1000, kind="region_of_the_gone", place="dead")
+    region = suspicion("region", 1000, kind="orphaned_region", place="dead")
     inside = suspicion("in it", 100, kind="owner_gone", place="dead")
-    twice = [suspicion("b", 7, kind="unknown_to_kv", service="prefill"), suspicion("b", 7, kind="untold")]
+    twice = [suspicion("b", 7, kind="unknown_to_kv", service="prefill"), suspicion("b", 7, kind="end_undelivered")]
     for now in (0, 5, 10, 15):
         watch.at(now, region, inside, *twice)
     counted = {each.suspicion.name: num for each, num in orphan_bytes(watch.suspicions.findings(15.0)).items()}

@@ -1,4 +1,4 @@
-"""Does every wait of a request end at its deadline, and no other?"""
+"""Every wait of a request ends at its deadline, and at no other time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is text that grows token by token the text of all tokens, with no broken character on the way?"""
+"""Text that grows token by token equals the text of all tokens, without partial characters."""
 
 from __future__ import annotations
 

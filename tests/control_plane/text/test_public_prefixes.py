@@ -1,4 +1,4 @@
-"""Which leading tokens of a prompt are public?"""
+"""The leading tokens of a prompt that are public."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does nothing of a stop string, and nothing behind it, ever leave?"""
+"""No part of a stop string, and nothing after it, is ever released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do chat templates render exactly as transformers renders them?"""
+"""Chat templates render exactly as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a request become the right tokens, and tokens the right text, whatever ends it?"""
+"""A request becomes the right tokens, and tokens the right text, whatever ends the request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_request_reaches_the_dispatcher_with_everything_the_caller_said(
     assert sampling.stop_token_ids == (1, 3, 9)
 
 
-async def test_what_the_caller_leaves_open_comes_from_the_model_then_from_the_face() -> None:
+async def test_what_the_caller_leaves_open_comes_from_the_model_then_from_the_endpoint() -> None:
     dispatcher = ScriptedDispatcher(Script([EOS]))
     text = service(dispatcher, generation_defaults={"temperature": 0.3})
     await text.start(completion(default_temperature=0.6, default_max_tokens=256))

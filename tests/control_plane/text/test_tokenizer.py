@@ -1,4 +1,4 @@
-"""Are prompts encoded as transformers encodes them, and can no user write a control token?"""
+"""Prompts are encoded as in transformers, and no user can write a control token."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The changes themselves."""
+"""One module per change of the tables."""

@@ -1,4 +1,4 @@
-"""What do the families' chat templates do with tools, in short?"""
+"""Short chat templates that treat tools as those of each model family do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a grammar take exactly what a form's calls look like, and what is no call?"""
+"""A grammar accepts exactly a form's calls, and text that is not a call."""
 
 from __future__ import annotations
 

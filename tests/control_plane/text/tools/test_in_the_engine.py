@@ -1,4 +1,4 @@
-"""Does the engine read a grammar whose marker is a control token, over a real tokenizer?"""
+"""The engine reads a grammar whose marker is a control token, with a real tokenizer."""
 
 from __future__ import annotations
 

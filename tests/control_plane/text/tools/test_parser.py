@@ -1,4 +1,4 @@
-"""Are text and calls told apart the same, however an answer is cut into pieces?"""
+"""Text and calls are separated equally, however an answer is cut into pieces."""
 
 from __future__ import annotations
 

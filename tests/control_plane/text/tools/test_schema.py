@@ -1,4 +1,4 @@
-"""What are a tool's arguments held to?"""
+"""The schema that a grammar enforces for a tool's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it found out what each family's chat template makes of tools?"""
+"""Each family's chat template is recognised by how it renders tools."""
 
 from __future__ import annotations
 

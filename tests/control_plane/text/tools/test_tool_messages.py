@@ -1,4 +1,4 @@
-"""Do tools, calls and results reach a model by its template where that knows them, and in words where it does not?"""
+"""Tools, calls and results reach a model by its template, or as text where the template lacks them."""
 
 from __future__ import annotations
 

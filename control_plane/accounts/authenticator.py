@@ -100,7 +100,7 @@ class Authenticator:
             raise NotAllowed(f"account {holder.account.id} is disabled; ask the operator")
         if scope is not None and not token.may(scope):
             has = ", ".join(sorted(token.scopes))
-            raise NotAllowed(f"the API token {token.id} has the scopes {has}, this needs {scope}; use another token")
+            raise NotAllowed(f"token {token.id} has the scopes {has}, this needs the scope {scope}; use another token")
         if account is not None and account != holder.account.id and not token.may("admin"):
             raise NotAllowed(f"the API token belongs to account {holder.account.id}, not {account}; correct the URL")
 

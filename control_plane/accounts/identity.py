@@ -18,10 +18,6 @@ class Identity:
     limits: Limits = NO_LIMITS
 
     @property
-    def token_id(self) -> str | None:
-        return self.token.id if self.token else None
-
-    @property
     def is_admin(self) -> bool:
         return self.token is None or self.token.may("admin")
 

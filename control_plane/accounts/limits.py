@@ -38,9 +38,6 @@ class Limits:
                     f"{field.name} is {value:,}, must be from 1 to {2**31 - 1:,}; null for no limit", field=field.name
                 )
 
-    def __bool__(self) -> bool:
-        return self != NO_LIMITS
-
 
 NO_LIMITS = Limits()
 

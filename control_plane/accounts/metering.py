@@ -80,7 +80,7 @@ class Metering:
         self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
         admission = None
-        if limits:
+        if limits != NO_LIMITS:
             num_tokens = _estimated_tokens(request, caller.account, limits)
             try:
                 admission = await self._limiter.admit(caller.account, limits, num_tokens)
@@ -88,11 +88,11 @@ class Metering:
                 caller.answer_headers.update(rate_limit_headers(*error.statuses))
                 raise
             caller.answer_headers.update(rate_limit_headers(admission.requests, admission.tokens))
-        token_id = caller.identity.token_id if caller.identity else None
+        token = caller.identity.token if caller.identity else None
         opening = Opening(
             request.request_id,
             caller.account,
-            token_id,
+            token.id if token else None,
             request.model_id,
             request.num_choices,
             request.num_prompt_tokens,

@@ -203,6 +203,6 @@ def _history(row: HandleRow) -> Facts:
         "attempt": row.attempt,
         "state": row.state,
         "owner": row.owner_incarnation,
-        "readers": ", ".join(f"{reader.reader_id} at {reader.incarnation or 'nobody'}" for reader in row.readers),
+        "readers": ", ".join(f"{reader.reader_id} at {reader.incarnation or 'unknown'}" for reader in row.readers),
         "deadline_unix_ms": row.deadline_unix_ms,
     }

@@ -77,6 +77,13 @@ class ChatRequest:
     template_tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the chat template renders."""
 
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the chat has tools, or messages with calls or their results."""
+        return self.tools is not None or any(
+            message["role"] == "tool" or message.get("tool_calls") for message in self.messages
+        )
+
 
 def token_request(
     request: CompletionRequest | ChatRequest,

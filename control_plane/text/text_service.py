@@ -91,7 +91,7 @@ class TextService:
                     await self._grammars.check(request.options.grammar, request.options.grammar_field)
                 tokenizer = await self._tokenizers.get(model)
                 tool_plan = None
-                if isinstance(request, ChatRequest):
+                if isinstance(request, ChatRequest) and request.uses_tools:
                     request, tool_plan = await plan_tools(request, model, tokenizer, self._grammars)
                 with tracing.tracer().start_as_current_span("tokenize"):
                     token_ids = await prompt_ids(request, model, tokenizer)

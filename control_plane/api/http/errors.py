@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -113,10 +113,6 @@ _ENVELOPED = (
 """Prefixes of paths with Cloudflare's envelope. Binding calls other than `run` read only errors[0].message."""
 
 
-def request_id_of(request: Request) -> str:
-    return cast(str, request.state.request_id)
-
-
 def error_format_of(path: str) -> ErrorFormat:
     if path.startswith(_ENVELOPED):
         return "cloudflare"
@@ -126,7 +122,7 @@ def error_format_of(path: str) -> ErrorFormat:
 def error_response(request: Request, error: TandemError) -> Response:
     """Return the HTTP response for `error`, in the format of the request's endpoint."""
     error_format = error_format_of(request.url.path)
-    body = error_body(error_format, error, request_id_of(request))
+    body = error_body(error_format, error, request.state.request_id)
     return JSONResponse(body, status_code=_status(error_format, error), headers=_retry_headers(error_format, error))
 
 

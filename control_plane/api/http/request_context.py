@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.prices import Price
-from control_plane.api.http.errors import request_id_of, unhandled_exception_response
+from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.generation import ModelCatalog
 from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
@@ -57,6 +57,10 @@ class Services:
 
 def services_of(request: Request) -> Services:
     return cast(Services, request.app.state.services)
+
+
+def request_id_of(request: Request) -> str:
+    return cast(str, request.state.request_id)
 
 
 def check_name(name: str, text: str, max_characters: int) -> None:

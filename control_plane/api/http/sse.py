@@ -15,7 +15,8 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from control_plane.api.http.errors import error_event, error_format_of, request_id_of
+from control_plane.api.http.errors import error_event, error_format_of
+from control_plane.api.http.request_context import request_id_of
 from tandem_runtime.errors import Cancelled, InternalError, TandemError
 from tandem_runtime.log import get_logger
 

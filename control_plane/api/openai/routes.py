@@ -19,8 +19,7 @@ from control_plane.api.chat_fields import messages_for_template
 from control_plane.api.collected_choice import Answer, collect
 from control_plane.api.generation_fields import caller_with
 from control_plane.api.http.body import check, read_json_object
-from control_plane.api.http.errors import request_id_of
-from control_plane.api.http.request_context import caller_of, services_of
+from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import DONE, EventStream, frame, while_connected
 from control_plane.api.multi_prompt_stream import MultiPromptStream, start_all
 from control_plane.api.openai.responses import (

@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from control_plane.api.generation_fields import RunOptions, caller_with
 from control_plane.api.http.body import read_json_object
-from control_plane.api.http.errors import request_id_of
-from control_plane.api.http.request_context import services_of
+from control_plane.api.http.request_context import request_id_of, services_of
 from control_plane.api.http.sse import EventStream, while_connected
 from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.responses import wire_of

@@ -17,7 +17,7 @@ from control_plane.text.tools.call_grammar import ArgumentSchemas, call_grammar
 from control_plane.text.tools.forms import CONTROL_TOKENS, ToolForm
 from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar_of, loosened
 from control_plane.text.tools.template_traits import TemplateTraits, traits_of
-from control_plane.text.tools.tool_messages import messages_for, uses_tools
+from control_plane.text.tools.tool_messages import messages_for
 from tandem_engine.scheduling.grammar import Grammar
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
@@ -45,7 +45,7 @@ async def plan_tools(
     Raise InvalidRequest naming a tool whose schema cannot be used.
     """
     use = request.tools
-    if not model.chat_template or (use is None and not uses_tools(request.messages)):
+    if not model.chat_template:
         return request, None
     traits = traits_of(model.chat_template, tokenizer.special_tokens)
     offered = () if use is None else use.tools

@@ -25,11 +25,6 @@ _CLOSING = (
 )
 
 
-def uses_tools(messages: Sequence[Message]) -> bool:
-    """Return whether the messages have calls or results of calls."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-
-
 def messages_for(traits: TemplateTraits, messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the messages for a template. `tools` are those that the template does not render itself."""
     paired = list(_paired(messages))

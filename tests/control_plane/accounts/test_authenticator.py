@@ -26,7 +26,7 @@ class Clock:
 
 
 class WatchedStore(AccountStore):
-    """Counts what is asked of the database, and can be cut off from it."""
+    """Counts reads of the database, and can be cut off from it."""
 
     def __init__(self, accounts: Accounts) -> None:
         super().__init__(accounts.database)

@@ -30,8 +30,8 @@ async def limiters(accounts: Accounts, url: str, tmp_path: object) -> AsyncItera
 
 async def try_all(limiters: list[Limiter], limits: Limits, num: int, num_tokens: int = 1) -> list[Admission]:
     """Ask `num` times at once at each gateway; returns the admissions."""
-    asked = [limiter.admit("me", limits, num_tokens) for _ in range(num) for limiter in limiters]
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    admissions = [limiter.admit("me", limits, num_tokens) for _ in range(num) for limiter in limiters]
+    answers = await asyncio.gather(*admissions, return_exceptions=True)
     unexpected = [answer for answer in answers if not isinstance(answer, Admission | LimitReached)]
     assert not unexpected, unexpected
     return [answer for answer in answers if isinstance(answer, Admission)]

@@ -62,14 +62,14 @@ async def test_scores_that_fail_are_paid_as_far_as_they_came(accounts: Accounts)
         here.gateway.dispatcher.choose = lambda request: (
             scored(request) if len(request.token_ids) > 1 else Script([1], pause_after=0, fail_after=0)
         )
-        asked = asyncio.create_task(here.gateway.client.post("/v1/completions", json=ECHO))
+        pending = asyncio.create_task(here.gateway.client.post("/v1/completions", json=ECHO))
         streams = here.gateway.dispatcher.streams
         async with asyncio.timeout(10):
             while len(streams) < 3 or not all(each.ended for each in streams[:2]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         streams[2].script.failure = Unavailable("lost")
         streams[2].script.resume.set()
-        assert (await asked).status_code == 503
+        assert (await pending).status_code == 503
         row, window = await here.row(), await here.window()
     assert (row.request_id[-7:], row.status, row.error) == ("-prompt", "failed", "Unavailable")
     assert (row.num_prompt_tokens, row.num_completion_tokens) == (3 + 2, 2)

@@ -41,27 +41,27 @@ def test_a_template_gives_what_encoding_gives(text: str, filler: str) -> None:
 
 
 @pytest.mark.parametrize("with_usage_chunk", [False, True])
-@given(told=deltas())
-def test_a_chats_frames_are_its_chunks(with_usage_chunk: bool, told: list[TextDelta]) -> None:
+@given(sent=deltas())
+def test_a_chats_frames_are_its_chunks(with_usage_chunk: bool, sent: list[TextDelta]) -> None:
     fast, plain = (
         ChatSerializer("r-1", 'a "model"', description(), with_usage_chunk=with_usage_chunk) for _ in range(2)
     )
     plain._base["created"] = fast._base["created"]
     plain._chunk_base["created"] = fast._chunk_base["created"]
-    assert [fast.frames(delta) for delta in told] == [
-        b"".join(frame(chunk) for chunk in plain.chunks(delta)) for delta in told
+    assert [fast.frames(delta) for delta in sent] == [
+        b"".join(frame(chunk) for chunk in plain.chunks(delta)) for delta in sent
     ]
 
 
 @given(deltas())
-def test_a_completions_frames_are_its_chunks_with_the_echo_in_the_first(told: list[TextDelta]) -> None:
+def test_a_completions_frames_are_its_chunks_with_the_echo_in_the_first(sent: list[TextDelta]) -> None:
     echoes = [PromptEcho("before "), PromptEcho(), PromptEcho("third ")]
     fast, plain = (
         CompletionSerializer("r-1", "m", description(), with_usage_chunk=False, echoes=echoes) for _ in range(2)
     )
     plain._chunk_base["created"] = fast._chunk_base["created"]
-    assert [fast.frames(delta) for delta in told] == [
-        b"".join(frame(chunk) for chunk in plain.chunks(delta)) for delta in told
+    assert [fast.frames(delta) for delta in sent] == [
+        b"".join(frame(chunk) for chunk in plain.chunks(delta)) for delta in sent
     ]
 
 

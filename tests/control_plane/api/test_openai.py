@@ -141,8 +141,10 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompts_tokens_before_th
         assert (offsets[0], offsets[len(ids)]) == (0, len(prompt)) and offsets == sorted(offsets)
         assert logprobs[0] is None and set(logprobs[1:]) == {-0.5}
         assert len(tokens) == len(logprobs) == len(offsets) == len(ids) + len(HELLO) - 1
-    asked = [request for request in dispatcher.requests if request.sampling.logit_bias]
-    assert {request.token_ids for request in asked} >= {(5,), (5, 6)} and all(r.sampling.max_tokens == 1 for r in asked)
+    scoring = [request for request in dispatcher.requests if request.sampling.logit_bias]
+    assert {request.token_ids for request in scoring} >= {(5,), (5, 6)} and all(
+        r.sampling.max_tokens == 1 for r in scoring
+    )
     assert all(each.closed.is_set() for each in dispatcher.streams)
 
 

@@ -34,18 +34,18 @@ def test_every_route_is_documented_and_every_documented_route_is_there() -> None
         for method in route.methods - {"HEAD"}
         if route.path not in PAGES and not isinstance(route.endpoint, RemoteProxy)
     }
-    said = {(method, path) for path, methods in document("http://x")["paths"].items() for method in methods}
+    documented = {(method, path) for path, methods in document("http://x")["paths"].items() for method in methods}
     proxy = {
         ("post", "/client/v4/accounts/{account}/ai/run/proxy")
     }  # also there: GET, which wrangler tries to upgrade, and a trailing slash
-    assert said == there | proxy
+    assert documented == there | proxy
 
 
 def test_every_schema_that_is_named_is_there_and_operations_have_names_of_their_own() -> None:
-    said = document("http://x")
-    known = {f"#/components/schemas/{name}" for name in said["components"]["schemas"]}
-    assert references(said) <= known
-    names = [operation["operationId"] for methods in said["paths"].values() for operation in methods.values()]
+    documented = document("http://x")
+    known = {f"#/components/schemas/{name}" for name in documented["components"]["schemas"]}
+    assert references(documented) <= known
+    names = [operation["operationId"] for methods in documented["paths"].values() for operation in methods.values()]
     assert len(names) == len(set(names))
 
 
@@ -62,20 +62,20 @@ def test_bodies_say_what_the_validation_says() -> None:
 
 async def test_the_document_names_this_server_and_a_model_that_it_serves() -> None:
     async with serve(model_id="@cf/some/model") as gateway:
-        said = (await gateway.client.get("/openapi.json")).json()
-    assert said["openapi"] == "3.1.0" and said["servers"] == [{"url": gateway.url}]
-    chat = said["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+        documented = (await gateway.client.get("/openapi.json")).json()
+    assert documented["openapi"] == "3.1.0" and documented["servers"] == [{"url": gateway.url}]
+    chat = documented["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert chat["example"]["model"] == "@cf/some/model"
 
 
 async def test_the_reference_page_has_every_operation_and_object_and_loads_nothing_from_elsewhere() -> None:
     async with serve() as gateway:
         page = await gateway.client.get("/docs")
-        said = (await gateway.client.get("/openapi.json")).json()
+        documented = (await gateway.client.get("/openapi.json")).json()
         landing = await gateway.client.get("/")
     assert page.headers["content-type"].startswith("text/html") and 'href="/docs"' in landing.text
-    names = [operation["operationId"] for methods in said["paths"].values() for operation in methods.values()]
-    for name in (*names, *said["components"]["schemas"]):
+    names = [operation["operationId"] for methods in documented["paths"].values() for operation in methods.values()]
+    for name in (*names, *documented["components"]["schemas"]):
         assert f'<article id="{name}">' in page.text and f'<a href="#{name}">' in page.text
     targets = re.findall(r'(?:href|src)="([^"]*)"', page.text)
     assert all(target.startswith("#") or target == "/openapi.json" for target in targets)
@@ -87,10 +87,10 @@ async def test_a_models_schemas_are_those_that_its_inputs_are_checked_by() -> No
     url = "/client/v4/accounts/me/ai/models/schema"
     async with serve() as gateway:
         async with cloudflare.AsyncCloudflare(base_url=gateway.url + "/client/v4", api_token="x") as client:
-            asked = await client.ai.models.schema.get(account_id="me", model="@tandem/demo")
+            answer = await client.ai.models.schema.get(account_id="me", model="@tandem/demo")
         unnamed = await gateway.client.get(url)
         unknown = await gateway.client.get(url, params={"model": "other"})
-    found: Any = asked.to_dict()
+    found: Any = answer.to_dict()
     assert {"prompt", "messages", "max_tokens"} <= set(found["input"]["properties"])
     assert found["output"]["$defs"]["NativeResult"]["required"] == ["finish_reason", "response", "tool_calls", "usage"]
     for schema in found.values():  # each stands by itself

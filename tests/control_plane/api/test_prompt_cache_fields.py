@@ -43,11 +43,11 @@ async def test_every_endpoint_takes_the_three_fields(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO))) as gateway:
         for fields in (ASKED, {}, dict.fromkeys(ASKED)):
             assert (await post(gateway, endpoint, fields))[0] == 200
-    asked, unsaid, null = gateway.dispatcher.requests
-    assert (asked.salt, asked.cache) == ("größe".encode(), CachePolicy.of("read", 512))
-    for request in (unsaid, null):
+    sent, absent, null = gateway.dispatcher.requests
+    assert (sent.salt, sent.cache) == ("größe".encode(), CachePolicy.of("read", 512))
+    for request in (absent, null):
         assert (request.salt, request.cache) == (b"", EVERYTHING)
-    assert asked.account == ("me" if endpoint.startswith("rest") else "default")
+    assert sent.account == ("me" if endpoint.startswith("rest") else "default")
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

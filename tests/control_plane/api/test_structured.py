@@ -91,7 +91,7 @@ async def test_a_native_answer_that_was_cut_off_is_an_error() -> None:
         (
             {"guided_json": {"not": {}, "uniqueItems": True}},
             "guided_json",
-            "not supported here: not, uniqueItems; take them out",
+            "not supported here: not, uniqueItems; remove them",
         ),
         ({"guided_json": {"type": "strin"}}, "guided_json", "Invalid type: strin"),
         ({"guided_json": {"$ref": "http://x.invalid/y"}}, "guided_json", "does not fetch"),
@@ -99,7 +99,7 @@ async def test_a_native_answer_that_was_cut_off_is_an_error() -> None:
         ({"guided_json": "{"}, "guided_json", "not JSON"),
         ({"guided_json": "[]"}, "guided_json", "send an object"),
         ({"guided_json": [1]}, "guided_json", "guided_json must be an object, or an object as JSON text, got [1]"),
-        ({"guided_json": {"$ref": "#"}}, "guided_json", "guided_json cannot be used: no text fits it"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "guided_json cannot be used: no text matches it"),
         ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
         ({"guided_regex": "(a{1000}){1000}"}, "guided_regex", "too many expressions"),
         ({"guided_regex": ""}, "guided_regex", "guided_regex is empty; send what"),
@@ -109,7 +109,7 @@ async def test_a_native_answer_that_was_cut_off_is_an_error() -> None:
         ({"guided_grammar": 'start: x "b"\nx[max_tokens=3]: /a*/'}, "guided_grammar", "max_tokens=... or stop=..."),
         ({"guided_choice": []}, "guided_choice", "none of them empty"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "structured_outputs.json is not JSON"),
-        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "here: not; take them out"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "here: not; remove them"),
         (
             {"structured_outputs": {"json": 5}},
             "structured_outputs.json",

@@ -52,11 +52,11 @@ async def test_calls_and_results_are_told_as_the_model_knows_them(path: str, cal
 
 
 async def test_json_that_is_no_call_stays_what_an_assistant_said() -> None:
-    said = {"role": "assistant", "content": '{"name": "other", "arguments": {}}'}
+    message = {"role": "assistant", "content": '{"name": "other", "arguments": {}}'}
     results = {"role": "tool", "content": "rain", "name": "get"}
     async with serve(saying("ok"), chat_template=templates.QWEN) as gateway:
-        await post(gateway, CHAT, messages=[*HI, said, results])
-    assert f"<|im_start|>assistant\n{said['content']}<|im_end|>" in prompt_of(gateway)
+        await post(gateway, CHAT, messages=[*HI, message, results])
+    assert f"<|im_start|>assistant\n{message['content']}<|im_end|>" in prompt_of(gateway)
 
 
 async def test_names_of_control_tokens_in_tools_are_text() -> None:

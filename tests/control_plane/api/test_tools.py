@@ -120,7 +120,7 @@ async def test_every_token_has_its_logprob_in_calls_too() -> None:
     assert logprobs([choice for chunk in streamed for choice in chunk["choices"]]) == logprobs(whole["choices"])
 
 
-# What is asked of the engine
+# What the engine is sent
 
 
 async def test_the_template_gets_openais_shape_whichever_came() -> None:
@@ -187,8 +187,8 @@ async def test_one_call_at_the_most_where_parallel_calls_are_off_or_the_template
 @pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "get"}])
 async def test_a_choice_may_ask_for_one_call_at_the_most(choice: dict[str, Any]) -> None:
     async with serve(saying("ok"), chat_template=templates.QWEN) as gateway:
-        for asked in (False, True):
-            await post(gateway, CHAT, tool_choice={**choice, "disable_parallel_tool_use": asked})
+        for is_disabled in (False, True):
+            await post(gateway, CHAT, tool_choice={**choice, "disable_parallel_tool_use": is_disabled})
     several, one = (str(request.sampling.grammar) for request in gateway.dispatcher.requests)
     assert "call)*" in several and "call)*" not in one
 
@@ -252,14 +252,14 @@ async def test_native_calls_have_arguments_as_objects_to_the_digit() -> None:
 
 async def test_native_streams_have_all_calls_in_one_event() -> None:
     async with serve(saying(TWO), chat_template=templates.QWEN) as gateway:
-        told = events((await post(gateway, RUN, stream=True)).text)
-    (with_calls,) = [event for event in told if "tool_calls" in event]
+        received = events((await post(gateway, RUN, stream=True)).text)
+    (with_calls,) = [event for event in received if "tool_calls" in event]
     assert with_calls["tool_calls"] == [
         {"index": 0, "name": "get", "arguments": json.loads(ARGUMENTS)},
         {"index": 1, "name": "put", "arguments": {}},
     ]
-    assert "".join(event["response"] for event in told) == "I look."
-    assert told[-1]["finish_reason"] == "tool_calls" and told[-2] == with_calls
+    assert "".join(event["response"] for event in received) == "I look."
+    assert received[-1]["finish_reason"] == "tool_calls" and received[-2] == with_calls
 
 
 async def test_a_native_call_that_was_cut_off_is_an_error() -> None:
@@ -288,8 +288,8 @@ async def test_a_native_call_that_was_cut_off_before_its_name_is_an_error(ending
 @pytest.mark.parametrize("end", ["{", "get", "Gr", "}"])
 async def test_a_native_call_within_which_a_token_ended_the_answer_is_an_error(end: str) -> None:
     """As one of `stop_token_ids` may."""
-    told = CALL[: CALL.index(end) + len(end)]
-    async with serve(saying(told), chat_template=templates.QWEN) as gateway:
+    answer = CALL[: CALL.index(end) + len(end)]
+    async with serve(saying(answer), chat_template=templates.QWEN) as gateway:
         response = await post(gateway, RUN)
         streamed = events((await post(gateway, RUN, stream=True)).text)
     assert response.status_code == 400 and "ended (stop) before its call" in response.text
@@ -299,21 +299,24 @@ async def test_a_native_call_within_which_a_token_ended_the_answer_is_an_error(e
 async def test_models_of_openais_wire_format_answer_as_openai_does() -> None:
     async with serve(saying(CALL), chat_template=templates.QWEN, wire_format="openai") as gateway:
         whole = (await post(gateway, RUN)).json()["result"]["choices"][0]
-        told = events((await post(gateway, RUN, stream=True)).text)
+        received = events((await post(gateway, RUN, stream=True)).text)
         prompted = await gateway.client.post(RUN, json={"prompt": "hi", "tools": [BARE]})
         alone = await gateway.client.post(RUN, json={"prompt": "hi"})
     assert whole["message"]["tool_calls"][0]["function"] == {"name": "get", "arguments": ARGUMENTS}
     assert prompted.json()["result"]["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
     assert alone.json()["result"]["object"] == "text_completion"
     deltas = [
-        call for event in told if event.get("choices") for call in event["choices"][0]["delta"].get("tool_calls", ())
+        call
+        for event in received
+        if event.get("choices")
+        for call in event["choices"][0]["delta"].get("tool_calls", ())
     ]
     assert "".join(call["function"]["arguments"] for call in deltas) == ARGUMENTS
 
 
 async def test_a_prompt_may_come_with_tools_unless_it_is_raw() -> None:
     async with serve(saying(CALL), chat_template=templates.QWEN) as gateway:
-        asked = await gateway.client.post(RUN, json={"prompt": "hi", "tools": [BARE]})
+        response = await gateway.client.post(RUN, json={"prompt": "hi", "tools": [BARE]})
         raw = await gateway.client.post(RUN, json={"prompt": "hi", "raw": True, "tools": [BARE]})
-    assert asked.json()["result"]["tool_calls"][0]["name"] == "get"
+    assert response.json()["result"]["tool_calls"][0]["name"] == "get"
     assert raw.status_code == 400 and "tools need a chat, and the prompt is raw" in raw.text

@@ -29,7 +29,7 @@ from tests.kv_transfer_svc.host import until
 from tests.otlp_sink import OtlpSink
 
 
-class Told(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+class ScriptedService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """A KV service that has the tables a test gives it."""
 
     def __init__(self, name: str = "kv-0") -> None:
@@ -48,8 +48,8 @@ class Told(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 
 @asynccontextmanager
-async def told(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[Told]:
-    kv = Told(name)  # type: ignore[abstract]  # it answers Tables, and is asked nothing else
+async def scripted_service(registry: WorkerRegistry, name: str = "kv-0") -> AsyncIterator[ScriptedService]:
+    kv = ScriptedService(name)  # type: ignore[abstract]  # it answers Tables, and is asked nothing else
     server = GrpcServer(
         "127.0.0.1:0", lambda server: kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(kv, server), []
     )
@@ -80,7 +80,7 @@ def region(num_bytes: int) -> RegionRow:
 
 async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
     registry = WorkerRegistry(3.0, 5.0)
-    async with told(registry) as kv, auditing(registry) as auditor:
+    async with scripted_service(registry) as kv, auditing(registry) as auditor:
         assert (await auditor.verdict()).findings == ()
         kv.tables.regions.append(region(1 << 20))
         assert (await auditor.audit()).orphan_bytes == 0
@@ -97,7 +97,11 @@ async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
 
 async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_the_others() -> None:
     registry = WorkerRegistry(3.0, 5.0)
-    async with told(registry) as kv, told(registry, "kv-1") as hangs, auditing(registry) as auditor:
+    async with (
+        scripted_service(registry) as kv,
+        scripted_service(registry, "kv-1") as hangs,
+        auditing(registry) as auditor,
+    ):
         hangs.may_answer.clear()
         registry.register(kv_service("kv-2", "127.0.0.1:1"), kv_load())
         kv.tables.regions.append(region(64))
@@ -108,14 +112,14 @@ async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_th
 
 async def test_another_life_at_the_same_address_is_not_believed() -> None:
     registry = WorkerRegistry(3.0, 5.0)
-    async with told(registry) as kv, auditing(registry) as auditor:
+    async with scripted_service(registry) as kv, auditing(registry) as auditor:
         kv.tables.incarnation = "kv-0-next-life"
         assert "kv-0-next-life" in (await auditor.audit()).unanswered["kv-0"]
 
 
 async def test_audits_go_on_by_themselves_and_never_where_they_are_turned_off() -> None:
     registry = WorkerRegistry(3.0, 5.0)
-    async with told(registry) as kv:
+    async with scripted_service(registry) as kv:
         kv.tables.regions.append(region(64))
         async with auditing(registry, audit_seconds=0.05) as auditor, auditing(registry, audit_seconds=0) as off:
             tasks = [asyncio.create_task(each.run()) for each in (auditor, off)]
@@ -129,7 +133,7 @@ async def test_audits_go_on_by_themselves_and_never_where_they_are_turned_off() 
 
 async def test_a_bug_in_an_audit_does_not_end_the_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = WorkerRegistry(3.0, 5.0)
-    async with told(registry) as kv, auditing(registry, audit_seconds=0.01) as auditor:
+    async with scripted_service(registry) as kv, auditing(registry, audit_seconds=0.01) as auditor:
         kv.tables.regions.append(region(64))
         real, num_calls = auditor._table_reader.read, 0
 

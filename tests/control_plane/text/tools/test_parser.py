@@ -116,10 +116,10 @@ CALLS = st.lists(
 def test_every_way_of_cutting_an_answer_gives_the_same(
     form: ToolForm, text: str, calls: list[tuple[str, Any]], data: st.DataObject
 ) -> None:
-    said = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
-    answer = (text if not calls or not form.begins_answer else "") + (written(form, said) if calls else "")
+    written_calls = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+    answer = (text if not calls or not form.begins_answer else "") + (written(form, written_calls) if calls else "")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), max_size=12)))
     pieces = [answer[start:end] for start, end in zip([0, *cuts], [*cuts, len(answer)], strict=True)]
     whole = parsed(form, [answer])
     assert parsed(form, pieces) == parsed(form, answer) == whole
-    assert [(name, arguments) for _, name, arguments in whole[1]] == said
+    assert [(name, arguments) for _, name, arguments in whole[1]] == written_calls

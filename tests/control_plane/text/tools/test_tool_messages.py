@@ -21,12 +21,12 @@ CHAT: list[dict[str, Any]] = [ASKED, CALLED, RESULT]
 TOOL = Tool("get", "Gets", {"type": "object", "properties": {"city": {"type": "string"}}})
 
 
-def told(source: str, chat: list[dict[str, Any]], tools: tuple[Tool, ...] = ()) -> list[dict[str, Any]]:
+def prepared(source: str, chat: list[dict[str, Any]], tools: tuple[Tool, ...] = ()) -> list[dict[str, Any]]:
     return messages_for(traits_of(source, SPECIAL), chat, tools)
 
 
 def rendered(source: str, chat: list[dict[str, Any]]) -> str:
-    return ChatTemplate(source, SPECIAL).render(told(source, chat))
+    return ChatTemplate(source, SPECIAL).render(prepared(source, chat))
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,21 @@ def test_a_call_is_told_as_the_model_writes_it(source: str, written: str) -> Non
 
 
 def test_ids_become_nine_letters_where_a_template_wants_that_and_stay_pairs() -> None:
-    _, called, result = told(templates.MISTRAL, CHAT)
+    _, called, result = prepared(templates.MISTRAL, CHAT)
     call_id = called["tool_calls"][0]["id"]
     assert len(call_id) == 9 and call_id.isalnum() and result["tool_call_id"] == call_id
     short = {**CALL, "id": "abcDEF123"}
-    kept = told(templates.MISTRAL, [ASKED, {**CALLED, "tool_calls": [short]}, {**RESULT, "tool_call_id": "abcDEF123"}])
+    kept = prepared(
+        templates.MISTRAL, [ASKED, {**CALLED, "tool_calls": [short]}, {**RESULT, "tool_call_id": "abcDEF123"}]
+    )
     assert kept[1]["tool_calls"][0]["id"] == kept[2]["tool_call_id"] == "abcDEF123"
 
 
 def test_calls_and_results_without_ids_are_paired_by_name_then_by_order() -> None:
     calls: list[dict[str, Any]] = [{"name": name, "arguments": {}} for name in ("a", "b", "b")]
-    results = [{"role": "tool", "content": content, **said} for content, said in
+    results = [{"role": "tool", "content": content, **ids} for content, ids in
                (("1", {"name": "b"}), ("2", {"name": "a"}), ("3", {}))]  # fmt: skip
-    _, called, *answered = told(templates.QWEN, [ASKED, {**CALLED, "tool_calls": calls}, *results])
+    _, called, *answered = prepared(templates.QWEN, [ASKED, {**CALLED, "tool_calls": calls}, *results])
     ids = [call["id"] for call in called["tool_calls"]]
     assert len(set(ids)) == 3
     assert [each["tool_call_id"] for each in answered] == [ids[1], ids[0], ids[2]]
@@ -67,33 +69,33 @@ def test_calls_and_results_without_ids_are_paired_by_name_then_by_order() -> Non
 
 
 def test_a_result_has_the_name_of_the_call_that_its_id_tells() -> None:
-    assert told(templates.QWEN, CHAT)[2]["name"] == "get"
+    assert prepared(templates.QWEN, CHAT)[2]["name"] == "get"
 
 
 def test_results_are_the_users_words_where_there_is_no_such_role_and_users_take_turns() -> None:
     second = {**RESULT, "content": "snow", "tool_call_id": "call_2"}
     called = {**CALLED, "tool_calls": [CALL, {**CALL, "id": "call_2"}]}
     chat = [ASKED, called, RESULT, second, {"role": "user", "content": "So?"}]
-    assert [message["role"] for message in told(templates.GEMMA, chat)] == ["user", "assistant", "user"]
-    assert told(templates.GEMMA, chat)[2]["content"] == "The result of get: rain\nThe result of get: snow\nSo?"
+    assert [message["role"] for message in prepared(templates.GEMMA, chat)] == ["user", "assistant", "user"]
+    assert prepared(templates.GEMMA, chat)[2]["content"] == "The result of get: rain\nThe result of get: snow\nSo?"
 
 
 def test_tools_in_words_stand_behind_what_the_system_says() -> None:
     system = {"role": "system", "content": "Be brief."}
-    (first, *_) = told(templates.CHATML_WITHOUT_TOOLS, [system, ASKED], (TOOL,))
+    (first, *_) = prepared(templates.CHATML_WITHOUT_TOOLS, [system, ASKED], (TOOL,))
     assert first["role"] == "system" and first["content"].startswith("Be brief.\n\nYou can call these tools")
     assert '{"name": "get", "description": "Gets", "parameters": {"type": "object"' in first["content"]
     assert '{"tool_calls": [{"name": ' in first["content"]
-    (made, asked) = told(templates.CHATML_WITHOUT_TOOLS, [ASKED], (TOOL,))
-    assert made["role"] == "system" and asked == ASKED
+    (made, question) = prepared(templates.CHATML_WITHOUT_TOOLS, [ASKED], (TOOL,))
+    assert made["role"] == "system" and question == ASKED
 
 
 def test_tools_in_words_stand_before_the_first_question_where_there_is_no_system() -> None:
-    (first, *_) = told(templates.GEMMA, CHAT, (TOOL,))
+    (first, *_) = prepared(templates.GEMMA, CHAT, (TOOL,))
     assert first["role"] == "user" and first["content"].endswith("\n\nWeather?") and '"get"' in first["content"]
 
 
 def test_a_chat_without_calls_is_left_as_it_is() -> None:
     chat = [{"role": "system", "content": "Be brief."}, ASKED, {"role": "assistant", "content": "It rains."}]
     for source in (templates.QWEN, templates.MISTRAL, templates.GEMMA):
-        assert told(source, chat) == chat
+        assert prepared(source, chat) == chat

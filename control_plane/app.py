@@ -1,4 +1,4 @@
-"""Which application answers HTTP, and what is it made of?"""
+"""Builds the ASGI application from its routes, middleware and services."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def create_app(
     settings: HttpSettings,
     accounts: Accounts | None = None,
 ) -> Starlette:
-    """Return the ASGI application with all faces; make it after `tracing.configure` and `metrics.configure`.
+    """Return the ASGI application with all routes. Call after `tracing.configure` and `metrics.configure`.
 
-    Without `accounts` nobody is asked for a token, and there is no administration.
-    It changes one thing for the process: streams are no longer cut when uvicorn begins to shut down, because a draining
-    gateway finishes what runs.
+    Without `accounts`, no token is required and there is no administration API. Changes one process-wide setting of
+    sse-starlette: uvicorn's shutdown no longer cuts streams, because a draining gateway finishes its requests.
     """
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     app = Starlette(

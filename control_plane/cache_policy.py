@@ -1,7 +1,7 @@
-"""What may a request take from the prompt caches, and what may it leave there?
+"""Limits which cached blocks a request may find, and which blocks it may leave for later requests.
 
-A request says what it wants, the operator what its account may: what holds is the stricter of both, for taking and for
-leaving each, and the smaller bound.
+The request sets a policy, and the operator sets one for the account. The stricter of both applies, to finding and to
+leaving separately; of two bounds the smaller one applies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """Without bounds an answer's blocks are left too; a bound counts tokens of the prompt, in whole blocks."""
+    """Without a bound, the answer's blocks are left too. A bound counts tokens of the prompt, in whole blocks."""
 
     finds: bool = True
     leaves: bool = True
     max_tokens: int | None = None
-    """Only so many leading tokens of the prompt are found or left."""
+    """Leading tokens of the prompt that may be found or left; None: all."""
 
     @classmethod
     def of(cls, mode: CacheMode, max_tokens: int | None = None) -> CachePolicy:
@@ -29,16 +29,16 @@ class CachePolicy:
         return cls(mode in ("on", "read"), mode in ("on", "write"), max_tokens)
 
     def within(self, other: CachePolicy) -> CachePolicy:
-        """Return what both allow."""
+        """Return the policy that both allow."""
         bounds = [bound for bound in (self.max_tokens, other.max_tokens) if bound is not None]
         return CachePolicy(self.finds and other.finds, self.leaves and other.leaves, min(bounds, default=None))
 
     def max_found_blocks(self, num_prompt_tokens: int, block_size: int) -> int | None:
-        """Return how many leading blocks may come from a cache; None: all there are."""
+        """Return how many leading blocks may come from a cache; None: all."""
         return self._max_blocks(self.finds, num_prompt_tokens, block_size)
 
     def max_left_blocks(self, num_prompt_tokens: int, block_size: int) -> int | None:
-        """Return how many leading blocks others may find; None: all of the prompt, and those that the answer fills."""
+        """Return how many leading blocks later requests may find; None: all blocks of prompt and answer."""
         return self._max_blocks(self.leaves, num_prompt_tokens, block_size)
 
     def _max_blocks(self, is_allowed: bool, num_prompt_tokens: int, block_size: int) -> int | None:
@@ -53,19 +53,19 @@ NOTHING = CachePolicy.of("off")
 
 @dataclass(frozen=True)
 class AccountPolicies:
-    """What each account may; made from the operator's setting."""
+    """The policy of each account, from the operator's setting."""
 
     by_account: Mapping[str, CachePolicy] = field(default_factory=dict)
     others: CachePolicy = EVERYTHING
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> AccountPolicies:
-        """Read `ACCOUNT=MODE` and `ACCOUNT=MODE:TOKENS`, `*` for all others; raises ValueError saying what is wrong."""
+        """Parse `ACCOUNT=MODE` and `ACCOUNT=MODE:TOKENS`, `*` for all others; raises ValueError."""
         policies: dict[str, CachePolicy] = {}
         for entry in entries:
             account, policy = _parse(entry)
             if account in policies:
-                raise ValueError(f"prompt_cache_accounts names {account!r} twice; say once what it may")
+                raise ValueError(f"prompt_cache_accounts names {account!r} twice; keep one entry")
             policies[account] = policy
         return cls(policies, policies.pop("*", EVERYTHING))
 

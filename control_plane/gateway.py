@@ -1,4 +1,4 @@
-"""What is one control-plane process made of, and how does it live?"""
+"""Builds one control-plane process and runs it until it has drained."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from control_plane.cache_policy import AccountPolicies
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.readiness import Prober
+from control_plane.fleet.readiness import Prober, ReadinessProofs
 from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.fleet.status import Fleet
+from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.listening import allow_many_connections, listen
 from control_plane.routing.prefix_index import PrefixIndex
@@ -63,9 +63,9 @@ class Gateway:
         self.catalog = ModelCatalog(self.registry, models=settings.models, fallback_model=settings.fallback_model)
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
-        self.dispatcher = self.make_dispatcher(
-            Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
-        )
+        proofs = ReadinessProofs(self.registry)
+        router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
+        self.dispatcher = self.make_dispatcher(router, proofs)
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
@@ -73,10 +73,10 @@ class Gateway:
             self.registry,
             self.catalog,
             self.dispatcher,
+            proofs,
             settings.probe_interval_seconds,
             settings.probe_valid_seconds,
         )
-        self.dispatcher.proven = self.prober.proven
         self.auditor = Auditor(
             self.registry,
             self._links,
@@ -87,8 +87,8 @@ class Gateway:
         )
         gauges.export(lambda: self.auditor.report)
 
-    def make_dispatcher(self, router: Router) -> Dispatcher:
-        """Return a dispatcher over this gateway's links, which routes as `router` says."""
+    def make_dispatcher(self, router: Router, proofs: ReadinessProofs | None = None) -> Dispatcher:
+        """Return a dispatcher over this gateway's links that takes its routes from `router`."""
         return Dispatcher(
             self.registry,
             self._links,
@@ -101,6 +101,7 @@ class Gateway:
             self._settings.max_waiting,
             accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
             max_unread_tokens=self._settings.max_unread_tokens,
+            proofs=proofs,
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -136,8 +137,8 @@ class Gateway:
         self.started.set()
         http = _HttpServer(self._http_config(accounts))
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
-        endless = self._sweep(), self.prober.run(), self.auditor.run(), accounts.run()
-        background = [asyncio.create_task(each) for each in endless]
+        loops = self._sweep(), self.prober.run(), self.auditor.run(), accounts.run()
+        background = [asyncio.create_task(loop) for loop in loops]
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving, *background], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
@@ -151,7 +152,7 @@ class Gateway:
         await self._kv_clients.close()
         await grpc_server.stop(grace_seconds=1.0)
         for task in ended:
-            task.result()  # raises what ended a task that was meant to run for ever
+            task.result()  # raises the error of a loop that ended too early
         return 0
 
     def _add_services(self, server: grpc.aio.Server) -> None:
@@ -168,7 +169,7 @@ class Gateway:
             meter=accounts.metering,
         )
         http = HttpSettings(max_body_bytes=settings.max_body_bytes, operator_token=settings.operator_token)
-        fleet = Fleet(self.registry, self.auditor.orphans_of)
+        fleet = FleetStatus(self.registry, self.auditor.orphans_of)
         app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
         return uvicorn.Config(
             app,
@@ -189,7 +190,7 @@ class Gateway:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: tandem_runtime.lifecycle says when to drain."""
+    """uvicorn without its own signal handlers: tandem_runtime.lifecycle decides when to drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

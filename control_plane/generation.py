@@ -1,7 +1,8 @@
-"""What passes between the HTTP faces, the text pipeline and the dispatcher?
+"""Defines the values that pass between the HTTP API, the text pipeline and the dispatcher.
 
-Faces make a `GenerationRequest` from a validated body; the text pipeline turns it into token ids and asks the
-dispatcher for a `TokenStream`; what comes back climbs the same way as `TextDelta`s.
+The API makes a `CompletionRequest` or `ChatRequest` from a validated body. The text pipeline turns that request into a
+`TokenRequest` and submits it to the dispatcher. The dispatcher returns a `TokenStream`, whose tokens the text pipeline
+turns into `TextDelta`s.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from tandem_runtime.model_table import WireFormat
 FinishReason = Literal["stop", "length"]
 """Why the tokens end."""
 AnswerEnd = Literal["stop", "length", "tool_calls"]
-"""Why an answer ends, as clients are told."""
+"""Why an answer ends, in the client's response."""
 
 
 @dataclass(frozen=True)
 class TokenRequest:
-    """One prompt for the dispatcher: token ids only (law 1)."""
+    """One prompt for the dispatcher: token ids only (law 1 in docs/architecture.md)."""
 
     request_id: str
     account: str
@@ -34,17 +35,17 @@ class TokenRequest:
     deadline: float
     """Unix seconds."""
     salt: bytes = b""
-    """The caller's own: narrows who shares the prompt's cache to those of the account who send the same."""
+    """The caller's own salt: only requests of the account with the same salt share the prompt's cache."""
     cache: CachePolicy = EVERYTHING
-    """What the caller wants of the prompt caches; readiness probes neither find nor leave anything."""
+    """The caller's cache policy; readiness probes neither find nor leave blocks."""
     num_public_tokens: int = 0
-    """So many leading tokens are a text that the operator marked public."""
+    """Leading tokens of a text that the operator marked public."""
     priority: int = 0
     fairness_key: str = ""
     session_affinity: str = ""
     reject_if_busy: bool = False
     is_probe: bool = False
-    """A readiness probe: it goes the whole way whatever that costs, and is never quarantined."""
+    """A readiness probe: it passes every phase at any cost, and is never quarantined."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,17 @@ class PositionLogprobs:
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """What the phases of one request did besides; cached tokens from nowhere else were in the worker's own pool."""
+    """What the phases of one request did. Cached tokens that are not counted here were in the worker's own pool."""
 
     num_store_tokens: int = 0
     """Copied from the store of the worker's host."""
     num_remote_tokens: int = 0
-    """Fetched into that store from another host's."""
+    """Fetched into that store from another host's store."""
     num_reprefill_tokens: int = 0
     """Computed by decode although prefill had computed them."""
     num_bytes_moved: int = 0
     prefill_us: int = 0
-    """Microseconds between a worker's first and last step for the prompt; a batch's others share them."""
+    """Microseconds between a worker's first and last step for the prompt; shared by all requests of a batch."""
     decode_us: int = 0
 
     def __add__(self, other: PhaseWork) -> PhaseWork:
@@ -90,7 +91,7 @@ class Usage:
     """Summed over choices."""
     work: PhaseWork = PhaseWork()
     microneurons: int | None = None
-    """The price, in millionths of a neuron; None: nobody has asked for one."""
+    """The price, in millionths of a neuron; None: not priced."""
 
     @property
     def num_pool_tokens(self) -> int:
@@ -112,7 +113,7 @@ class Usage:
         assert self.num_prompt_tokens == self.num_computed_tokens + self.num_cached_tokens, "prompt = computed + cached"
 
     def __sub__(self, earlier: Usage) -> Usage:
-        """Return what came since `earlier`, of the same request."""
+        """Return the difference to `earlier`, of the same request."""
         return Usage(
             self.num_prompt_tokens - earlier.num_prompt_tokens,
             self.num_computed_tokens - earlier.num_computed_tokens,
@@ -123,7 +124,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """New tokens of one choice. `finish_reason` comes with the last ones of that choice."""
+    """New tokens of one choice. `finish_reason` comes with the last tokens of that choice."""
 
     choice_index: int
     token_ids: tuple[int, ...]
@@ -132,31 +133,32 @@ class TokenDelta:
 
 
 class TokenStream(Protocol):
-    """Tokens of all choices as they come. Ends after every choice has finished or was stopped.
+    """Tokens of all choices in the order of arrival. Ends after every choice has finished or was stopped.
 
-    Iterating raises a TandemError if the request is refused or fails. `aclose()` cancels whatever
-    still runs, returns once the cancels are on their way, and may be called at any time, more than once.
+    Iterating raises a TandemError if the request is refused or fails. `aclose()` cancels what still runs and returns
+    once the cancels are sent; it may be called at any time, more than once.
     """
 
-    route: Mapping[str, Any]
-    """Why these workers: names, predicted milliseconds, reason; for headers and traces."""
+    @property
+    def route(self) -> Mapping[str, Any]:
+        """The chosen workers, predicted milliseconds and the reason; for headers and traces."""
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
 
     def batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
-        """Yield the same, all that has come at a time; what is taken from a batch counts as delivered.
+        """Yield the same tokens, all new tokens at a time; tokens taken from a batch count as delivered.
 
-        A batch is read to its end before the next one is asked for. To be used instead of iterating, not beside it.
+        Read a batch to its end before the next one. Use this instead of plain iteration, not beside it.
         """
 
     def stop_choice(self, choice_index: int) -> None:
-        """End one choice early (a stop string was found); its unused tokens are not billed, nor delivered."""
+        """End one choice early (a stop string was found); its undelivered tokens are dropped and not billed."""
 
     async def aclose(self) -> None: ...
 
     @property
     def usage(self) -> Usage:
-        """Final once iteration has ended; before that, what is known so far."""
+        """Final once iteration has ended; the counts so far before that."""
 
 
 class Dispatcher(Protocol):
@@ -191,14 +193,14 @@ class ModelDescription:
     tokenizer_config: Mapping[str, Any] = field(repr=False)
     """Special tokens by name (bos_token, eos_token), for templates."""
     wire_format: WireFormat = "native"
-    """How `AI.run` and /ai/run answer: Workers AI's older models natively, its newer ones as OpenAI does."""
+    """The answers of `AI.run` and /ai/run: native for Workers AI's older models, OpenAI's for its newer models."""
     is_fallback: bool = False
-    """It answers in place of another, which was asked for and is not loaded."""
+    """This model answers in place of the requested model, which is not loaded."""
 
 
 class ModelCatalog(Protocol):
     async def get(self, name: str) -> ModelDescription:
-        """Return the model that answers to that id or alias; raises ModelNotFound naming what is served."""
+        """Return the model with that id or alias; raises ModelNotFound with the served models."""
 
     def list(self) -> list[ModelDescription]:
-        """Every model that a ready worker serves, by id."""
+        """Return every model that a ready worker serves, sorted by id."""

@@ -1,4 +1,4 @@
-"""Where does the control plane's secret come from, and which keys are made from it?"""
+"""Loads the control plane's secret, and derives keys from the secret."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NUM_BYTES = 32
 
 
 def load_secret(configured: str, state_dir: Path) -> bytes:
-    """Return the configured secret (hex), else the one of this state directory, made once with mode 0600.
+    """Return the configured secret (hex), else the secret of this state directory, made once with mode 0600.
 
-    Raises InvalidRequest if a secret is not hex of at least 32 bytes, or cannot be kept.
+    Raises InvalidRequest if a secret is not hex of at least 32 bytes, or cannot be stored.
     """
     if configured:
         return _parse(configured, "the setting `secret`")
@@ -26,27 +26,27 @@ def load_secret(configured: str, state_dir: Path) -> bytes:
             _make(path)
         text = path.read_text().strip()
     except OSError as error:
-        raise InvalidRequest(f"cannot keep the secret in {path}: {error}; set --state-dir or --secret") from error
+        raise InvalidRequest(f"cannot store the secret in {path}: {error}; set --state-dir or --secret") from error
     return _parse(text, str(path))
 
 
 def handle_key(secret: bytes) -> bytes:
-    """Return the key that signs KV handles; KV services are given it when they register."""
+    """Return the key that signs KV handles; KV services get the key when they register."""
     return hmac.digest(secret, b"tandem kv handle", hashlib.sha256)
 
 
 def cache_salt(secret: bytes, account: str) -> bytes:
-    """Return the salt that keeps an account's cached blocks apart from every other's."""
+    """Return the salt that separates an account's cached blocks from those of every other account."""
     return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
 
 
 def account_tag(secret: bytes, account: str) -> bytes:
-    """Return what an account's cached blocks are counted under: no KV service need know its name."""
+    """Return the tag that an account's cached blocks are counted under; KV services never see its name."""
     return hmac.digest(secret, b"tandem account tag\0" + account.encode(), hashlib.sha256)[:8]
 
 
 def _make(path: Path) -> None:
-    """Write a new secret so that two processes starting at once end up with the same one."""
+    """Write a new secret; two processes that start at once end up with the same secret."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".secret-{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -33,7 +33,7 @@ from benchmarks.gateway.sse_readers import Readers, Stream, post
 from benchmarks.gateway.stand_in_worker import CONTEXT_LENGTH
 from benchmarks.gateway.stats import Flat, Paced, Rate, Results, Slow, Two, enter
 from benchmarks.lib.command import Outcome, Progress, parser, run
-from control_plane.dispatch.request_stream import MAX_UNREAD_TOKENS
+from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS
 from tandem_engine.demo import MODEL_ID
 
 _NUM_STREAMS = 256

@@ -1,31 +1,59 @@
-"""Where do requests wait while every worker is full, and in what order are they tried again?"""
+"""Decides whether a request may start, wait or be sent again.
+
+A new request passes `Quarantine.check`, waits in the `AdmissionQueue` while every worker is full, and takes a permit of
+the `RetryBudget` each time it is sent again after the loss of a worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import hashlib
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable
 
-from tandem_runtime.errors import Overloaded, TandemError
+from control_plane.generation import TokenRequest
+from tandem_runtime.errors import Aborted, Overloaded, TandemError
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
 
 _TICK_SECONDS = 0.25
-"""The first is tried again that often even if nobody here has left: another gateway's request may have."""
+"""How often the first request is retried even if none of ours has ended: another gateway's request may have."""
+
+_SHARE_OF_REQUESTS = 0.2
+_BURST = 100
+_BURST_SECONDS = 10.0
+
+MAX_DEATHS_IN_A_ROW = 3
+"""Workers that died with a choice since its last new token. A new token between two deaths clears the request."""
+MAX_DEATHS = 10
+"""Workers that died with a choice in all, with or without new tokens in between."""
+_QUARANTINE_SECONDS = 600.0
+_MAX_QUARANTINED_PROMPTS = 1000
 
 
-class WaitingRoom:
-    """A bounded queue at the door. One at a time is let out: the first, whenever somebody leaves the house."""
+class AdmissionQueue:
+    """A bounded queue of requests that wait for room. Releases the first request whenever another one ends."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, queue_seconds: float) -> None:
         self._max_waiting = max_waiting
+        self._queue_seconds = queue_seconds
         self._turns: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
-        """Return when it is this request's turn; `in_front` for one that has just been tried in vain.
+    def deadline(self, request: TokenRequest) -> float:
+        """Return until when (Unix seconds) a request that begins to wait now may wait."""
+        return min(request.deadline, time.time() + self._queue_seconds)
 
-        Raises `refusal` after `seconds`, and Overloaded at once if the room is full.
+    async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
+        """Return when it is this request's turn; `in_front` for a request whose attempt has just failed.
+
+        Raises `refusal` after `seconds`, and Overloaded at once if the queue is full.
         """
         if len(self._turns) >= self._max_waiting and not in_front:
             raise Overloaded(
@@ -35,7 +63,7 @@ class WaitingRoom:
             )
         turn = asyncio.get_running_loop().create_future()
         (self._turns.appendleft if in_front else self._turns.append)(turn)
-        self._tick_later()
+        self._schedule_tick()
         try:
             await asyncio.wait_for(turn, max(0.0, seconds))
         except TimeoutError:
@@ -43,17 +71,99 @@ class WaitingRoom:
         finally:
             self._turns.remove(turn)
 
-    def next(self) -> None:
-        """Let the first try: somebody left, or was let in and there may be room for more."""
+    def release_next(self) -> None:
+        """Let the first request try. Call when a request has ended, or was started and more room may be left."""
         if self._turns and not self._turns[0].done():
             self._turns[0].set_result(None)
 
-    def _tick_later(self) -> None:
+    def _schedule_tick(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self.next()
+        self.release_next()
         if self._turns:
-            self._tick_later()
+            self._schedule_tick()
+
+
+class RetryBudget:
+    """A token bucket that keeps a crash loop from multiplying the load.
+
+    The bucket gains 0.2 permits per new request and 100 per 10 seconds; it holds 100. The first loss of each request
+    or choice needs no permit: load at most doubles, and a worker that dies with hundreds of streams stops none of them.
+    """
+
+    def __init__(self, burst: int = _BURST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst = burst
+        self._clock = clock
+        self._num_left = float(burst)
+        self._filled_at = clock()
+
+    def earn(self) -> None:
+        """Add the share of a new request."""
+        self._fill(_SHARE_OF_REQUESTS)
+
+    def take(self, *, is_first: bool) -> None:
+        """Spend a permit unless this is the first loss; raises Overloaded while there is no permit."""
+        self._fill(0.0)
+        if is_first:
+            return
+        if self._num_left < 1:
+            raise Overloaded(
+                "too many requests have lost their workers and are being sent again; try again later",
+                retry_after_seconds=_BURST_SECONDS / self._burst,
+            )
+        self._num_left -= 1
+
+    def _fill(self, earned: float) -> None:
+        now = self._clock()
+        earned += (now - self._filled_at) * self._burst / _BURST_SECONDS
+        self._filled_at = now
+        self._num_left = min(float(self._burst), self._num_left + earned)
+
+
+class Quarantined(Aborted):
+    """Raised by the gateway only: another attempt would cost the next worker."""
+
+
+class Quarantine:
+    """Remembers the latest prompts that killed workers, by account; a bounded number."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def check(self, request: TokenRequest) -> None:
+        """Raise Quarantined if this prompt of this account is in quarantine. Probes are never quarantined."""
+        while self._until and next(iter(self._until.values()))[0] <= self._clock():
+            self._until.popitem(last=False)
+        if self._until and not request.is_probe and (found := self._until.get(_key(request))):
+            raise Quarantined(found[1])
+
+    def put(self, request: TokenRequest) -> Quarantined:
+        """Quarantine a prompt unless a probe sent it; return the client's error."""
+        error = Quarantined(
+            f"the request was running on three workers as each of them died; it is quarantined: this prompt is "
+            f"refused for {_QUARANTINE_SECONDS / 60:g} minutes; change it, or have an operator look at the workers' "
+            "logs"
+        )
+        log.error("request_quarantined", request_id=request.request_id, account=request.account)
+        if not request.is_probe:
+            key = _key(request)
+            self._until[key] = (self._clock() + _QUARANTINE_SECONDS, error.message)
+            self._until.move_to_end(key)
+            if len(self._until) > _MAX_QUARANTINED_PROMPTS:
+                self._until.popitem(last=False)
+        return error
+
+
+def _key(request: TokenRequest) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (request.account.encode(), request.model_id.encode()):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    digest.update(array("I", request.token_ids).tobytes())
+    return digest.digest()

@@ -1,11 +1,11 @@
-"""Which hashes do the blocks of a prompt have, and which of them may be found or left in caches?
+"""Hashes a prompt's blocks, and bounds which of them may be found in caches or left there.
 
     tokens   | public text, whole blocks | the account's own ...                      | a tail: no hash
     hashes     p0  p1  ...                 ak  ak+1  ...
 
-The chain a0 a1 ... is rooted in the account's salt and runs over all blocks; of those that lie within a text marked
-public the hash is taken from a chain p0 p1 ... without an account instead. An ak depends on the account all the same,
-and workers go on with the chain from the last hash: so that one is never public.
+The chain a0 a1 ... is rooted in the account's salt and covers all blocks. Blocks within a public text take their hash
+from a chain p0 p1 ... without an account instead. Each ak still depends on the account. Workers continue the chain from
+the last hash, so the last hash is never public.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 
 _PUBLIC_SALT = b"public"
-"""Shorter than any account's salt, so it is none."""
+"""Shorter than every account's salt, so equal to none."""
 
 
 @dataclass(frozen=True)
-class Hashes:
-    """The chain of block hashes of a prompt, made once here, used everywhere below."""
+class PromptHashes:
+    """The chain of block hashes of a prompt; computed here once, used by router and workers."""
 
     root: bytes
     blocks: tuple[bytes, ...]
     account_tag: bytes = b""
     num_public_blocks: int = 0
-    """So many leading blocks are every account's."""
+    """Leading blocks that all accounts share."""
     max_found_blocks: int | None = None
-    """Only so many leading blocks may come from caches; None: all."""
+    """Leading blocks that may come from caches; None: all."""
     max_left_blocks: int | None = None
-    """Only so many leading blocks may be found by others; None: all, and those of the answer."""
+    """Leading blocks that later requests may find; None: all, and the answer's blocks."""
 
     def __post_init__(self) -> None:
-        is_private_at_its_end = self.num_public_blocks < max(1, len(self.blocks))
-        assert is_private_at_its_end, "an answer's blocks would be every account's: the chain goes on from the last"
+        ends_private = self.num_public_blocks < max(1, len(self.blocks))
+        assert ends_private, "all accounts would share the answer's blocks: their chain continues from the last hash"
 
     def with_answer(self, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-        """Return the hashes of all full blocks of `token_ids`, the prompt and what follows it."""
+        """Return the hashes of all full blocks of `token_ids`: the prompt and the tokens after it."""
         parent = self.blocks[-1] if self.blocks else self.root
         rest = token_ids[len(self.blocks) * block_size :]
         return (*self.blocks, *hash_blocks(BlockHash(parent), rest, block_size))
@@ -51,26 +51,26 @@ class Hashes:
 
 def hash_prompt(
     card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"", num_public_tokens: int = 0
-) -> Hashes:
-    """Hash a prompt of which the first `num_public_tokens` are a text that is marked public."""
+) -> PromptHashes:
+    """Hash a prompt whose first `num_public_tokens` tokens are a public text."""
     size = card.block_size
     root = hash_root(card.fingerprint.digest, size, "", salt)
     blocks = hash_blocks(root, token_ids, size)
     num_public = max(0, min(num_public_tokens // size, len(blocks) - 1))
     public_root = hash_root(card.fingerprint.digest, size, "", _PUBLIC_SALT)
     blocks[:num_public] = hash_blocks(public_root, token_ids[: num_public * size], size)
-    return Hashes(root, tuple(blocks), account_tag, num_public)
+    return PromptHashes(root, tuple(blocks), account_tag, num_public)
 
 
 class PromptHasher:
-    """Hashes prompts so that no two accounts share what is not public, and as far as request and account allow."""
+    """Hashes prompts so that two accounts share public blocks only, within the bounds of request and account."""
 
     def __init__(self, secret: bytes, accounts: AccountPolicies) -> None:
         self._secret = secret
         self._accounts = accounts
 
-    async def hashes(self, request: TokenRequest, card: pb.ModelCard) -> Hashes | None:
-        """Return a prompt's hashes; None if no cache may have anything to do with it."""
+    async def hashes(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes | None:
+        """Return a prompt's hashes; None if no cache may hold the prompt."""
         policy = self._accounts.of(request.account).within(request.cache)
         num_tokens = len(request.token_ids)
         max_found = policy.max_found_blocks(num_tokens, card.block_size)
@@ -80,8 +80,8 @@ class PromptHasher:
         hashes = await asyncio.to_thread(self._hash, request, card)
         return replace(hashes, max_found_blocks=max_found, max_left_blocks=max_left)
 
-    def _hash(self, request: TokenRequest, card: pb.ModelCard) -> Hashes:
-        """Hash a prompt; whoever sends a salt of their own wants to share with nobody else, the public included."""
+    def _hash(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes:
+        """Hash a prompt; a request with its own salt shares no blocks, public ones included."""
         salt = cache_salt(self._secret, request.account) + request.salt
         num_public_tokens = 0 if request.salt else request.num_public_tokens
         tag = account_tag(self._secret, request.account)

@@ -1,120 +1,226 @@
-"""What becomes of a request whose worker is lost while it runs there?"""
+"""Recovers requests whose worker is lost after it had accepted the request.
+
+The cases, in the order that a request meets them:
+
+1. Before both halves have accepted, `RequestStarter` tries the next route; nothing is recovered here.
+2. A prefill worker is lost before it sealed the prompt. `_prefill_lost` starts the request again with another prefill
+   worker, once, if that is predicted to be sooner. Otherwise it aborts the KV handle, which makes decode compute the
+   prompt itself.
+3. A decode worker is lost. `_choice_lost` gives the dead reader's lease back and moves the choice. Another decode
+   worker computes prompt and tokens so far, and continues with the next token. While no worker has room, or the retry
+   budget is spent, the choice waits in front of the admission queue; its client sees a pause.
+4. A worker contradicts tokens that the client has (`Diverged`). The choice moves as in case 3, and may stay at the same
+   worker, since the worker gets those tokens with it.
+5. A worker drains. As case 2 or 3, but the loss is not counted.
+6. The request ends with an error: on errors that every worker would answer (`FINAL`); after 4 failures of living
+   workers; after 3 deaths without a new token in between, or 10 losses (the prompt is then quarantined); or when no
+   worker had room before the queue's deadline.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Coroutine
 from typing import Any
 
-from control_plane.dispatch.migration import Mover
-from control_plane.dispatch.quarantine import MAX_DEATHS, MAX_DEATHS_IN_A_ROW, Quarantine
-from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, Plan
-from control_plane.dispatch.request_stream import Choice, Diverged
-from control_plane.dispatch.worker_call import Leg
+from control_plane.dispatch.admission import (
+    MAX_DEATHS,
+    MAX_DEATHS_IN_A_ROW,
+    AdmissionQueue,
+    Quarantine,
+    RetryBudget,
+)
+from control_plane.dispatch.request_starter import RequestStarter
+from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.submitter import Submitter
+from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.routing.router import Route
-from tandem_runtime.errors import Draining, InternalError, TandemError, Unavailable
+from control_plane.routing.router import Router
+from tandem_runtime.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
-
-class Losses:
-    """Recovers requests whose worker is lost. A draining worker is no loss; an unreachable one has died."""
+class Recovery:
+    """Recovers requests in background tasks, each of which ends with its request at the latest."""
 
     def __init__(
         self,
-        mover: Mover,
-        kv_clients: KvClients,
+        router: Router,
+        starter: RequestStarter,
+        submitter: Submitter,
+        queue: AdmissionQueue,
+        budget: RetryBudget,
         quarantine: Quarantine,
-        route: Callable[[Plan], Route],
-        start_again: Callable[[Plan, str], Coroutine[Any, Any, None]],
-        spawn: Spawn,
+        kv_clients: KvClients,
+        tasks: TaskSet,
     ) -> None:
-        self._mover = mover
-        self._kv_clients = kv_clients
+        self._router = router
+        self._starter = starter
+        self._submitter = submitter
+        self._queue = queue
+        self._budget = budget
         self._quarantine = quarantine
-        self._route = route
-        self._start_again = start_again
-        self._spawn = spawn
+        self._kv_clients = kv_clients
+        self._tasks = tasks
 
-    def choice_failed(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-        """A decode worker was lost: go on elsewhere from the next token, or tell the client."""
+    def recover(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
+        """Recover the request from the loss of one call."""
+        if call.choice_index is None:
+            self._prefill_lost(state, call, error)
+        else:
+            self._choice_lost(state, state.choices[call.choice_index], call, error)
+
+    # ------------------------------------------------------------------------------------------ a lost prefill
+
+    def _prefill_lost(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
+        log.warning("prefill_failed", request_id=state.request.request_id, error=error.message)
+        waiting = [choice for choice in state.choices if not choice.is_over and not choice.tokens]
+        if isinstance(error, Unavailable) and any(self._is_deadly(state, choice, call) for choice in waiting):
+            state.fail(self._quarantine.put(state.request))
+            return
+        self._spawn(state, self._compute_prompt_elsewhere(state, call, error))
+
+    async def _compute_prompt_elsewhere(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
+        await state.wait_started()
+        if state.prefill is not call or state.handle is None:  # the request was started again meanwhile
+            return
+        state.avoid_worker(call.incarnation)
+        if isinstance(error, FINAL) or state.has_restarted or not self._another_prefill_is_sooner(state):
+            await self._kv_clients.abort(state.handle, error)  # makes decode compute the prompt itself
+            return
+        try:
+            await self._starter.restart(state, call.incarnation)
+        except TandemError as refusal:
+            state.fail(refusal)
+        except Exception as exception:
+            log.exception("unhandled_exception", task="restart", request_id=state.request.request_id)
+            state.fail(InternalError(f"the request could not go on after its worker was lost: {exception!r}"))
+
+    def _another_prefill_is_sooner(self, state: RequestState) -> bool:
+        """Return whether to use another prefill worker; only if every choice still waits for the prompt's cache."""
+        running = [choice for choice in state.choices if not choice.is_over]
+        if not running or not all(_waits_for_cache(choice) for choice in running):
+            return False
+        try:
+            return self._router.choose(state.routing_request(), state.avoid).prefill is not None
+        except TandemError:
+            return False
+
+    # ------------------------------------------------------------------------------------------- a lost decode
+
+    def _choice_lost(self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError) -> None:
         if choice.is_over:
             return
-        if not isinstance(error, Diverged):  # that one may well go on, from the tokens that the client has
-            plan.avoid.add(leg.link.worker.incarnation)
-            choice.lost_with.add(leg.link.worker.incarnation)
-        if (end := self._end_of(plan, choice, leg, error)) is not None:
-            plan.flight.fail(end)
+        if not isinstance(error, Diverged):
+            state.choice_lost(choice, call.incarnation)
+        if (final := self._final_error(state, choice, call, error)) is not None:
+            state.fail(final)
             return
-        if plan.handle is not None:
-            self._spawn(self._kv_clients.release(plan.handle, f"{plan.request.request_id}-{choice.index}"))
-        self._until_the_end(plan, self._mover.move_or_fail(plan, choice, leg, error))
+        if state.handle is not None:
+            reader_id = f"{state.request.request_id}-{choice.index}"
+            self._tasks.spawn(self._kv_clients.release(state.handle, reader_id))
+        self._spawn(state, self._move_or_fail(state, choice, call, error))
 
-    def prefill_failed(self, plan: Plan, leg: Leg, error: TandemError) -> None:
-        """Prefill broke after it had accepted: another one reads the prompt, or decode does, whichever is sooner."""
-        log.warning("prefill_failed", request_id=plan.request.request_id, error=error.message)
-        waiting = [choice for choice in plan.flight.choices if not choice.is_over and not choice.tokens]
-        if isinstance(error, Unavailable) and any(self._is_deadly(choice, leg) for choice in waiting):
-            plan.flight.fail(self._quarantine.put(plan.request))
-            return
-        self._until_the_end(plan, self._read_elsewhere(plan, leg, error))
-
-    def _end_of(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> TandemError | None:
-        """Count the loss of a decode worker; return what the request ends with, if this was one too many."""
+    def _final_error(
+        self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
+    ) -> TandemError | None:
+        """Count the loss of a decode worker; return the request's error if this loss was one too many."""
         if isinstance(error, FINAL):
             return error
         if isinstance(error, Draining):
             return None
-        choice.num_losses += 1
+        num_losses = state.count_loss(choice)
         if isinstance(error, Unavailable):
-            return self._quarantine.put(plan.request) if self._is_deadly(choice, leg) else None
-        return error if choice.num_losses >= MAX_ATTEMPTS else None
+            return self._quarantine.put(state.request) if self._is_deadly(state, choice, call) else None
+        return error if num_losses >= MAX_ATTEMPTS else None
 
-    def _is_deadly(self, choice: Choice, leg: Leg) -> bool:
-        """Count a worker that died with a choice; return whether that were too many for a coincidence."""
-        choice.deaths.add(leg.link.worker.incarnation)
-        return len(choice.deaths) >= MAX_DEATHS_IN_A_ROW or choice.num_losses >= MAX_DEATHS
+    def _is_deadly(self, state: RequestState, choice: ChoiceState, call: WorkerCall) -> bool:
+        """Count a worker that died with a choice; return whether these are too many deaths for a coincidence."""
+        return state.count_death(choice, call.incarnation) >= MAX_DEATHS_IN_A_ROW or choice.num_losses >= MAX_DEATHS
 
-    async def _read_elsewhere(self, plan: Plan, leg: Leg, error: TandemError) -> None:
-        await plan.has_started.wait()
-        if plan.flight.prefill is not leg or plan.handle is None:  # the whole was tried again meanwhile
+    async def _move_or_fail(
+        self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
+    ) -> None:
+        """Move a choice that lost `call` to `error`; the client gets the error only if the choice cannot move."""
+        await state.wait_started()
+        if choice.call is not call or choice.is_over:  # the request was started again meanwhile
             return
-        incarnation = leg.link.worker.incarnation
-        plan.avoid.add(incarnation)
-        if isinstance(error, FINAL) or plan.has_started_anew or not self._another_is_sooner(plan):
-            await self._kv_clients.abort(plan.handle, error)  # tells decode to compute the prompt itself
-            return
-        plan.has_started_anew = True
         try:
-            await self._start_again(plan, incarnation)
+            await self._move_when_there_is_room(state, choice, call, error)
+        except Cancelled:
+            log.debug("migration_cancelled", request_id=state.request.request_id, choice=choice.index)
         except TandemError as refusal:
-            plan.flight.fail(refusal)
-        except Exception as bug:
-            log.exception("starting_again_broke", request_id=plan.request.request_id)
-            plan.flight.fail(InternalError(f"the request could not go on after its worker was lost: {bug!r}"))
+            log.warning("migration_failed", request_id=state.request.request_id, error=refusal.message)
+            state.fail(refusal if isinstance(refusal, DeadlineExceeded) else error)
+        except Exception as exception:
+            log.exception("unhandled_exception", task="migration", request_id=state.request.request_id)
+            state.fail(InternalError(f"the answer could not go on after its worker was lost: {exception!r}"))
 
-    def _another_is_sooner(self, plan: Plan) -> bool:
-        """Whether to begin anew with another prefill worker; only if no choice has got anywhere yet."""
-        running = [choice for choice in plan.flight.choices if not choice.is_over]
-        if not running or not all(_only_waits(choice) for choice in running):
-            return False
-        try:
-            return self._route(plan).prefill is not None
-        except TandemError:
-            return False
+    async def _move_when_there_is_room(
+        self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
+    ) -> None:
+        """Move a choice now, or as soon as a worker has room or is back."""
+        lost = set() if isinstance(error, Diverged) else {call.incarnation}
+        deadline = self._queue.deadline(state.request)
+        avoid = lost | choice.lost_with  # at first; if no other worker takes the choice, any worker but the last
+        has_permit = False
+        while not choice.is_over:
+            state.avoid_only(avoid)
+            avoid = lost
+            try:
+                if not has_permit:
+                    self._budget.take(is_first=choice.num_losses <= 1)
+                    has_permit = True
+                await self._move(state, choice, error)
+            except (Overloaded, Unavailable, ModelNotFound) as refusal:
+                full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
+                await self._queue.wait(full, deadline - time.time(), in_front=True)
+            else:
+                self._queue.release_next()
+                return
 
-    def _until_the_end(self, plan: Plan, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run something that ends with the request at the latest."""
-        task = self._spawn(coroutine)
-        plan.migrations.add(task)
-        task.add_done_callback(plan.migrations.discard)
+    async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
+        """Try the decode workers of one route; raises the last refusal."""
+        state.next_attempt()
+        log.warning(
+            "migration_started",
+            request_id=state.request.request_id,
+            choice=choice.index,
+            num_tokens=len(choice.tokens),
+            error=error.message,
+        )
+        last_refusal: TandemError = error
+        route = self._router.choose(state.routing_request_for(choice), state.avoid)
+        for worker in route.decodes:
+            if choice.is_over:
+                return
+            try:
+                await self._submitter.wait_accepted(state, self._submitter.submit_choice(state, choice, worker, route))
+            except (Overloaded, Unavailable) as refusal:
+                log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
+                last_refusal = refusal
+            else:
+                return
+        raise last_refusal
+
+    def _spawn(self, state: RequestState, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a task that is cancelled when the request ends."""
+        state.recovery_started(self._tasks.spawn(coroutine))
 
 
-def _only_waits(choice: Choice) -> bool:
-    """Whether a choice is at its first decode worker, which waits for the prompt's cache."""
-    leg = choice.leg
-    return not choice.tokens and leg is not None and leg.is_open and leg.submit.HasField("handle")
+def _waits_for_cache(choice: ChoiceState) -> bool:
+    """Return whether a choice is at its first decode worker, which waits for the prompt's cache."""
+    call = choice.call
+    return not choice.tokens and call is not None and call.is_open and call.submit.HasField("handle")

@@ -1,72 +1,230 @@
-"""What is known of a request over all attempts to run it?"""
+"""Owns the mutable state of one request, over all attempts and all workers.
+
+Every other class of this folder reads the state and changes it through the methods here. Sections below, in the order
+that a request meets them: attempts, calls to workers, tokens, failure and end.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from control_plane.dispatch.block_hashes import Hashes
-from control_plane.dispatch.request_stream import Choice, Flight
-from control_plane.dispatch.submission import base_submit
-from control_plane.generation import TokenRequest
-from control_plane.routing.estimates import Ask
+from control_plane.dispatch.block_hashes import PromptHashes
+from control_plane.dispatch.usage import Phase, usage_of
+from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
+from control_plane.dispatch.worker_call import WorkerCall
+from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
+from control_plane.routing.cost_model import RoutingRequest
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import Cancelled, DeadlineExceeded, Draining, InvalidRequest, Overloaded, TandemError
+from tandem_runtime.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+)
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
 
 MAX_ATTEMPTS = 4
 FINAL: tuple[type[TandemError], ...] = (InvalidRequest, DeadlineExceeded, Cancelled)
-"""What another worker would answer too."""
+"""Errors that every other worker would answer too."""
+GRACE_SECONDS = 1.0
+"""Workers end a request at its deadline themselves. The gateway waits this much longer for workers that cannot."""
+MAX_UNREAD_TOKENS = 8192
+"""Tokens of one request that may wait for a client that reads slower than its answer is generated."""
+
+_FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class Diverged(InternalError):
+    """A worker's tokens contradict the tokens that the client has; the choice continues from the client's tokens."""
+
+
+class RequestObserver(Protocol):
+    """The only calls from a request up to the dispatcher."""
+
+    def call_failed(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
+        """A worker was lost, or failed the request, after it had accepted the request."""
+
+    def finished(self, state: RequestState) -> None:
+        """The client has every token."""
+
+    def closed(self, state: RequestState) -> None:
+        """The request has ended, finished or not; called once."""
 
 
 @dataclass(eq=False)
-class Plan:
-    """What stays the same over all attempts of one request, and what was learnt from them."""
+class ChoiceState:
+    """One generated run of tokens, over all workers that generate it. Written by RequestState only."""
 
-    request: TokenRequest
-    card: pb.ModelCard
-    hashes: Hashes | None
-    traceparent: str
-    flight: Flight
-    avoid: set[str]
-    attempt: int = 0
-    """Counts every try, so that nothing late from one is taken for another's."""
-    first_attempt: int = 0
-    """Of the present round; a round ends when every worker has refused."""
-    num_resends: int = 0
-    """How often the whole was sent again because a worker was lost, rather than full."""
-    needs_permit: bool = False
-    """The next attempt is such a one."""
-    handle: pb.KvHandle | None = None
-    refusal: Overloaded | None = None
-    """What the first full worker of this round said."""
-    has_started: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once both halves were taken: until then, what fails is tried again as a whole."""
-    has_started_anew: bool = False
-    """Another prefill worker was asked once the first was lost; after that one, decode computes the prompt."""
-    migrations: set[asyncio.Task[None]] = field(default_factory=set)
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    call: WorkerCall | None = None
+    """The latest call to a decode worker."""
+    num_delivered: int = 0
+    is_over: bool = False
+    """Finished or stopped: later outputs are dropped."""
+    is_stopped: bool = False
+    is_end_delivered: bool = False
+    """The client has the end, or wants no more: later errors are dropped."""
+    num_losses: int = 0
+    """Decode workers that the choice was lost with; draining workers do not count."""
+    lost_with: set[str] = field(default_factory=set)
+    """Incarnations that the choice was lost with since its last new token."""
+    deaths: set[str] = field(default_factory=set)
+    """Incarnations that died with the choice since its last new token."""
+    ledger: pb.PhaseLedger | None = None
+    prompt_ledger: pb.PhaseLedger | None = None
+    """Of the decode call that computed or pulled the prompt. A call that continues an answer has another text."""
+
+
+class RequestState:
+    """Everything that is known of one request; on one event loop."""
+
+    def __init__(
+        self,
+        request: TokenRequest,
+        card: pb.ModelCard,
+        hashes: PromptHashes | None,
+        observer: RequestObserver,
+        *,
+        traceparent: str = "",
+        wakeups: WakeupScheduler | None = None,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+    ) -> None:
+        """`hashes`: None if no cache may hold the prompt. `wakeups` is shared by all requests of the event loop."""
+        self.request = request
+        self.card = card
+        self.hashes = hashes
+        self.traceparent = traceparent
+        self.choices = tuple(ChoiceState(index) for index in range(len(request.choice_seeds)))
+        self.unread = EventQueue(wakeups or WakeupScheduler())
+        """Tokens and errors that the client has not read."""
+        self._observer = observer
+        self._num_prompt_tokens = len(request.token_ids)
+        self._max_unread_tokens = max_unread_tokens
+        # attempts
+        self._attempt = 0
+        self._first_attempt_of_round = 0
+        self._refusal: Overloaded | None = None
+        self._avoid: set[str] = set()
+        self._num_resends = 0
+        self._needs_permit = False
+        self._has_restarted = False
+        self._has_started = asyncio.Event()
+        # calls
+        self._route: Mapping[str, Any] = {}
+        self._handle: pb.KvHandle | None = None
+        self._prefill: WorkerCall | None = None
+        self._prefill_ledger: pb.PhaseLedger | None = None
+        self._prefill_over = asyncio.Event()
+        self._phases: dict[WorkerCall, Phase] = {}
+        # end
+        self._recoveries: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    # ------------------------------------------------------------------------------------------------- attempts
+
+    @property
+    def attempt(self) -> int:
+        """Counts every try, so that a late message of one try is never taken for another's."""
+        return self._attempt
 
     @property
     def is_last_attempt(self) -> bool:
-        return self.attempt - self.first_attempt + 1 >= MAX_ATTEMPTS
+        """Of this round; a round ends when every worker has refused."""
+        return self._attempt - self._first_attempt_of_round + 1 >= MAX_ATTEMPTS
 
-    def start_over(self) -> None:
-        """Begin another round: those who refused may have room now."""
-        self.has_started.clear()
-        self.avoid.clear()
-        self.refusal = None
-        self.attempt += 1
-        self.first_attempt = self.attempt
+    @property
+    def avoid(self) -> Collection[str]:
+        """Incarnations that refused or failed in this round."""
+        return self._avoid
 
-    def base(self) -> pb.Submit:
-        return base_submit(self.request, self.attempt, self.card, self.hashes, self.traceparent)
+    @property
+    def refusal(self) -> Overloaded | None:
+        """The answer of this round's first full worker: the client's answer if all are full."""
+        return self._refusal
 
-    def ask(self) -> Ask:
-        """Return what the router has to know of the request as a whole."""
+    @property
+    def needs_permit(self) -> bool:
+        """Whether the next attempt needs a permit of the retry budget: a worker was lost, rather than full."""
+        return self._needs_permit
+
+    @property
+    def num_resends(self) -> int:
+        """Attempts that needed a permit so far."""
+        return self._num_resends
+
+    @property
+    def has_restarted(self) -> bool:
+        """Whether the request has moved to another prefill worker; it does so once."""
+        return self._has_restarted
+
+    def next_attempt(self) -> None:
+        self._attempt += 1
+
+    def begin_round(self) -> None:
+        """Try every worker anew: a worker that refused may have room now."""
+        self._has_started.clear()
+        self._avoid.clear()
+        self._refusal = None
+        self._attempt += 1
+        self._first_attempt_of_round = self._attempt
+
+    def restart(self, lost: str) -> None:
+        """Begin a round after incarnation `lost` of a prefill worker was lost."""
+        self.begin_round()
+        self._avoid.add(lost)
+        self._has_restarted = True
+        self._needs_permit = True
+
+    def permit_used(self) -> None:
+        self._num_resends += 1
+        self._needs_permit = False
+
+    def route_chosen(self, route: Mapping[str, Any], handle: pb.KvHandle | None) -> None:
+        """`handle`: None if decode computes the prompt."""
+        self._route = route
+        self._handle = handle
+
+    def refused(self, error: TandemError) -> None:
+        """Remember the first full worker's answer."""
+        if isinstance(error, Overloaded) and not isinstance(error, Draining):
+            self._refusal = self._refusal or error
+
+    def attempt_failed(self, error: TandemError) -> None:
+        """Remember why both halves could not be started."""
+        self.refused(error)
+        self._needs_permit = not isinstance(error, Overloaded)
+
+    def avoid_worker(self, incarnation: str) -> None:
+        self._avoid.add(incarnation)
+
+    def avoid_only(self, incarnations: Collection[str]) -> None:
+        self._avoid = set(incarnations)
+
+    def started(self) -> None:
+        """Both halves were accepted. A worker that refused may still take a choice that moves later."""
+        self._avoid.clear()
+        self._has_started.set()
+
+    async def wait_started(self) -> None:
+        """Return once both halves were accepted. Until then a failure is retried as a whole."""
+        await self._has_started.wait()
+
+    def routing_request(self) -> RoutingRequest:
+        """Return what the router needs to know of the whole request."""
         request = self.request
-        return Ask(
+        return RoutingRequest(
             request.model_id,
-            len(request.token_ids),
+            self._num_prompt_tokens,
             request.sampling.max_tokens,
             self._findable(self.hashes.blocks if self.hashes else ()),
             self.card.block_size or 1,
@@ -74,35 +232,227 @@ class Plan:
             hand_over="always" if request.is_probe else "if_cheaper",
         )
 
-    def ask_for(self, choice: Choice) -> Ask:
-        """Return the same for a choice that has to move: with tokens so far its decode worker reads everything."""
+    def routing_request_for(self, choice: ChoiceState) -> RoutingRequest:
+        """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt."""
+        whole = self.routing_request()
         if not choice.tokens:
-            return replace(self.ask(), hand_over="always" if self.handle is not None else "never")
+            return replace(whole, hand_over="always" if self._handle is not None else "never")
         num_tokens = len(choice.tokens)
-        whole = self.ask()
         return replace(
             whole,
             num_prompt_tokens=whole.num_prompt_tokens + num_tokens,
             max_tokens=max(1, whole.max_tokens - num_tokens),
-            block_hashes=self._findable(self.hashes_of(choice.tokens)),
+            block_hashes=self._findable(self.hashes_with(choice.tokens)),
             hand_over="never",
         )
 
-    def hashes_of(self, so_far: Sequence[int]) -> Sequence[bytes]:
+    def hashes_with(self, answer: Sequence[int]) -> Sequence[bytes]:
         """Return the block hashes of the prompt and an answer that has begun."""
-        if self.hashes is None or not so_far:
+        if self.hashes is None or not answer:
             return ()
-        return self.hashes.with_answer([*self.request.token_ids, *so_far], self.card.block_size)
+        return self.hashes.with_answer([*self.request.token_ids, *answer], self.card.block_size)
 
     def _findable(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
         return block_hashes[: self.hashes.max_found_blocks] if self.hashes else ()
 
-    def learn(self, refusal: TandemError) -> None:
-        """Remember what a full worker said: if all are, the client is told that."""
-        if isinstance(refusal, Overloaded) and not isinstance(refusal, Draining):
-            self.refusal = self.refusal or refusal
+    # ---------------------------------------------------------------------------------------------------- calls
 
-    def started(self) -> None:
-        """Both halves were taken. Who refused may take a choice that has to move later."""
-        self.avoid.clear()
-        self.has_started.set()
+    @property
+    def route(self) -> Mapping[str, Any]:
+        """The description of the latest route, for headers and traces."""
+        return self._route
+
+    @property
+    def handle(self) -> pb.KvHandle | None:
+        return self._handle
+
+    @property
+    def prefill(self) -> WorkerCall | None:
+        """The call that computes the prompt at a prefill worker."""
+        return self._prefill
+
+    @property
+    def prefill_ledger(self) -> pb.PhaseLedger | None:
+        return self._prefill_ledger
+
+    def call_started(self, call: WorkerCall) -> None:
+        """Take in a call that replaces the earlier one of its choice, or of prefill."""
+        if call.choice_index is None:
+            self._prefill = call
+            self._prefill_over.clear()
+        else:
+            self.choices[call.choice_index].call = call
+
+    def cancel_calls(self) -> bool:
+        """Cancel every open call; return whether one was open."""
+        calls = [call for call in (*(choice.call for choice in self.choices), self._prefill) if call is not None]
+        was_open = any(call.is_open for call in calls)
+        for call in calls:
+            call.close(cancel=True)
+        self._prefill = None
+        self._prefill_over.clear()
+        return was_open
+
+    def phase_ended(self, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
+        self._phases[call] = Phase(ledger, call is self._prefill, call.estimate)
+
+    def choice_ledger_received(self, choice: ChoiceState, ledger: pb.PhaseLedger, *, is_fresh: bool) -> None:
+        """`is_fresh`: the ledger's call began with the prompt alone."""
+        choice.ledger = ledger
+        if is_fresh:
+            choice.prompt_ledger = ledger
+
+    def prefill_ledger_received(self, ledger: pb.PhaseLedger) -> None:
+        self._prefill_ledger = ledger
+
+    def prefill_ended(self) -> None:
+        if self._prefill is not None:
+            self._prefill.close(cancel=False)
+        self._prefill_over.set()
+
+    async def wait_prefill_ended(self) -> None:
+        """Return once prefill's ledger has come or cannot come any more."""
+        await self._prefill_over.wait()
+
+    @property
+    def usage(self) -> Usage:
+        """Return what the phases did; final once all tokens were delivered."""
+        return usage_of(
+            self._phases.values(),
+            self._prefill_ledger or self.choices[0].prompt_ledger or pb.PhaseLedger(),
+            self._num_prompt_tokens,
+            sum(choice.num_delivered for choice in self.choices),
+        )
+
+    # --------------------------------------------------------------------------------------------------- tokens
+
+    def receive(self, choice: ChoiceState, output: pb.TokenOutput) -> None:
+        """Queue the tokens of an output that are new; merge by absolute position.
+
+        Prefill's first token, decode's stream (which repeats that token) and the stream of a worker that continues
+        the choice may overlap in any order; each token is queued once. Raises Diverged if they contradict each other
+        or leave a gap.
+        """
+        if choice.is_over:
+            return
+        token_ids = tuple(output.token_ids)
+        first = output.position - self._num_prompt_tokens
+        num_known = len(choice.tokens) - first
+        if num_known != 0 and (first < 0 or not _continues(choice.tokens, first, token_ids)):
+            raise Diverged(
+                f"{output.request_id}: tokens {list(token_ids)} came for position {first} of the answer, which has "
+                f"{len(choice.tokens)} tokens, {choice.tokens[max(0, first) :][: len(token_ids)]} there"
+            )
+        fresh = token_ids[num_known:]
+        finish_reason = _FINISH_REASONS.get(output.finish_reason)
+        if fresh:
+            choice.tokens.extend(fresh)
+            if choice.lost_with:
+                choice.lost_with.clear()
+                choice.deaths.clear()
+        if fresh or finish_reason:
+            self._queue(choice, fresh, _logprobs_of(output, num_known), finish_reason)
+        choice.is_over = choice.is_over or finish_reason is not None
+
+    def _queue(
+        self,
+        choice: ChoiceState,
+        fresh: tuple[int, ...],
+        logprobs: tuple[PositionLogprobs, ...],
+        finish_reason: FinishReason | None,
+    ) -> None:
+        """Queue one token at a time: a stop string may end the answer, and its count, at any of them."""
+        unread = self.unread
+        for index in range(len(fresh) - 1):
+            unread.append(TokenDelta(choice.index, fresh[index : index + 1], logprobs[index : index + 1], None))
+        unread.put(TokenDelta(choice.index, fresh[-1:], logprobs[-1:], finish_reason))
+        if len(unread) > self._max_unread_tokens:
+            self._abort_unread()
+
+    def _abort_unread(self) -> None:
+        """End the request: its client reads too slowly. The error follows the tokens that wait already."""
+        log.warning("client_too_slow", request_id=self.request.request_id, num_unread_tokens=len(self.unread))
+        self.fail(
+            Aborted(
+                f"{len(self.unread):,} tokens of this answer are waiting for its client, and no more than "
+                f"{self._max_unread_tokens:,} may; read faster, ask for fewer tokens, or raise --max-unread-tokens"
+            )
+        )
+        self.close()
+
+    def delivered(self, delta: TokenDelta) -> bool:
+        """Count tokens as delivered; return False for tokens of a stopped choice, which are dropped."""
+        choice = self.choices[delta.choice_index]
+        if choice.is_stopped:
+            return False
+        choice.num_delivered += len(delta.token_ids)
+        choice.is_end_delivered = delta.finish_reason is not None
+        return True
+
+    def stop_choice(self, choice_index: int) -> None:
+        """End a choice now; forget its tokens that were not delivered."""
+        choice = self.choices[choice_index]
+        choice.is_over = choice.is_stopped = choice.is_end_delivered = True
+        if choice.call is not None:
+            choice.call.close(cancel=True)
+
+    # ------------------------------------------------------------------------------------------ failure and end
+
+    def call_failed(self, call: WorkerCall, error: TandemError) -> None:
+        """Have a call recovered that was lost after the worker had accepted."""
+        self._observer.call_failed(self, call, error)
+
+    def choice_lost(self, choice: ChoiceState, incarnation: str) -> None:
+        """A decode worker was lost with a choice: neither the choice nor the request goes back there first."""
+        self._avoid.add(incarnation)
+        choice.lost_with.add(incarnation)
+
+    def count_loss(self, choice: ChoiceState) -> int:
+        """Return how many decode workers the choice was lost with, this one included."""
+        choice.num_losses += 1
+        return choice.num_losses
+
+    def count_death(self, choice: ChoiceState, incarnation: str) -> int:
+        """Return how many workers died with the choice since its last new token, this one included."""
+        choice.deaths.add(incarnation)
+        return len(choice.deaths)
+
+    def fail(self, error: TandemError) -> None:
+        """Give the client an error, after the tokens that wait already."""
+        self.unread.put(error)
+
+    def recovery_started(self, task: asyncio.Task[None]) -> None:
+        """Take in a task that is cancelled when the request ends."""
+        self._recoveries.append(task)
+
+    def finish(self) -> None:
+        """The client has every token."""
+        self._observer.finished(self)
+
+    def close(self) -> None:
+        """End the request and all that runs for it; idempotent."""
+        for choice in self.choices:
+            choice.is_over = True
+        if not self._is_closed:
+            self._is_closed = True
+            for task in self._recoveries:
+                task.cancel()
+            self._observer.closed(self)
+
+
+def _continues(tokens: list[int], first: int, token_ids: tuple[int, ...]) -> bool:
+    """Return whether tokens from position `first` on repeat the known ones and leave no gap."""
+    known = tuple(tokens[first : first + len(token_ids)])
+    return first <= len(tokens) and known == token_ids[: len(known)]
+
+
+def _logprobs_of(output: pb.TokenOutput, num_known: int) -> tuple[PositionLogprobs, ...]:
+    return tuple(_logprobs(position) for position in output.logprobs[num_known:]) if output.logprobs else ()
+
+
+def _logprobs(position: pb.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_logprob(position.chosen), tuple(_logprob(other) for other in position.top))
+
+
+def _logprob(logprob: pb.TokenLogprob) -> Logprob:
+    return Logprob(logprob.token_id, logprob.logprob, logprob.rank)

@@ -1,105 +1,277 @@
-"""How is a leg of a request sent to a worker, and the worker's first word awaited?"""
+"""Builds and sends the Submit of one call to a worker, and takes in the events that the worker answers with."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
-from control_plane.dispatch.request_state import Plan
-from control_plane.dispatch.request_stream import GRACE_SECONDS, Choice, ChoiceSink, PrefillSink
-from control_plane.dispatch.submission import decode_submit, prefill_submit
-from control_plane.dispatch.worker_call import Leg, counted
-from control_plane.fleet.registry import Worker
+from control_plane.dispatch.request_state import GRACE_SECONDS, ChoiceState, RequestState
+from control_plane.dispatch.route_feedback import RouteFeedback
+from control_plane.dispatch.worker_call import WorkerCall
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
-from control_plane.routing.estimates import InFlight
+from control_plane.routing.cost_model import InFlight
 from control_plane.routing.router import Route
+from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
+from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import DeadlineExceeded, TandemError, Unavailable
-
-_GiveBack = Callable[[], None]
-_Count = Callable[[pb.Submit, str, int], tuple[_GiveBack, _GiveBack]]
-
-
-class Failures(Protocol):
-    """Hears of workers that are lost after they had accepted."""
-
-    def prefill_failed(self, plan: Plan, leg: Leg, error: TandemError) -> None: ...
-
-    def choice_failed(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None: ...
+from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.mac import sign_handle
 
 
-class Sender:
-    """Submits to workers over their links, and counts what is in flight."""
+class Submitter:
+    """Sends calls over the workers' links, and counts their tokens as in flight."""
 
-    def __init__(self, links: LinkPool, in_flight: InFlight, accept_seconds: float, failures: Failures) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        links: LinkPool,
+        in_flight: InFlight,
+        feedback: RouteFeedback,
+        accept_seconds: float,
+        handle_key: bytes,
+    ) -> None:
+        """`handle_key` signs KV handles."""
+        self._registry = registry
+        self._handle_key = handle_key
         self._links = links
         self._in_flight = in_flight
+        self._feedback = feedback
         self._accept_seconds = accept_seconds
-        self._failures = failures
 
-    def send_prefill(self, plan: Plan, worker: Worker, handle: pb.KvHandle, route: Route) -> Leg:
-        leg = self._leg(worker, prefill_submit(plan.base(), plan.request, handle), route, self._count_prefill)
-        plan.flight.expect_prefill(leg)
-        on_failure = partial(self._failures.prefill_failed, plan, leg)
-        leg.link.submit(leg.submit, PrefillSink(plan.flight, leg, on_failure))
-        return leg
+    def new_handle(self, state: RequestState, route: Route) -> pb.KvHandle | None:
+        """Return a handle at the KV service of the route's prefill worker.
 
-    def send_choice(self, plan: Plan, choice: Choice, worker: Worker, route: Route) -> Leg:
-        """Submit a choice to a decode worker; with tokens so far it goes on from them."""
-        handle = None if choice.tokens else plan.handle
-        so_far = choice.tokens
-        submit = decode_submit(plan.base(), plan.request, choice.index, handle, so_far, plan.hashes_of(so_far))
-        leg = choice.leg = self._leg(worker, submit, route, self._count_decode)
-        leg.link.submit(submit, ChoiceSink(plan.flight, choice, leg, partial(self._failures.choice_failed, plan)))
-        return leg
-
-    async def answer(self, plan: Plan, leg: Leg) -> None:
-        """Wait for a worker's first word; one that refuses or stays silent is not asked again for this request.
-
-        Raises DeadlineExceeded once the request's own deadline has passed.
+        Return None without a prefill worker or KV service, or if every choice has its first token already.
         """
-        worker = leg.link.worker
-        seconds_left = plan.request.deadline + GRACE_SECONDS - time.time()
+        if route.prefill is None or all(choice.tokens for choice in state.choices):
+            return None
+        address = route.prefill.info.kv_address
+        holders = [kv for kv in self._registry.kv_services(route.prefill.info.host_id) if kv.address == address]
+        return mint_handle(state, route.prefill, holders[0], self._handle_key) if holders else None
+
+    def submit_prefill(self, state: RequestState, worker: Worker, route: Route) -> WorkerCall:
+        """Send the prompt to a prefill worker, which seals its KV blocks under the state's handle."""
+        call = self._new_call(worker, prefill_submit(state), route, None)
+        state.call_started(call)
+        call.link.submit(call.submit, PrefillSink(state, call, self._feedback))
+        return call
+
+    def submit_choice(self, state: RequestState, choice: ChoiceState, worker: Worker, route: Route) -> WorkerCall:
+        """Send a choice to a decode worker, which continues from the choice's tokens so far."""
+        call = self._new_call(worker, decode_submit(state, choice), route, choice.index)
+        state.call_started(call)
+        call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback))
+        return call
+
+    async def wait_accepted(self, state: RequestState, call: WorkerCall) -> None:
+        """Return once the worker has accepted; the request avoids a worker that refuses or does not answer.
+
+        Raises the worker's refusal, Unavailable if there is no answer, and DeadlineExceeded once the request's deadline
+        has passed.
+        """
+        seconds_left = state.request.deadline + GRACE_SECONDS - time.time()
         try:
             async with asyncio.timeout(max(0.0, min(self._accept_seconds, seconds_left))):
-                await leg.answered
+                await call.answered
         except TimeoutError as error:
-            leg.close(cancel=True)
-            plan.avoid.add(worker.incarnation)
+            call.close(cancel=True)
+            state.avoid_worker(call.incarnation)
             if seconds_left < self._accept_seconds:
-                raise DeadlineExceeded("the request's deadline passed before a worker had taken it") from error
+                raise DeadlineExceeded("the request's deadline passed before a worker had accepted it") from error
             raise Unavailable(
-                f"worker {worker.worker_id} did not answer within {self._accept_seconds:g} s", retry_after_seconds=1.0
+                f"worker {call.link.worker.worker_id} did not answer within {self._accept_seconds:g} s",
+                retry_after_seconds=1.0,
             ) from error
         except TandemError:
-            plan.avoid.add(worker.incarnation)
+            state.avoid_worker(call.incarnation)
             raise
 
-    def _leg(self, worker: Worker, submit: pb.Submit, route: Route, count: _Count) -> Leg:
-        """Return a leg over a worker's link, counted as in flight; raises Unavailable if the worker has gone."""
+    def _new_call(self, worker: Worker, submit: pb.Submit, route: Route, choice_index: int | None) -> WorkerCall:
+        """Return a call that is counted as in flight; raises Unavailable if the worker has gone."""
         link = self._links.get(worker)
-        is_reader = worker.role == pb.WORKER_ROLE_PREFILL or not submit.HasField("handle")
-        reading = route.reading(worker) if is_reader else None
-        if reading is not None:
-            submit.prefix_source = reading.source
-        num_to_read = reading.num_computed_tokens if reading is not None else len(submit.token_ids)
-        give_back, prompt_read = count(submit, worker.incarnation, num_to_read if is_reader else 0)
-        return Leg(link, submit, give_back, prompt_read, reading)
+        computes_prompt = choice_index is None or not submit.HasField("handle")
+        estimate = route.estimate(worker) if computes_prompt else None
+        if estimate is not None:
+            submit.prefix_source = estimate.source
+        num_to_compute = estimate.num_computed_tokens if estimate is not None else len(submit.token_ids)
+        is_decode = choice_index is not None
+        entry = self._in_flight.add(
+            worker.incarnation,
+            num_prefill_tokens=num_to_compute if computes_prompt else 0,
+            num_decode_tokens=len(submit.token_ids) + submit.sampling.max_tokens if is_decode else 0,
+            num_answers=1 if is_decode else 0,
+        )
+        return WorkerCall(link, submit, entry, choice_index, estimate)
 
-    def _count_prefill(self, submit: pb.Submit, incarnation: str, num_to_read: int) -> tuple[_GiveBack, _GiveBack]:
-        give_back = counted(self._in_flight.prefill_tokens, incarnation, num_to_read)
-        return give_back, lambda: None
 
-    def _count_decode(self, submit: pb.Submit, incarnation: str, num_to_read: int) -> tuple[_GiveBack, _GiveBack]:
-        num_tokens = len(submit.token_ids) + submit.sampling.max_tokens
-        give_back_tokens = counted(self._in_flight.decode_tokens, incarnation, num_tokens)
-        give_back_answer = counted(self._in_flight.answers, incarnation, 1)
+class PrefillSink:
+    """Takes in the events of the call that computes the prompt. Implements worker_links.Sink."""
 
-        def give_back() -> None:
-            give_back_tokens()
-            give_back_answer()
+    def __init__(self, state: RequestState, call: WorkerCall, feedback: RouteFeedback) -> None:
+        self._state = state
+        self._call = call
+        self._feedback = feedback
 
-        return give_back, counted(self._in_flight.prefill_tokens, incarnation, num_to_read)
+    def accepted(self) -> None:
+        self._call.answer(None)
+
+    def output(self, output: pb.TokenOutput) -> None:
+        state = self._state
+        choice = state.choices[output.choice_index]
+        if not choice.tokens:  # else decode was faster and computed the prompt itself
+            state.receive(choice, output)
+        if output.token_ids:
+            _note_output(state, self._call, output, self._feedback)
+        if output.HasField("ledger"):
+            state.prefill_ledger_received(output.ledger)
+            if output.choice_index == len(state.choices) - 1:
+                state.prefill_ended()
+
+    def ended(self, error: TandemError) -> None:
+        is_refusal = self._call.answer(error)
+        self._state.prefill_ended()
+        if not is_refusal:
+            self._state.call_failed(self._call, error)
+
+
+class DecodeSink:
+    """Takes in the events of the call that generates one choice. Implements worker_links.Sink."""
+
+    def __init__(self, state: RequestState, choice: ChoiceState, call: WorkerCall, feedback: RouteFeedback) -> None:
+        self._state = state
+        self._choice = choice
+        self._call = call
+        self._feedback = feedback
+
+    def accepted(self) -> None:
+        self._call.answer(None)
+
+    def output(self, output: pb.TokenOutput) -> None:
+        self._state.receive(self._choice, output)
+        has_ledger = output.HasField("ledger")
+        if (has_ledger or not self._call.has_output) and output.token_ids:
+            _note_output(self._state, self._call, output, self._feedback)
+        if has_ledger:
+            self._state.choice_ledger_received(self._choice, output.ledger, is_fresh=self._call.is_fresh)
+            self._call.close(cancel=False)
+
+    def ended(self, error: TandemError) -> None:
+        is_refusal = self._call.answer(error)
+        self._call.close(cancel=False)
+        if not is_refusal:
+            self._state.call_failed(self._call, error)
+
+
+def _note_output(state: RequestState, call: WorkerCall, output: pb.TokenOutput, feedback: RouteFeedback) -> None:
+    """Note that the worker has the prompt's KV cache, and what the call did once it has ended."""
+    if not call.has_output:
+        call.output_began()
+        feedback.prompt_read(state, call)
+    if output.HasField("ledger"):
+        state.phase_ended(call, output.ledger)
+        feedback.ledger_received(state, call, output.ledger)
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddress, key: bytes) -> pb.KvHandle:
+    """Return a signed handle for the prompt at a KV service of the prefill worker's host."""
+    handle = pb.KvHandle(
+        handle_id=os.urandom(16),
+        request_id=state.request.request_id,
+        attempt=state.attempt,
+        prefill_incarnation=prefill.incarnation,
+        holder_address=holder.address,
+        holder_incarnation=holder.incarnation,
+        model=_model_ref(state.card),
+        layout_digest=layout_digest(state.card.layout),
+        num_tokens=len(state.request.token_ids),
+        num_readers=len(state.request.choice_seeds),
+        deadline_unix_ms=int(state.request.deadline * 1000),
+    )
+    return sign_handle(handle, key)
+
+
+def prefill_submit(state: RequestState) -> pb.Submit:
+    """Return the message for a prefill worker: the prompt, and a seed for the first token of each choice."""
+    assert state.handle is not None, "a prefill worker seals its blocks under a handle"
+    submit = _base_submit(state)
+    submit.choice_seeds.extend(state.request.choice_seeds)
+    submit.handle.CopyFrom(state.handle)
+    return submit
+
+
+def decode_submit(state: RequestState, choice: ChoiceState) -> pb.Submit:
+    """Return the message for a decode worker.
+
+    A choice without tokens takes the prompt's KV cache by the handle, if there is one. A choice with tokens continues
+    from them, and its block hashes cover prompt and tokens.
+    """
+    submit = _base_submit(state)
+    submit.request_id = f"{state.request.request_id}-{choice.index}"
+    submit.choice_index = choice.index
+    submit.sampling.seed = state.request.choice_seeds[choice.index]
+    submit.token_ids.extend(choice.tokens)
+    if block_hashes := state.hashes_with(choice.tokens):
+        submit.block_hashes[:] = block_hashes
+    if state.handle is not None and not choice.tokens:
+        submit.handle.CopyFrom(state.handle)
+    return submit
+
+
+def _base_submit(state: RequestState) -> pb.Submit:
+    """Return what prefill and decode have in common."""
+    request, hashes = state.request, state.hashes
+    submit = pb.Submit(
+        request_id=request.request_id,
+        attempt=state.attempt,
+        model=_model_ref(state.card),
+        token_ids=request.token_ids,
+        num_prompt_tokens=len(request.token_ids),
+        sampling=sampling_to_proto(request.sampling),
+        deadline_unix_ms=int(request.deadline * 1000),
+        traceparent=state.traceparent,
+        priority=request.priority,
+        fairness_key=request.fairness_key,
+    )
+    if hashes is not None:
+        submit.hash_root = hashes.root
+        submit.block_hashes.extend(hashes.blocks)
+        submit.account_tag = hashes.account_tag
+        submit.num_public_blocks = hashes.num_public_blocks
+        if hashes.max_found_blocks is not None:
+            submit.max_found_blocks = hashes.max_found_blocks
+        if hashes.max_left_blocks is not None:
+            submit.max_left_blocks = hashes.max_left_blocks
+    return submit
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    message = pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+        min_tokens=params.min_tokens,
+    )
+    if params.num_logprobs is not None:
+        message.num_logprobs = params.num_logprobs
+    if params.grammar is not None:
+        kind = pb.GrammarKind.Value(f"GRAMMAR_KIND_{params.grammar.kind.upper()}")
+        message.grammar.CopyFrom(pb.Grammar(kind=kind, text=params.grammar.text))
+    return message
+
+
+def _model_ref(card: pb.ModelCard) -> pb.ModelRef:
+    return pb.ModelRef(model_id=card.model_id, fingerprint=card.fingerprint.digest)

@@ -1,35 +1,49 @@
-"""What did a request's phases do, summed over all workers that it was at?"""
+"""Sums what the phases of one request did, over all its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from control_plane.generation import PhaseWork
-from control_plane.routing.estimates import Reading
+from control_plane.generation import PhaseWork, Usage
+from control_plane.routing.cost_model import PrefillEstimate
 from tandem.v1 import types_pb2 as pb
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One leg's ledger."""
+    """The ledger of one call to a worker."""
 
     ledger: pb.PhaseLedger
     is_prefill: bool
-    reading: Reading | None
-    """What the router expected of the caches, if this leg was to read the prompt."""
+    estimate: PrefillEstimate | None
+    """What the router expected of the caches, if this call was to compute the prompt."""
+
+
+def usage_of(
+    phases: Iterable[Phase], prompt: pb.PhaseLedger, num_prompt_tokens: int, num_completion_tokens: int
+) -> Usage:
+    """Return a request's usage; `prompt` is the ledger of the call that computed the prompt."""
+    num_cached_tokens = min(prompt.num_cached_tokens, num_prompt_tokens)
+    return Usage(
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens - num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_completion_tokens=num_completion_tokens,
+        work=work_of(phases, prompt, num_cached_tokens),
+    )
 
 
 def work_of(phases: Iterable[Phase], prompt: pb.PhaseLedger, num_cached_tokens: int) -> PhaseWork:
-    """Sum what the phases did; `prompt` is the ledger of the one that read the prompt and found so many tokens cached.
+    """Sum what the phases did. `prompt` is the ledger of the call that computed the prompt.
 
-    Seconds are those between a leg's first and last step: others share a batch's time.
+    Seconds are those between a call's first and last step; other requests of the same batches share them.
     """
-    phases = sorted(phases, key=lambda phase: not phase.is_prefill)  # a prefill worker read it if there was one
-    reading = next((phase.reading for phase in phases if phase.reading is not None), None)
+    phases = sorted(phases, key=lambda phase: not phase.is_prefill)  # a prefill worker's estimate comes first
+    estimate = next((phase.estimate for phase in phases if phase.estimate is not None), None)
     num_loaded = min(prompt.num_loaded_tokens, num_cached_tokens)
-    # What its host's store was known to have came from there, and only the rest was fetched.
-    num_remote = 0 if reading is None else max(0, min(num_loaded - reading.cached.host, reading.cached.remote))
+    # The host's store had the tokens that the index expected there; only the rest was fetched from another host.
+    num_remote = 0 if estimate is None else max(0, min(num_loaded - estimate.cached.host, estimate.cached.remote))
     return PhaseWork(
         num_store_tokens=num_loaded - num_remote,
         num_remote_tokens=num_remote,
@@ -41,7 +55,7 @@ def work_of(phases: Iterable[Phase], prompt: pb.PhaseLedger, num_cached_tokens: 
 
 
 def _prefill_us(phase: Phase) -> int:
-    """A prefill worker's time is all prefill; a decode worker's until its first token, if it read the prompt."""
+    """All of a prefill worker's time; a decode worker's until its first token, if it computed the prompt."""
     ledger = phase.ledger
     if phase.is_prefill:
         return _between_us(ledger.scheduled_ns, ledger.finished_ns or ledger.first_token_ns)

@@ -1,4 +1,4 @@
-"""How does the gateway itself end a handle, so that clean-up does not depend on a worker?"""
+"""Ends KV handles from the gateway, so that clean-up does not depend on a worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
@@ -16,49 +17,45 @@ log = get_logger(__name__)
 class KvClients:
     """Clients of the KV services that hold this gateway's handles, by address.
 
-    What cannot be delivered is only logged: the handle's lease runs out by itself.
+    A message that cannot be delivered is only logged: the handle's lease expires by itself.
     """
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._clients: dict[str, KvClient] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     async def release_all(self, handle: pb.KvHandle) -> None:
-        """End the handle: nobody needs its blocks any more."""
+        """End the handle: no reader needs its blocks any more."""
         try:
             await self._client(handle).release_all(handle)
         except TandemError as error:
-            log.info("kv_release_not_delivered", request_id=handle.request_id, error=error.message)
+            log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
     async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
         """Give back the lease of a reader that died."""
         try:
             await self._client(handle).release(handle, reader_id)
         except TandemError as error:
-            log.info("kv_release_not_delivered", request_id=handle.request_id, error=error.message)
+            log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
     async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
-        """End the handle and tell its readers why."""
+        """End the handle and give its readers the reason."""
         try:
             await self._client(handle).abort(handle, reason)
         except TandemError as error:
-            log.info("kv_abort_not_delivered", request_id=handle.request_id, error=error.message)
+            log.info("kv_abort_failed", request_id=handle.request_id, error=error.message)
 
     def changed(self, worker: Worker, is_here: bool) -> None:
-        """Hang up on a KV service that is gone; a listener of the registry."""
-        if (
-            not is_here
-            and worker.role == pb.WORKER_ROLE_KV
-            and (client := self._clients.pop(worker.info.address, None))
-        ):
-            task = asyncio.create_task(client.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        """Close the client of a KV service that is gone; a listener of the registry."""
+        if is_here or worker.role != pb.WORKER_ROLE_KV:
+            return
+        if client := self._clients.pop(worker.info.address, None):
+            self._closing.spawn(client.close())
 
     async def close(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
-        await asyncio.gather(*(client.close() for client in clients), *self._closing)
+        await asyncio.gather(*(client.close() for client in clients), self._closing.join())
 
     def _client(self, handle: pb.KvHandle) -> KvClient:
         address = handle.holder_address

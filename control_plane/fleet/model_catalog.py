@@ -1,4 +1,4 @@
-"""Which models can be asked here, and what does the text pipeline need to know of each?"""
+"""Describes the models that the registered workers serve, for the text pipeline and the API."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Key = tuple[str, bytes, int]
 class ModelCatalog:
     """Implements control_plane.generation.ModelCatalog from the cards of registered workers.
 
-    Tokenizers are fetched from workers by digest and kept, so that this host needs no model files.
+    Tokenizers are fetched from workers by digest and cached, so this host needs no model files.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ModelCatalog:
         models: ModelTable = SHIPPED,
         fallback_model: str = "",
     ) -> None:
-        """`clock` gives monotonic seconds; `fallback_model` answers in the place of models that are not loaded."""
+        """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded."""
         self._models = models
         self._fallback_model = fallback_model
         self._registry = registry
@@ -54,14 +54,14 @@ class ModelCatalog:
 
     @property
     def num_kept(self) -> int:
-        """How many descriptions are kept, of models that are gone too."""
+        """Cached descriptions, models that are gone included."""
         return len(self._descriptions)
 
     def card(self, name: str) -> pb.ModelCard:
-        """Return the card of a model by id, alias or a name of the table; raises ModelNotFound naming what is served.
+        """Return the card of a model by id, alias or a name of the table; raises ModelNotFound with the served models.
 
-        Where workers differ, that of one which takes requests, with the shortest context: any of them takes those. A
-        model whose last worker has just gone is known for as long as requests wait for that to be back.
+        Where workers differ, return the card of a ready worker with the shortest context: every worker takes such
+        requests. A model whose last worker has gone stays known for as long as requests wait for the worker.
         """
         cards = self._cards()
         known = (*cards, *self._lately_gone())
@@ -79,8 +79,8 @@ class ModelCatalog:
         model = await self._describe_once(card)
         if not is_fallback:
             return model
-        asked = self._models.describes(name)  # its clients read its answers, so these keep their form
-        return replace(model, is_fallback=True, wire_format=(asked and asked.wire_format) or "native")
+        requested = self._models.describes(name)  # its clients parse the answers, so the wire format stays
+        return replace(model, is_fallback=True, wire_format=(requested and requested.wire_format) or "native")
 
     def _card_or_fallback(self, name: str) -> tuple[pb.ModelCard, bool]:
         try:
@@ -103,21 +103,21 @@ class ModelCatalog:
         return self._descriptions[key]
 
     def list(self) -> list[ModelDescription]:
-        """Return what is known already; `prefetch` makes that everything that is served."""
+        """Return the descriptions that are cached; `prefetch` fetches those of all served models."""
         keys = {_key(self.card(card.model_id)) for card in self._cards()}
         known = [description for key, description in self._descriptions.items() if key in keys]
         return sorted(known, key=lambda description: description.model_id)
 
     async def prefetch(self) -> None:
-        """Fetch what is missing of every served model; failures are logged and tried again next time."""
+        """Fetch the missing descriptions of served models; failures are logged and retried next time."""
         for model_id in {card.model_id for card in self._cards()}:
             try:
                 await self.get(model_id)
             except TandemError as error:
-                log.warning("model_not_described", model=model_id, error=error.message)
+                log.warning("model_description_failed", model=model_id, error=error.message)
 
     def _cards(self) -> tuple[pb.ModelCard, ...]:
-        """Return every worker's card, the one to go by of a model before its others."""
+        """Return every worker's card; of each model the preferred card comes first."""
         workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
         loaded = [worker for worker in workers if worker.info.card.model_id]
         loaded.sort(key=lambda worker: (not worker.is_usable, worker.info.card.context_length))
@@ -127,7 +127,7 @@ class ModelCatalog:
         return tuple(card for gone_at, card in self._gone.values() if self._clock() - gone_at < RESTART_SECONDS)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
-        """Remember what a worker served that is gone; a listener of the registry."""
+        """Remember the model of a worker that is gone; a listener of the registry."""
         if not is_here and worker.info.card.model_id:
             self._gone[worker.info.card.model_id] = self._clock(), worker.info.card
             _drop_oldest(self._gone)
@@ -157,7 +157,7 @@ class ModelCatalog:
         )
 
     async def _asset(self, asset: pb.Asset) -> bytes:
-        """Return a file's bytes from whichever worker has it; raises Unavailable."""
+        """Return a file's bytes from any worker that has the file; raises Unavailable."""
         if asset.digest in self._assets:
             return self._assets[asset.digest]
         reason = "no worker offers it"
@@ -176,12 +176,12 @@ class ModelCatalog:
 
 
 def _key(card: pb.ModelCard) -> Key:
-    """Two names or context lengths of the same weights are two models to clients."""
+    """Return the cache key: the same weights with another name or context length are another model to clients."""
     return card.model_id, card.fingerprint.digest, card.context_length
 
 
 def _drop_oldest(kept: dict[Any, Any]) -> None:
-    """Keep a bounded number: models come and go; what is needed again is fetched again."""
+    """Bound the cache; dropped entries are fetched again."""
     while len(kept) > _MAX_KEPT:
         del kept[next(iter(kept))]
 

@@ -1,4 +1,4 @@
-"""Can a request really go the whole way here, and when was that last proven?"""
+"""Proves that requests can pass every phase, for /readyz: by users' requests, or by probes if there are none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from control_plane.cache_policy import NOTHING
-from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.registry import WorkerRegistry
-from control_plane.generation import TokenRequest
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.generation import Dispatcher, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
@@ -26,11 +25,54 @@ _PROBE_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 
 
-class Prober:
-    """Sends a small request through every phase when no user's request has proven the way lately.
+class ReadinessProofs:
+    """When a request of each model last passed every phase. Written by the dispatcher, read by the prober."""
 
-    Implements what /readyz asks. The dispatcher says what has gone the whole way, probes among it. Probes neither use
-    nor leave cached blocks.
+    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._proven_at: dict[tuple[str, bool], float] = {}
+        registry.listen(self._forget_unserved)
+
+    def __iter__(self) -> Any:
+        """Iterate over model id and `handed_over` of all proofs."""
+        return iter(self._proven_at)
+
+    def record(self, model_id: str, handed_over: bool) -> None:
+        """A request has passed every phase; `handed_over`: its cache moved from prefill to decode."""
+        self._proven_at[model_id, handed_over] = self._clock()
+
+    def age(self, model_id: str) -> float | None:
+        """Return the seconds since the latest proof; None: there is no proof.
+
+        If the model has a prefill worker, only a request that was handed over is a proof.
+        """
+        kinds = (True,) if self._has_prefill(model_id) else (True, False)
+        proven_at = [self._proven_at[model_id, kind] for kind in kinds if (model_id, kind) in self._proven_at]
+        return self._clock() - max(proven_at) if proven_at else None
+
+    def served(self) -> list[str]:
+        """Return the models of ready decode workers."""
+        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
+        return sorted(
+            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
+        )
+
+    def _has_prefill(self, model_id: str) -> bool:
+        addresses = {service.address for service in self._registry.kv_services()}
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
+
+    def _forget_unserved(self, worker: Worker, is_here: bool) -> None:
+        """A model whose decode workers are all gone needs a new proof once one is back."""
+        served = set(self.served())
+        self._proven_at = {kind: proven_at for kind, proven_at in self._proven_at.items() if kind[0] in served}
+
+
+class Prober:
+    """Sends a small request through every phase if no user's request was a proof lately; implements /readyz.
+
+    Probes neither use nor leave cached blocks.
     """
 
     def __init__(
@@ -38,32 +80,25 @@ class Prober:
         registry: WorkerRegistry,
         catalog: ModelCatalog,
         dispatcher: Dispatcher,
+        proofs: ReadinessProofs,
         interval_seconds: float,
         valid_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._catalog = catalog
         self._dispatcher = dispatcher
+        self._proofs = proofs
         self._interval_seconds = interval_seconds
         self._valid_seconds = valid_seconds
-        self._clock = clock
-        self._proofs: dict[tuple[str, bool], float] = {}
         self._last_error = "no request has gone the whole way yet"
-        registry.listen(lambda worker, is_here: self._forget_unserved())
-
-    def proven(self, model_id: str, handed_over: bool) -> None:
-        """A request has gone the whole way; `handed_over` if its cache moved from prefill to decode."""
-        self._proofs[model_id, handed_over] = self._clock()
 
     async def check(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every served model was proven lately, and the ages of the proofs in seconds.
 
-        Where there is a prefill worker, only a request that was handed over proves the way; one that is still loading
-        is waited for if it is the only one.
+        While the only prefill worker is loading, the answer is False.
         """
-        served = self._served()
-        ages = {model_id: age for model_id in served if (age := self._age(model_id)) is not None}
+        served = self._proofs.served()
+        ages = {model_id: age for model_id in served if (age := self._proofs.age(model_id)) is not None}
         details: dict[str, Any] = {
             "models": served,
             "proven_seconds_ago": {name: round(ages[name], 1) for name in ages},
@@ -72,55 +107,30 @@ class Prober:
         loading = self._loading_prefill()
         if is_proven and loading is None:
             return True, {"ready": True, **details}
-        reason = loading or (self._last_error if served else self._nobody())
+        reason = loading or (self._last_error if served else self._nothing_served())
         return False, {"ready": False, **details, "reason": reason}
 
     async def run(self) -> None:
-        """Probe for as long as the process lives."""
+        """Probe until cancelled."""
         while True:
             await self._catalog.prefetch()
-            for model_id in self._served():
-                if self._is_due(model_id):
+            for model_id in self._proofs.served():
+                age = self._proofs.age(model_id)
+                if age is None or age > self._interval_seconds:
                     await self._probe(model_id)
             await asyncio.sleep(_RETRY_SECONDS)
 
-    def _forget_unserved(self) -> None:
-        """A model whose decode workers are all gone has to be proven anew when one is back."""
-        served = set(self._served())
-        self._proofs = {way: proven_at for way, proven_at in self._proofs.items() if way[0] in served}
-
-    def _nobody(self) -> str:
+    def _nothing_served(self) -> str:
         names = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})
         return f"no decode worker is ready for {', '.join(names)}" if names else "no worker has loaded a model yet"
 
-    def _is_due(self, model_id: str) -> bool:
-        age = self._age(model_id)
-        return age is None or age > self._interval_seconds
-
-    def _age(self, model_id: str) -> float | None:
-        """Return how long ago the way as it is now was proven; None: never."""
-        ways = (True,) if self._has_prefill(model_id) else (True, False)
-        proven_at = [self._proofs[model_id, way] for way in ways if (model_id, way) in self._proofs]
-        return self._clock() - max(proven_at) if proven_at else None
-
-    def _has_prefill(self, model_id: str) -> bool:
-        addresses = {service.address for service in self._registry.kv_services()}
-        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
-        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
-
     def _loading_prefill(self) -> str | None:
-        """Say which prefill worker is still loading, if none can be used yet."""
+        """Return which prefill worker is loading, if none is ready yet."""
         prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
         if any(worker.is_usable for worker in prefills):
             return None
         loading = [worker for worker in prefills if worker.load.state == pb.WORKER_STATE_LOADING]
         return f"{loading[0].worker_id} is loading: {loading[0].load.load_stage}" if loading else None
-
-    def _served(self) -> list[str]:
-        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
-        return sorted(
-            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
-        )
 
     async def _probe(self, model_id: str) -> None:
         try:
@@ -130,8 +140,8 @@ class Prober:
             self._failed(model_id, error.message)
         except TimeoutError:
             self._failed(model_id, f"a probe of {model_id} did not come back within {_PROBE_SECONDS:g} s")
-        except Exception as error:  # a bug in one probe must not end all that follow
-            log.exception("probe_broke", model=model_id)
+        except Exception as error:  # our own error in one probe must not end all later ones
+            log.exception("unhandled_exception", task="probe", model=model_id)
             self._failed(model_id, repr(error))
 
     def _failed(self, model_id: str, reason: str) -> None:

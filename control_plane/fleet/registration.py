@@ -1,4 +1,4 @@
-"""How do workers make themselves known? The gRPC face of the registry."""
+"""Serves the registry over gRPC: workers register, send heartbeats and deregister."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
         info = request.info
         for name in ("worker_id", "incarnation", "address", "host_id"):
             if not getattr(info, name):
-                raise InvalidRequest(f"info.{name} is empty; a worker names itself fully", field=f"info.{name}")
+                raise InvalidRequest(f"info.{name} is empty; fill it in", field=f"info.{name}")
         if info.role == pb.WORKER_ROLE_UNSPECIFIED:
-            raise InvalidRequest("info.role is unspecified; say prefill, decode or kv", field="info.role")
+            raise InvalidRequest("info.role is unspecified; set prefill, decode or kv", field="info.role")
         self._registry.register(info, request.load, request.info_version)
         return cp.RegisterReply(
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,

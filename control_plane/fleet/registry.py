@@ -1,4 +1,4 @@
-"""Which workers are there, and what did each say of itself last?"""
+"""Keeps the registered workers and the last report of each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 RESTART_SECONDS = 15.0
-"""How long one waits for a worker that died or drains to be back: about what loading a model takes."""
+"""How long requests wait for a worker that died or drains to be back: about the time to load a model."""
 
 _LONG_PAUSE_SECONDS = 1.0
 _MAX_REPLACED = 1024
 
 Listener = Callable[["Worker", bool], None]
-"""Called with a worker and whether it is (still) here, after every change but a heartbeat's figures."""
+"""Called with a worker and whether it is registered, after every change except a heartbeat's load."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class WorkerRegistry:
         return self._workers.get(worker_id)
 
     def kv_services(self, host_id: str | None = None) -> list[cp.KvServiceAddress]:
-        """Return where the KV services (of one host) are reached."""
+        """Return the addresses of the KV services, of one host or of all."""
         return [
             cp.KvServiceAddress(
                 address=worker.info.address,
@@ -93,22 +93,22 @@ class WorkerRegistry:
         ]
 
     def store_of(self, host_id: str) -> Worker | None:
-        """Return the KV service of a host that has a store of blocks, as it said of itself last."""
+        """Return the KV service of a host if its last report has a block store."""
         for worker in self.workers(pb.WORKER_ROLE_KV):
             if worker.is_usable and worker.info.host_id == host_id and worker.load.kv_service.HasField("store"):
                 return worker
         return None
 
     def register(self, info: pb.WorkerInfo, load: pb.LoadReport, info_version: int = 0) -> None:
-        """Take in a worker, or what is new of one; another incarnation takes the place of the one before, for good.
+        """Add a worker or update it; another incarnation replaces the earlier one for good.
 
-        A call that was overtaken by a later one changes nothing: its worker would else be loading again, for good.
-        Raises StaleIncarnation for one that was replaced: two processes of one name would else take turns.
+        A call that a later call overtook changes nothing: the worker would otherwise stay in an old state for good.
+        Raises StaleIncarnation for a replaced incarnation: two processes of one name would otherwise take turns.
         """
         if info.incarnation in self._replaced:
             raise StaleIncarnation(
-                f"worker {info.worker_id} was started again after incarnation {info.incarnation}; if both are meant "
-                "to run, give each its own --worker-id"
+                f"worker {info.worker_id} was started again after incarnation {info.incarnation}; to run both, "
+                "give each its own --worker-id"
             )
         previous = self._workers.get(info.worker_id)
         if previous is not None and previous.incarnation == info.incarnation and info_version < previous.info_version:
@@ -128,10 +128,10 @@ class WorkerRegistry:
             address=info.address,
             model=info.card.model_id,
         )
-        self._tell(worker, True)
+        self._notify(worker, True)
 
     def heartbeat(self, beat: cp.HeartbeatRequest) -> bool:
-        """Return False if the sender has to register (again); raises StaleIncarnation for an earlier life."""
+        """Return False if the sender has to register (again); raises StaleIncarnation for an earlier incarnation."""
         worker = self._workers.get(beat.worker_id)
         if worker is None:
             return False
@@ -140,7 +140,7 @@ class WorkerRegistry:
                 f"worker {beat.worker_id} is incarnation {worker.incarnation} now, the heartbeat came from "
                 f"{beat.incarnation}"
             )
-        if beat.info_version != worker.info_version:  # a late one, or we missed what it registered in between
+        if beat.info_version != worker.info_version:  # a late heartbeat, or a registration was missed
             return beat.info_version < worker.info_version
         info = worker.info
         if beat.kv_address != info.kv_address:
@@ -150,7 +150,7 @@ class WorkerRegistry:
         fresh = Worker(info, beat.load, self._clock(), info_version=worker.info_version)
         self._workers[beat.worker_id] = fresh
         if worker.load.state != fresh.load.state or worker.is_suspected:
-            self._tell(fresh, True)
+            self._notify(fresh, True)
         return True
 
     def deregister(self, worker_id: str, incarnation: str) -> None:
@@ -159,14 +159,14 @@ class WorkerRegistry:
             self._forget(worker, "deregistered")
 
     def sweep(self) -> None:
-        """Suspect and forget those that have been silent; called a few times a second.
+        """Suspect and forget silent workers; called a few times a second.
 
-        While this process itself did not run (it was stopped, or starved) nobody could be heard: that is no silence.
+        While this process was stopped or starved, no heartbeat could arrive: that time does not count as silence.
         """
         now, pause = self._clock(), self._clock() - self._last_sweep
         self._last_sweep = now
         if pause > _LONG_PAUSE_SECONDS:
-            log.warning("sweep_was_late", seconds=round(pause, 1))
+            log.warning("sweep_late", seconds=round(pause, 1))
             self._workers = {
                 worker_id: replace(worker, last_heartbeat=worker.last_heartbeat + pause)
                 for worker_id, worker in self._workers.items()
@@ -180,13 +180,13 @@ class WorkerRegistry:
                 suspected = replace(worker, is_suspected=True)
                 self._workers[worker.worker_id] = suspected
                 log.warning("worker_suspected", worker=worker.worker_id, silent_seconds=round(silence, 1))
-                self._tell(suspected, True)
+                self._notify(suspected, True)
 
-    def _forget(self, worker: Worker, why: str) -> None:
+    def _forget(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.worker_id]
-        log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, why=why)
-        self._tell(worker, False)
+        log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, reason=reason)
+        self._notify(worker, False)
 
-    def _tell(self, worker: Worker, is_here: bool) -> None:
+    def _notify(self, worker: Worker, is_here: bool) -> None:
         for listener in self._listeners:
             listener(worker, is_here)

@@ -1,4 +1,4 @@
-"""What does GET /v1/workers show of the fleet?"""
+"""Describes the registered workers for GET /v1/workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.v1 import types_pb2 as pb
 _ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode", pb.WORKER_ROLE_KV: "kv"}
 
 
-class Fleet:
-    """Implements the FleetView of the HTTP faces."""
+class FleetStatus:
+    """Implements the FleetView of the HTTP API."""
 
     def __init__(
         self, registry: WorkerRegistry, orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: []
@@ -74,10 +74,8 @@ def _kv_pool(pool: pb.KvPool) -> dict[str, int]:
 
 
 def _kv_service(load: pb.KvServiceLoad) -> dict[str, Any]:
-    shown = _fields(load)
-    shown["links"] = [_fields(link) for link in load.links]
-    shown["store"] = _fields(load.store) if load.HasField("store") else None
-    return shown
+    store = _fields(load.store) if load.HasField("store") else None
+    return {**_fields(load), "links": [_fields(link) for link in load.links], "store": store}
 
 
 def _fields(message: Message) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How does this gateway talk to a worker? One Attach stream per worker incarnation, shared by all its requests."""
+"""Connects this gateway to its workers: one Attach stream per incarnation, shared by all requests there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InternalError, TandemError, Unavailable, from_proto
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
@@ -19,7 +20,7 @@ _RECONNECT_SECONDS = 0.2
 
 
 class Sink(Protocol):
-    """Receives one request's events, on the event loop, in order; nothing comes after `ended`."""
+    """Receives the events of one call, on the event loop, in order; `ended` is the last one."""
 
     def accepted(self) -> None: ...
 
@@ -30,7 +31,7 @@ class Sink(Protocol):
 
 
 class WorkerLink:
-    """The stream to one incarnation of a worker; opened again if it breaks while the worker is still registered."""
+    """The stream to one incarnation of a worker; reopened if it breaks while the worker is registered."""
 
     def __init__(self, worker: Worker, gateway_id: str, gateway_incarnation: str) -> None:
         self.worker = worker
@@ -44,29 +45,29 @@ class WorkerLink:
 
     @property
     def num_requests(self) -> int:
-        """How many requests hear of this worker."""
+        """Calls that wait for events of this worker."""
         return len(self._sinks)
 
     def requests(self) -> list[tuple[str, int]]:
-        """Return id and attempt of every request that hears of this worker."""
+        """Return request id and attempt of every call that waits for events of this worker."""
         return list(self._sinks)
 
     def submit(self, submit: pb.Submit, sink: Sink) -> None:
-        """Send a request; every event that follows goes to `sink`."""
+        """Send a request; every later event of the request goes to `sink`."""
         self._sinks[submit.request_id, submit.attempt] = sink
         self._commands.put_nowait(pb.Command(submit=submit))
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        """Cancel a request and hear nothing more of it; unknown ids are ignored."""
+        """Cancel a request and drop its later events; unknown ids are ignored."""
         if self._sinks.pop((request_id, attempt), None) is not None:
             self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=request_id, attempt=attempt)))
 
     def forget(self, request_id: str, attempt: int) -> None:
-        """Hear nothing more of a request that has finished."""
+        """Drop the later events of a request that has finished."""
         self._sinks.pop((request_id, attempt), None)
 
     async def retire(self) -> None:
-        """The worker has said goodbye: read what it still sends, until it ends the stream."""
+        """Read the last events of a worker that drains until it ends the stream, then close."""
         self._is_retiring = True
         try:
             if self._sinks:
@@ -75,7 +76,7 @@ class WorkerLink:
             await self.close()
 
     async def close(self) -> None:
-        """Hang up; every request left is told that the worker is gone."""
+        """Close the stream; calls that are left end with Unavailable."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -90,13 +91,13 @@ class WorkerLink:
             self._fail_all(Unavailable(f"worker {self.worker.worker_id} is gone"))
 
     async def _attach_until_it_ends(self) -> str:
-        """Return why the stream ended; a bug on our side costs this stream, never the ones that follow."""
+        """Return why the stream ended; our own error ends this stream only, never the next one."""
         try:
             await self._attach()
         except TandemError as error:
             return error.message
         except Exception as error:
-            log.exception("attach_broke", worker=self.worker.worker_id)
+            log.exception("attach_failed", worker=self.worker.worker_id)
             return repr(error)
         return "the worker closed it"
 
@@ -108,7 +109,7 @@ class WorkerLink:
                 self._handle(event)
 
     async def _outgoing(self, commands: asyncio.Queue[pb.Command | None]) -> AsyncIterator[pb.Command]:
-        """Yield the commands of one stream; each has a queue of its own, so that a dead one takes none of the next."""
+        """Yield the commands of one stream. Each stream has its own queue, so a dead stream takes no later command."""
         yield pb.Command(hello=self._hello)
         while (command := await commands.get()) is not None:
             yield command
@@ -129,7 +130,7 @@ class WorkerLink:
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
 
     def _output(self, output: pb.TokenOutput) -> None:
-        """Pass an output on; one that its request cannot take costs that request, not the stream of all the others."""
+        """Pass an output on; an output that its request rejects ends that request, not the stream of all others."""
         sink = self._sinks.get((output.request_id, output.attempt))
         if sink is None:
             return
@@ -137,8 +138,8 @@ class WorkerLink:
             sink.output(output)
         except Exception as error:
             if not isinstance(error, TandemError):
-                log.exception("output_not_taken", request_id=output.request_id)
-                error = InternalError(f"an output of worker {self.worker.worker_id} could not be taken: {error!r}")
+                log.exception("output_rejected", request_id=output.request_id)
+                error = InternalError(f"an output of worker {self.worker.worker_id} was rejected: {error!r}")
             self.cancel(output.request_id, output.attempt)
             sink.ended(error)
 
@@ -147,7 +148,7 @@ class WorkerLink:
             sink.ended(from_proto(detail))
 
     def _fail_all(self, error: TandemError) -> None:
-        """Tell every request that the worker is lost, and drop what was not sent: none of it may go to a new stream."""
+        """End every call with `error`, and drop unsent commands: a new stream must not send them."""
         sinks, self._sinks = self._sinks, {}
         self._commands.put_nowait(None)
         self._commands = asyncio.Queue()
@@ -162,26 +163,24 @@ class LinkPool:
         self._gateway_id = gateway_id
         self._gateway_incarnation = gateway_incarnation
         self._links: dict[str, WorkerLink] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
-        """Return the link to that incarnation; raises Unavailable if the worker has gone meanwhile."""
+        """Return the link to a worker's incarnation; raises Unavailable if the worker has gone."""
         link = self._links.get(worker.incarnation)
         if link is None:
             raise Unavailable(f"worker {worker.worker_id} is gone", retry_after_seconds=1.0)
         return link
 
     def running(self) -> set[tuple[str, str, int]]:
-        """Return the worker's incarnation, id and attempt of every request that this gateway has running."""
+        """Return worker incarnation, request id and attempt of every call that this gateway has open."""
         links = self._links.items()
         return {(incarnation, *request) for incarnation, link in links for request in link.requests()}
 
     async def close(self) -> None:
         links, self._links = list(self._links.values()), {}
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*(link.close() for link in links), *self._closing, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in links), self._closing.cancel(), return_exceptions=True)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role == pb.WORKER_ROLE_KV:
@@ -189,7 +188,5 @@ class LinkPool:
         if is_here and worker.incarnation not in self._links:
             self._links[worker.incarnation] = WorkerLink(worker, self._gateway_id, self._gateway_incarnation)
         elif not is_here and (link := self._links.pop(worker.incarnation, None)):
-            is_goodbye = worker.load.state == pb.WORKER_STATE_DRAINING
-            task = asyncio.create_task(link.retire() if is_goodbye else link.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
+            self._closing.spawn(link.retire() if is_draining else link.close())

@@ -1,72 +1,252 @@
-"""How fast does each worker read prompts, how long does a hand-over take, and what of a host's store comes true?
+"""Predicts how long each worker needs for a prompt, from measured speeds and the prefix index.
 
-Measured from what requests did; the assumptions hold until the first of them has ended.
+Speeds are measured on earlier requests. The assumptions below hold until the first request has ended.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Literal
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.prefix_index import CachedPrefix, PrefixIndex, PrefixMatch
 from tandem.v1 import types_pb2 as pb
 
-_ASSUMED_TOKENS_PER_SECOND = 1000.0
+HandOver = Literal["if_cheaper", "always", "never"]
+
 ASSUMED_STEP_MS = 50.0
+_ASSUMED_TOKENS_PER_SECOND = 1000.0
 _ASSUMED_HAND_OVER_MS = 8.0
-MEMORY_BYTES_PER_SECOND = 5e9
-"""From the host's store into a pool: one copy, beside other work."""
 _ASSUMED_LINK_BYTES_PER_SECOND = 1e9
 _ASSUMED_FETCH_MS = 2.0
-"""What asking another host's store takes before the first byte."""
+"""Latency of another host's store before its first byte."""
+_MEMORY_BYTES_PER_SECOND = 5e9
+"""From the host's store into a pool: one copy, beside other work."""
 _OLD_WEIGHT = 0.8
-"""What a measurement keeps of those before it."""
+"""Weight of earlier measurements in a moving average."""
 _TYPICAL_SECONDS = 0.5
-"""How long a mean over all workers is used: they report each second, and every request asks for it."""
+"""How long a mean over all workers is cached: workers report each second, and every request needs the mean."""
 _MAX_HAND_OVER_MS = 10_000.0
-"""More is two hosts' clocks, not a hand-over."""
+"""A longer hand-over is a difference between two hosts' clocks."""
+_SHARE_OF_OTHERS = 0.5
+"""A running answer that waits for another request's prompt costs half as much as that prompt.
+
+At least one answer is counted: an idle decode worker may get an answer at any moment, and stays free for it if prefill
+computes the prompt.
+"""
 
 
-class Speeds:
-    """What one gateway has measured; forgets workers with their incarnation."""
+@dataclass(frozen=True)
+class RoutingRequest:
+    """The facts of a request that decide its route."""
 
-    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    model_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    block_hashes: Sequence[bytes] = ()
+    """Of the full blocks; empty if no cache may hold the prompt."""
+    block_size: int = 1
+    session_id: str = ""
+    hand_over: HandOver = "if_cheaper"
+    """Whether a prefill worker computes the prompt: always for a probe, never for a choice that moves."""
+
+
+@dataclass
+class InFlight:
+    """Tokens and answers that this gateway has sent to workers and that have not ended; by incarnation.
+
+    Heartbeats alone are up to a second old: a burst would all go to one worker.
+    """
+
+    prefill_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens to compute before the first token is sampled, at prefill and decode workers."""
+    decode_tokens: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
+
+    def add(
+        self, incarnation: str, *, num_prefill_tokens: int = 0, num_decode_tokens: int = 0, num_answers: int = 0
+    ) -> InFlightEntry:
+        """Count a call; the entry subtracts it again."""
+        self.prefill_tokens[incarnation] += num_prefill_tokens
+        self.decode_tokens[incarnation] += num_decode_tokens
+        self.answers[incarnation] += num_answers
+        return InFlightEntry(self, incarnation, num_prefill_tokens, num_decode_tokens, num_answers)
+
+    def total(self) -> int:
+        return self.prefill_tokens.total() + self.decode_tokens.total() + self.answers.total()
+
+
+@dataclass(eq=False)
+class InFlightEntry:
+    """What one call added to the counts; subtracts each part once."""
+
+    _in_flight: InFlight
+    _incarnation: str
+    _num_prefill_tokens: int
+    _num_decode_tokens: int
+    _num_answers: int
+
+    def prompt_read(self) -> None:
+        """Subtract the prompt: the worker has computed it, or never will."""
+        _subtract(self._in_flight.prefill_tokens, self._incarnation, self._num_prefill_tokens)
+        self._num_prefill_tokens = 0
+
+    def remove(self) -> None:
+        """Subtract all that is left."""
+        self.prompt_read()
+        _subtract(self._in_flight.decode_tokens, self._incarnation, self._num_decode_tokens)
+        _subtract(self._in_flight.answers, self._incarnation, self._num_answers)
+        self._num_decode_tokens = self._num_answers = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillEstimate:
+    """The predicted cost of computing or loading one prompt's KV cache at one worker."""
+
+    worker: Worker
+    cached: CachedPrefix
+    """Tokens, as the index has them; the times below include how often the index was right lately."""
+    source: str
+    """Address of the KV service that remote tokens come from."""
+    num_computed_tokens: int
+    queue_ms: float
+    load_ms: float
+    compute_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.queue_ms + self.load_ms + self.compute_ms
+
+    def __str__(self) -> str:
+        return (
+            f"{self.worker.worker_id} in {self.total_ms:.1f} ms (queue {self.queue_ms:.1f}, load {self.load_ms:.1f}, "
+            f"compute {self.compute_ms:.1f}; cached {self.cached.own} own, {self.cached.host} host, "
+            f"{self.cached.remote} remote, {self.num_computed_tokens} to compute)"
+        )
+
+
+class CostModel:
+    """Predicts costs, and learns from the ledgers of requests. Forgets a worker with its incarnation."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        in_flight: InFlight,
+        prefixes: PrefixIndex,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._registry = registry
+        self._in_flight = in_flight
+        self._prefixes = prefixes
         self._clock = clock
-        self._typical_rates: dict[tuple[str, pb.WorkerRole.ValueType], tuple[float, float]] = {}
-        self._read: dict[str, tuple[float, float]] = {}
-        self._kept_promises: dict[str, float] = {}
-        self.hand_over_ms = _ASSUMED_HAND_OVER_MS
+        self._hand_over_ms = _ASSUMED_HAND_OVER_MS
         """From prefill's first token until decode has every block."""
+        self._typical_rates: dict[tuple[str, pb.WorkerRole.ValueType], tuple[float, float]] = {}
+        self._computed: dict[str, tuple[float, float]] = {}
+        """Tokens and seconds of the prompts that each decode worker computed."""
+        self._store_hit_rates: dict[str, float] = {}
         registry.listen(self._changed)
 
-    # ------------------------------------------------------------------------------------------------- asking
+    # ----------------------------------------------------------------------------------------------- predicting
 
-    def tokens_per_second(self, worker: Worker) -> float:
-        """Return at what rate a worker reads prompts; of one that has read none, as its peers do."""
-        own = self._measured(worker)
-        return self._typical(worker.info.card.model_id, worker.role) if own is None else own
+    def match(self, request: RoutingRequest) -> PrefixMatch:
+        """Return where the prompt's leading blocks are; the last token is always computed."""
+        num_useful = (request.num_prompt_tokens - 1) // request.block_size
+        match = self._prefixes.find(request.block_hashes[:num_useful])
+        return replace(match, hosts={host: num for host, num in match.hosts.items() if self._registry.store_of(host)})
 
-    def fetch_ms(self, source: Worker, store: Worker, num_bytes: int) -> float:
-        """Return what it takes one host's store to fetch bytes of another's, by what it has measured of their link."""
-        for link in store.load.kv_service.links:
-            if link.address == source.info.address and link.bytes_per_second > 0:
-                return link.latency_ms + 1000.0 * num_bytes / link.bytes_per_second
-        return _ASSUMED_FETCH_MS + 1000.0 * num_bytes / _ASSUMED_LINK_BYTES_PER_SECOND
+    def estimate(self, worker: Worker, request: RoutingRequest, match: PrefixMatch) -> PrefillEstimate:
+        """Predict when a worker would have the whole prompt, after the prompts that wait there already."""
+        pool, rate = worker.load.kv, self._tokens_per_second(worker)
+        blocks = match.seen_from(worker.incarnation, worker.info.host_id)
+        size = request.block_size
+        num_found = size * blocks.host * self._store_hit_rates.get(worker.info.host_id, 1.0)
+        source, fetch_ms = self._source(worker, blocks, size / rate)
+        num_remote = size * blocks.remote if source else 0
+        num_missing = max(1, round(request.num_prompt_tokens - size * blocks.own - num_found - num_remote))
+        return PrefillEstimate(
+            worker=worker,
+            cached=CachedPrefix(
+                size * blocks.own, size * blocks.host, num_remote, blocks.remote_host if source else ""
+            ),
+            source=source,
+            num_computed_tokens=num_missing,
+            queue_ms=1000.0 * self._num_queued(worker) / rate,
+            load_ms=1000.0 * num_found / size * pool.bytes_per_block / _MEMORY_BYTES_PER_SECOND + fetch_ms,
+            compute_ms=1000.0 * num_missing / rate,
+        )
 
-    def kept_promise(self, host_id: str) -> float:
-        """Return which share of the tokens expected in a host's store came from there lately, 0 to 1."""
-        return self._kept_promises.get(host_id, 1.0)
+    def local_ms(self, estimate: PrefillEstimate) -> float:
+        """Return the cost of a prompt at a decode worker, the delay of the answers that run there included."""
+        worker = estimate.worker
+        num_running = max(1, worker.load.num_running, self._in_flight.answers[worker.incarnation])
+        own_ms = estimate.load_ms + estimate.compute_ms
+        return estimate.queue_ms + own_ms * (1 + _SHARE_OF_OTHERS * num_running)
 
-    # ----------------------------------------------------------------------------------------------- measuring
+    def hand_over_ms(self, estimate: PrefillEstimate) -> float:
+        """Return the cost of a prompt at a prefill worker, the hand-over included."""
+        return estimate.total_ms + self._hand_over_ms
+
+    def _source(self, worker: Worker, blocks: CachedPrefix, seconds_per_block: float) -> tuple[str, float]:
+        """Return the KV service to fetch remote blocks from and the milliseconds; "" if computing them is sooner."""
+        if not blocks.remote:
+            return "", 0.0
+        here, there = self._registry.store_of(worker.info.host_id), self._registry.store_of(blocks.remote_host)
+        if here is None or there is None:
+            return "", 0.0
+        fetch_ms = _fetch_ms(there, here, blocks.remote * worker.load.kv.bytes_per_block)
+        is_sooner = fetch_ms < 1000.0 * blocks.remote * seconds_per_block
+        return (there.info.address, fetch_ms) if is_sooner else ("", 0.0)
+
+    def _num_queued(self, worker: Worker) -> int:
+        """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead."""
+        num_mine = self._in_flight.prefill_tokens[worker.incarnation]
+        is_prefill = worker.role == pb.WORKER_ROLE_PREFILL
+        return max(num_mine, worker.load.num_tokens_in_flight) if is_prefill else num_mine
+
+    def _tokens_per_second(self, worker: Worker) -> float:
+        """Return a worker's prefill rate; the mean of its peers before its first prompt."""
+        own = self._measured_rate(worker)
+        return self._typical_rate(worker.info.card.model_id, worker.role) if own is None else own
+
+    def _typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
+        """Return the recent mean rate of a model's workers of that role, else of its prefill workers."""
+        rate, until = self._typical_rates.get((model_id, role), (0.0, 0.0))
+        if self._clock() >= until:
+            rate = (
+                self._mean_rate(model_id, role)
+                or self._mean_rate(model_id, pb.WORKER_ROLE_PREFILL)
+                or _ASSUMED_TOKENS_PER_SECOND
+            )
+            self._typical_rates[model_id, role] = rate, self._clock() + _TYPICAL_SECONDS
+        return rate
+
+    def _mean_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
+        peers = [peer for peer in self._registry.workers(role) if peer.info.card.model_id == model_id]
+        rates = [rate for peer in peers if (rate := self._measured_rate(peer)) is not None]
+        return fmean(rates) if rates else None
+
+    def _measured_rate(self, worker: Worker) -> float | None:
+        """Prefill workers report their rate themselves: their steps only compute prompts."""
+        if worker.role == pb.WORKER_ROLE_PREFILL:
+            counters = worker.load.counters
+            num_tokens, seconds = counters.get("prompt_tokens_computed", 0.0), counters.get("step_seconds", 0.0)
+        else:
+            num_tokens, seconds = self._computed.get(worker.incarnation, (0.0, 0.0))
+        return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
+
+    # ------------------------------------------------------------------------------------------------- learning
 
     def prompt_read(self, incarnation: str, ledger: pb.PhaseLedger) -> None:
         """Take in the ledger of a phase that has computed a prompt, or the rest of one."""
         seconds = (ledger.first_token_ns - ledger.scheduled_ns) / 1e9
         if seconds > 0 and ledger.num_computed_tokens and ledger.scheduled_ns:
-            num_tokens, num_seconds = self._read.get(incarnation, (0.0, 0.0))
-            self._read[incarnation] = (
+            num_tokens, num_seconds = self._computed.get(incarnation, (0.0, 0.0))
+            self._computed[incarnation] = (
                 _OLD_WEIGHT * num_tokens + ledger.num_computed_tokens,
                 _OLD_WEIGHT * num_seconds + seconds,
             )
@@ -75,49 +255,39 @@ class Speeds:
         """Take in the ledgers of both halves of a request."""
         if prefill.first_token_ns and decode.transfer_end_ns:
             took_ms = min(_MAX_HAND_OVER_MS, max(0.0, (decode.transfer_end_ns - prefill.first_token_ns) / 1e6))
-            self.hand_over_ms = _mixed(self.hand_over_ms, took_ms)
+            self._hand_over_ms = _mixed(self._hand_over_ms, took_ms)
 
-    def promised(self, host_id: str, num_tokens: int, num_found: int) -> None:
-        """Note how many of the tokens expected in a host's store were there."""
-        if num_tokens > 0:
-            share = min(1.0, max(0.0, num_found / num_tokens))
-            self._kept_promises[host_id] = _mixed(self.kept_promise(host_id), share)
-
-    def _typical(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
-        """Return the mean rate of a model's workers of that role, else of its prefill workers, as of lately."""
-        rate, until = self._typical_rates.get((model_id, role), (0.0, 0.0))
-        if self._clock() >= until:
-            rate = (
-                self._mean(model_id, role) or self._mean(model_id, pb.WORKER_ROLE_PREFILL) or _ASSUMED_TOKENS_PER_SECOND
-            )
-            self._typical_rates[model_id, role] = rate, self._clock() + _TYPICAL_SECONDS
-        return rate
-
-    def _mean(self, model_id: str, role: pb.WorkerRole.ValueType) -> float | None:
-        peers = [peer for peer in self._registry.workers(role) if peer.info.card.model_id == model_id]
-        rates = [rate for peer in peers if (rate := self._measured(peer)) is not None]
-        return fmean(rates) if rates else None
-
-    def _measured(self, worker: Worker) -> float | None:
-        """Prefill reports its rate itself: its steps read prompts and do nothing else."""
-        if worker.role == pb.WORKER_ROLE_PREFILL:
-            counters = worker.load.counters
-            num_tokens, seconds = counters.get("prompt_tokens_computed", 0.0), counters.get("step_seconds", 0.0)
-        else:
-            num_tokens, seconds = self._read.get(worker.incarnation, (0.0, 0.0))
-        return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
+    def store_used(self, host_id: str, num_expected_tokens: int, num_found: int) -> None:
+        """Record how many of the tokens expected in a host's store were there."""
+        if num_expected_tokens > 0:
+            share = min(1.0, max(0.0, num_found / num_expected_tokens))
+            self._store_hit_rates[host_id] = _mixed(self._store_hit_rates.get(host_id, 1.0), share)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if not is_here:
-            self._read.pop(worker.incarnation, None)
+            self._computed.pop(worker.incarnation, None)
             if not any(other.info.host_id == worker.info.host_id for other in self._registry.workers()):
-                self._kept_promises.pop(worker.info.host_id, None)
+                self._store_hit_rates.pop(worker.info.host_id, None)
 
 
 def step_ms(worker: Worker) -> float | None:
-    """Return what a step took on average over the worker's life; None before its first."""
+    """Return the mean duration of a step over the worker's life; None before its first."""
     num_steps = worker.load.counters.get("steps", 0.0)
     return 1000.0 * worker.load.counters.get("step_seconds", 0.0) / num_steps if num_steps > 0 else None
+
+
+def _fetch_ms(source: Worker, store: Worker, num_bytes: int) -> float:
+    """Predict the fetch of one host's bytes by another host's store, from what that store measured of their link."""
+    for link in store.load.kv_service.links:
+        if link.address == source.info.address and link.bytes_per_second > 0:
+            return link.latency_ms + 1000.0 * num_bytes / link.bytes_per_second
+    return _ASSUMED_FETCH_MS + 1000.0 * num_bytes / _ASSUMED_LINK_BYTES_PER_SECOND
+
+
+def _subtract(counter: Counter[str], incarnation: str, number: int) -> None:
+    counter[incarnation] -= number
+    if counter[incarnation] <= 0:
+        del counter[incarnation]
 
 
 def _mixed(old: float, new: float) -> float:

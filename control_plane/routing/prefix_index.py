@@ -1,8 +1,9 @@
-"""Where were the blocks of a prompt last: in which worker's pool, and in which host's store?
+"""Maps block hashes to the workers' pools and hosts' stores that had the blocks last.
 
-Learnt from what requests did, not reported: a block that was computed or pulled is in that worker's pool, and what was
-computed was offered to its host's store. Pools die with their worker's incarnation, a store outlives its workers. The
-index may be wrong (blocks are evicted without telling anyone here): then a prediction was, never an answer.
+The index learns from requests; workers do not report their blocks. A block that was computed or pulled is in that
+worker's pool, and a computed block was offered to the store of the worker's host. A pool dies with its worker's
+incarnation; a store outlives its workers. Evictions are not reported here, so the index may be wrong. A wrong entry
+costs time; it never changes an answer.
 """
 
 from __future__ import annotations
@@ -13,50 +14,52 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 DEFAULT_MAX_BLOCKS = 1_000_000
-"""About 175 bytes each (measured: 172 MB for a million), whatever a block's KV takes."""
+"""About 175 bytes each (measured: 172 MB for a million), independent of the size of a block's KV."""
 _MAX_PLACES = 4
 _MAX_COMBINATIONS = 4096
 
 
 class _Places(NamedTuple):
-    """Who had a block last, the latest first; shared by all blocks that are in the same places."""
+    """The places that had a block last, latest first. Blocks in the same places share one object."""
 
     pools: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Cached:
-    """Leading tokens (or blocks) of a prompt by where one worker finds them; each part goes on from the one before."""
+class CachedPrefix:
+    """The leading tokens (or blocks) of a prompt that one worker finds cached; each part follows the one before."""
 
     own: int = 0
     """In the worker's own pool."""
     host: int = 0
     """In its host's store."""
     remote: int = 0
-    """In the store of `remote_host`, and in no place nearer."""
+    """In the store of `remote_host` only."""
     remote_host: str = ""
 
 
 @dataclass(frozen=True)
-class Runs:
-    """How many leading blocks of one prompt each place has."""
+class PrefixMatch:
+    """How many leading blocks of one prompt each pool and each host's store has."""
 
     pools: Mapping[str, int] = field(default_factory=dict)
     hosts: Mapping[str, int] = field(default_factory=dict)
 
-    def seen_from(self, incarnation: str, host_id: str) -> Cached:
-        """Return what a worker finds in its own pool, on its host and elsewhere, in blocks."""
+    def seen_from(self, incarnation: str, host_id: str) -> CachedPrefix:
+        """Return the blocks that a worker finds in its own pool, on its host and on another host."""
         num_own = self.pools.get(incarnation, 0)
         num_here = max(num_own, self.hosts.get(host_id, 0))
         remote_host, num_there = max(self.hosts.items(), key=lambda item: item[1], default=("", 0))
         num_remote = max(0, num_there - num_here)
-        return Cached(num_own, num_here - num_own, num_remote, remote_host if num_remote else "")
+        return CachedPrefix(num_own, num_here - num_own, num_remote, remote_host if num_remote else "")
 
 
 class PrefixIndex:
-    """A bounded index from block hash to places; what was used last is kept longest, a prompt's beginning before its
-    end: a block without those before it is useless.
+    """A bounded index from block hash to places.
+
+    Least recently used blocks are dropped first, and of one prompt its last blocks: a block is useless without the
+    blocks before it.
     """
 
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
@@ -68,7 +71,7 @@ class PrefixIndex:
         return len(self._blocks)
 
     def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str) -> None:
-        """Note that a worker has these blocks; `host_id`: the host whose store has them too, "" if none does."""
+        """Record that a worker has these blocks; `host_id`: the host whose store has them too, or ""."""
         for block_hash in reversed(block_hashes):
             places = self._blocks.get(block_hash, _Places())
             pools, hosts = _first(incarnation, places.pools), _first(host_id, places.hosts)
@@ -78,25 +81,25 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
     def forget(self, block_hashes: Sequence[bytes], host_id: str) -> None:
-        """Note that a host's store did not have these blocks."""
+        """Record that a host's store did not have these blocks."""
         for block_hash in block_hashes:
             if (places := self._blocks.get(block_hash)) and host_id in places.hosts:
                 hosts = tuple(host for host in places.hosts if host != host_id)
                 self._blocks[block_hash] = self._shared(places._replace(hosts=hosts))
 
-    def find(self, block_hashes: Sequence[bytes]) -> Runs:
-        """Return how far each place's run of leading blocks goes; takes one pass over the blocks."""
+    def find(self, block_hashes: Sequence[bytes]) -> PrefixMatch:
+        """Return how many leading blocks each place has; one pass over the blocks."""
         pools: dict[str, int] = {}
         hosts: dict[str, int] = {}
         for index, block_hash in enumerate(block_hashes):
             places = self._blocks.get(block_hash)
             if places is None or not (_extend(pools, places.pools, index) | _extend(hosts, places.hosts, index)):
                 break
-        return Runs(pools, hosts)
+        return PrefixMatch(pools, hosts)
 
     def _shared(self, places: _Places) -> _Places:
         if len(self._combinations) > _MAX_COMBINATIONS:
-            self._combinations.clear()  # they only save memory
+            self._combinations.clear()  # sharing only saves memory
         return self._combinations.setdefault(places, places)
 
 
@@ -107,7 +110,7 @@ def _first(name: str, others: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _extend(runs: dict[str, int], names: tuple[str, ...], index: int) -> bool:
-    """Lengthen the runs that have reached `index`; return False if none of `names` has."""
+    """Extend the runs that have reached `index`; return False if no run of `names` has."""
     reached = [name for name in names if runs.get(name, 0) == index]
     for name in reached:
         runs[name] = index + 1

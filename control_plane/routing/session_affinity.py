@@ -1,4 +1,4 @@
-"""Which workers served a session last? Its prompt's beginning may still be in their caches."""
+"""Remembers which workers served a session last: their caches may still hold the beginning of its prompt."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ _MAX_SESSIONS = 10_000
 
 
 @dataclass(frozen=True)
-class Served:
-    """Incarnations; "" where there was none."""
+class SessionRoute:
+    """Incarnations; "" where there was no worker."""
 
     prefill: str
     decode: str
 
 
 class SessionAffinity:
-    """Remembers the workers of the sessions seen last, a bounded number of them."""
+    """The routes of the latest sessions; a bounded number."""
 
     def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions
-        self._served: OrderedDict[str, Served] = OrderedDict()
+        self._routes: OrderedDict[str, SessionRoute] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._served)
+        return len(self._routes)
 
-    def remember(self, session_id: str, served: Served) -> None:
-        """Note who served a session; "" is no session."""
+    def remember(self, session_id: str, route: SessionRoute) -> None:
+        """Record the route of a session; "" is no session."""
         if not session_id:
             return
-        self._served[session_id] = served
-        self._served.move_to_end(session_id)
-        if len(self._served) > self._max_sessions:
-            self._served.popitem(last=False)
+        self._routes[session_id] = route
+        self._routes.move_to_end(session_id)
+        if len(self._routes) > self._max_sessions:
+            self._routes.popitem(last=False)
 
-    def of(self, session_id: str) -> Served | None:
-        return self._served.get(session_id)
+    def of(self, session_id: str) -> SessionRoute | None:
+        return self._routes.get(session_id)

@@ -6,9 +6,9 @@ import asyncio
 import random
 import time
 
-from control_plane.cache_policy import EVERYTHING, NOTHING
+from control_plane.generation import EVERYTHING, NOTHING
 from control_plane.dispatch.dispatcher import Dispatcher
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import TokenDelta, TokenRequest
 from tandem_runtime.errors import TandemError
 from tests.chaos.pauses import Pauses
@@ -48,9 +48,9 @@ async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, 
         cache=EVERYTHING if record.is_cacheable else NOTHING,
     )
     try:
-        flight = await _submitted(dispatcher, request, record, rng)
-        if flight is not None:
-            await _listen(flight, record, rng, pauses)
+        stream = await _submitted(dispatcher, request, record, rng)
+        if stream is not None:
+            await _listen(stream, record, rng, pauses)
     except TandemError as error:
         record.error = error
     finally:
@@ -59,7 +59,7 @@ async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, 
 
 async def _submitted(
     dispatcher: Dispatcher, request: TokenRequest, record: StreamRecord, rng: random.Random
-) -> Flight | None:
+) -> RequestStream | None:
     """Return the running request; None if the client left while the request was queued."""
     task = asyncio.create_task(dispatcher.submit(request))
     if record.leave_at != "queued":
@@ -67,31 +67,31 @@ async def _submitted(
     await asyncio.wait([task], timeout=rng.random() * 0.05)
     if not task.done():
         record.left_at = "queued"
-        record.left_admission_queue = len(dispatcher.waiting_room) > 0
+        record.left_admission_queue = len(dispatcher.queue) > 0
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return None
     return task.result()  # the request was not queued for long: let it run
 
 
-async def _listen(flight: Flight, record: StreamRecord, rng: random.Random, pauses: Pauses) -> None:
-    record.route = flight.route
+async def _listen(stream: RequestStream, record: StreamRecord, rng: random.Random, pauses: Pauses) -> None:
+    record.route = stream.route
     leave_after = _leave_after(record, rng)
     try:
         if leave_after == 0:
-            record.left_at = _stage(flight)
+            record.left_at = _stage(stream)
             return
-        async for delta in flight:
+        async for delta in stream:
             _note(record, delta)
             pauses.token_came(record.request_id, delta.choice_index, len(record.tokens[delta.choice_index]))
             if leave_after is not None and sum(map(len, record.tokens)) >= leave_after:
-                record.left_at = _stage(flight)
+                record.left_at = _stage(stream)
                 return
-        record.usage = flight.usage
-        pauses.ended(flight)
+        record.usage = stream.usage
+        pauses.ended(stream)
     finally:
-        record.route = dict(flight.route)
-        await flight.aclose()
+        record.route = dict(stream.route)
+        await stream.aclose()
 
 
 def _leave_after(record: StreamRecord, rng: random.Random) -> int | None:
@@ -101,9 +101,9 @@ def _leave_after(record: StreamRecord, rng: random.Random) -> int | None:
     return {"prefilling": 0, "between": 1}.get(record.leave_at or "")
 
 
-def _stage(flight: Flight) -> Stage:
+def _stage(stream: RequestStream) -> Stage:
     """Return the stage of a request, from what its workers have sent."""
-    longest = max(len(choice.tokens) for choice in flight.choices)
+    longest = max(len(choice.tokens) for choice in stream.state.choices)
     return "prefilling" if longest == 0 else "between" if longest == 1 else "decoding"
 
 

@@ -1,7 +1,7 @@
 """Measures the pause that a client sees when its decode worker is lost.
 
-The dispatcher detects the loss (`Dispatcher.choice_failed`): the stream to a killed worker breaks at once, a stopped
-worker is dropped after missing heartbeats. The pause lasts from then to the next token at the client.
+A loss is detected when the control plane learns of it (`Dispatcher.call_failed`): the stream to a killed worker breaks
+at once, a stopped one is forgotten after its silence. The pause is from then to the next token at the client.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 from control_plane.dispatch.dispatcher import Dispatcher
-from control_plane.dispatch.request_state import Plan
-from control_plane.dispatch.request_stream import Choice, Flight
-from control_plane.dispatch.worker_call import Leg
+from control_plane.dispatch.request_state import ChoiceState, RequestState
+from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Draining, TandemError
@@ -61,15 +61,16 @@ class Pauses:
         registry.listen(self._fleet_changed)
 
     def watching(self, dispatcher: Dispatcher) -> AbstractContextManager[Any]:
-        """Record every loss while the context lasts."""
-        inner = dispatcher.choice_failed
+        """Hear of every loss while the context lasts."""
+        recover = dispatcher.call_failed
 
-        def choice_failed(plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-            if choice.tokens and not choice.is_over and not isinstance(error, Draining):
-                self._lost(plan, choice, leg, error)
-            inner(plan, choice, leg, error)
+        def call_failed(state: RequestState, call: WorkerCall, error: TandemError) -> None:
+            choice = None if call.choice_index is None else state.choices[call.choice_index]
+            if choice is not None and choice.tokens and not choice.is_over and not isinstance(error, Draining):
+                self._lost(state, choice, call, error)
+            recover(state, call, error)
 
-        return patch.object(dispatcher, "choice_failed", choice_failed)
+        return patch.object(dispatcher, "call_failed", call_failed)
 
     def token_came(self, request_id: str, choice_index: int, num_answer_tokens: int) -> None:
         """Record tokens that the client received; tokens of the lost worker end no pause."""
@@ -79,31 +80,31 @@ class Pauses:
         if pause is not None and pause.seconds is None and num_answer_tokens > pause.num_answer_tokens:
             pause.seconds = now - pause.detected_at
 
-    def ended(self, flight: Flight) -> None:
-        """Record the end of an answer, with the cached tokens that its last workers reported."""
-        for choice in flight.choices:
-            pause = self._open.pop((flight.request.request_id, choice.index), None)
+    def ended(self, stream: RequestStream) -> None:
+        """An answer came to its end: its last workers have said what they found cached."""
+        for choice in stream.state.choices:
+            pause = self._open.pop((stream.state.request.request_id, choice.index), None)
             if pause is not None and choice.ledger is not None:
                 pause.num_cached_tokens = choice.ledger.num_cached_tokens
 
-    def _lost(self, plan: Plan, choice: Choice, leg: Leg, error: TandemError) -> None:
-        key = (plan.request.request_id, choice.index)
+    def _lost(self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError) -> None:
+        key = (state.request.request_id, choice.index)
         pause = Pause(
             *key,
-            leg.link.worker.worker_id,
+            call.link.worker.worker_id,
             error.message,
-            len(plan.request.token_ids) + len(choice.tokens),
+            len(state.request.token_ids) + len(choice.tokens),
             len(choice.tokens),
             self._last_token_at.get(key, time.monotonic()),
             time.monotonic(),
-            had_another=self._has_another(leg),
+            had_another=self._has_another(call),
         )
         self._open[key] = pause
         self.all.append(pause)
 
-    def _has_another(self, leg: Leg) -> bool:
+    def _has_another(self, call: WorkerCall) -> bool:
         return any(
-            worker.is_usable and worker.incarnation != leg.link.worker.incarnation
+            worker.is_usable and worker.incarnation != call.incarnation
             for worker in self._registry.workers(pb.WORKER_ROLE_DECODE)
         )
 

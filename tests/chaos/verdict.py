@@ -78,7 +78,7 @@ class Verdict:
         dispatcher = self._run.fleet.gateway.dispatcher
         flying = dispatcher.router.in_flight
         left = {
-            "waiting": len(dispatcher.waiting_room),
+            "waiting": len(dispatcher.queue),
             "tasks": len(dispatcher.background),
             "prefill tokens": flying.prefill_tokens.total(),
             "decode tokens": flying.decode_tokens.total(),

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal, cast
 
+from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.dispatcher import Dispatcher
-from control_plane.dispatch.request_stream import Flight
-from control_plane.dispatch.retry_budget import RetryBudget
+from control_plane.dispatch.request_stream import RequestStream
 from control_plane.fleet.kv_clients import KvClients
+from control_plane.fleet.readiness import ReadinessProofs
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import TokenRequest
@@ -50,7 +51,7 @@ class RecordedKv:
         self.calls.append("abort")
 
 
-class World:
+class Harness:
     def __init__(
         self, queue_seconds: float, local_prefill: Literal["auto", "never"], budget: RetryBudget | None
     ) -> None:
@@ -58,6 +59,7 @@ class World:
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
         self.router = Router(self.registry, local_prefill)
         self.kv = RecordedKv()
+        self.proofs = ReadinessProofs(self.registry)
         self.dispatcher = Dispatcher(
             self.registry,
             self.links,
@@ -69,6 +71,7 @@ class World:
             queue_seconds=queue_seconds,
             max_waiting=8,
             budget=budget,
+            proofs=self.proofs,
         )
         self.workers: list[ScriptedWorker] = []
 
@@ -93,9 +96,9 @@ async def world(
     queue_seconds: float = 0.0,
     local_prefill: Literal["auto", "never"] = "never",
     budget: RetryBudget | None = None,
-) -> AsyncIterator[World]:
-    """A gateway's inside, with these workers and a KV service; afterwards nothing may be in flight."""
-    here = World(queue_seconds, local_prefill, budget)
+) -> AsyncIterator[Harness]:
+    """A gateway's inside, with these workers and a KV service; afterwards nothing may be in stream."""
+    here = Harness(queue_seconds, local_prefill, budget)
     here.registry.register(kv_service(), kv_load())
     for worker in workers:
         await here.add(worker)
@@ -126,8 +129,8 @@ def answer(max_tokens: int = 5) -> list[int]:
     return [token_at(len(PROMPT) + i) for i in range(max_tokens)]
 
 
-async def tokens_of(flight: Flight) -> list[list[int]]:
-    choices: list[list[int]] = [[] for _ in flight.choices]
-    async for delta in flight:
+async def tokens_of(stream: RequestStream) -> list[list[int]]:
+    choices: list[list[int]] = [[] for _ in stream.state.choices]
+    async for delta in stream:
         choices[delta.choice_index].extend(delta.token_ids)
     return choices

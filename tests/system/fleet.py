@@ -18,7 +18,7 @@ from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.gateway import Gateway
 from control_plane.generation import TokenRequest
-from control_plane.routing.estimates import Ask
+from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings
 from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
@@ -208,7 +208,7 @@ class PinnedRouter(Router):
         super().__init__(registry)
         self._names = decode, prefill
 
-    def choose(self, ask: Ask, avoid: Any = ()) -> Route:
+    def choose(self, request: RoutingRequest, avoid: Any = ()) -> Route:
         decode, prefill = (self._registry.get(name) if name else None for name in self._names)
         assert decode is not None, f"{self._names[0]} is not registered"
         return Route(prefill, (decode,), "pinned by the test", {})

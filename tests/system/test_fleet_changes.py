@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import TokenRequest
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until
@@ -35,10 +35,10 @@ async def fleet(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
         yield fleet
 
 
-async def finish(flight: Flight) -> list[int]:
-    async for _ in flight:
+async def finish(stream: RequestStream) -> list[int]:
+    async for _ in stream:
         pass
-    return flight.choices[0].tokens
+    return stream.state.choices[0].tokens
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Ask:
 
     async def of(self, fleet: Fleet) -> dict[str, Any]:
         """Ask, check the answer, and return the route it took."""
-        flight = await fleet.gateway.dispatcher.submit(self.request)
-        assert await finish(flight) == self.expected
-        return dict(flight.route)
+        stream = await fleet.gateway.dispatcher.submit(self.request)
+        assert await finish(stream) == self.expected
+        return dict(stream.route)
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +111,12 @@ async def test_sigterm_drains_a_worker_without_a_failed_request(fleet: Fleet, as
 
 async def test_a_killed_decode_worker_costs_no_token(fleet: Fleet, ask: MakeAsk) -> None:
     question = ask(55, 100)
-    flight = await fleet.gateway.dispatcher.submit(question.request)
-    async for _ in flight:
-        if len(flight.choices[0].tokens) == 5:
-            fleet.services[flight.route["decode"]].kill(signal.SIGKILL)
-    assert flight.choices[0].tokens == question.expected
-    assert flight.usage.num_completion_tokens == len(question.expected)
+    stream = await fleet.gateway.dispatcher.submit(question.request)
+    async for _ in stream:
+        if len(stream.state.choices[0].tokens) == 5:
+            fleet.services[stream.route["decode"]].kill(signal.SIGKILL)
+    assert stream.state.choices[0].tokens == question.expected
+    assert stream.usage.num_completion_tokens == len(question.expected)
     await fleet.pools_are_full(30)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from tests.system.bit_flips import BadWire, engine_pid, flip_files, flip_memory
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until
@@ -35,19 +35,21 @@ class World:
     wire: BadWire
     kv_flags: tuple[str, ...]
 
-    async def ask(self, prompt: list[int], prefill: str, decode: str = "decode-a", *, cacheable: bool = True) -> Flight:
-        flight = await self.begin(prompt, prefill, decode, cacheable=cacheable)
-        return await self.end(flight, prompt)
+    async def ask(
+        self, prompt: list[int], prefill: str, decode: str = "decode-a", *, cacheable: bool = True
+    ) -> RequestStream:
+        stream = await self.begin(prompt, prefill, decode, cacheable=cacheable)
+        return await self.end(stream, prompt)
 
-    async def begin(self, prompt: list[int], prefill: str, decode: str, *, cacheable: bool) -> Flight:
+    async def begin(self, prompt: list[int], prefill: str, decode: str, *, cacheable: bool) -> RequestStream:
         request = token_request("tiny-llama", prompt, NUM_TOKENS, cacheable=cacheable)
         return await self.fleet.dispatcher(decode, prefill).submit(request)
 
-    async def end(self, flight: Flight, prompt: list[int]) -> Flight:
-        async for _ in flight:
+    async def end(self, stream: RequestStream, prompt: list[int]) -> RequestStream:
+        async for _ in stream:
             pass
-        assert flight.choices[0].tokens == greedy(self.model, prompt, NUM_TOKENS)
-        return flight
+        assert stream.state.choices[0].tokens == greedy(self.model, prompt, NUM_TOKENS)
+        return stream
 
     async def counter(self, worker_id: str, name: str) -> float:
         counters = dict((await self.fleet.stats(worker_id)).counters)
@@ -94,14 +96,14 @@ async def world(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
 async def test_on_the_wire_between_hosts(world: World) -> None:
     prompt = clear_prompt(world.model, 130, NUM_TOKENS)
-    flight = await world.ask(prompt, "prefill-a", "decode-b", cacheable=False)
-    assert flight.choices[0].ledger is not None and flight.choices[0].ledger.transport == "tcp"
+    stream = await world.ask(prompt, "prefill-a", "decode-b", cacheable=False)
+    assert stream.state.choices[0].ledger is not None and stream.state.choices[0].ledger.transport == "tcp"
     world.wire.is_bad = True
     try:
-        flight = await world.ask(prompt, "prefill-a", "decode-b", cacheable=False)
+        stream = await world.ask(prompt, "prefill-a", "decode-b", cacheable=False)
     finally:
         world.wire.is_bad = False
-    ledger = flight.choices[0].ledger
+    ledger = stream.state.choices[0].ledger
     assert ledger is not None
     assert (ledger.transport, ledger.num_computed_tokens) == ("grpc", 0), "read again by the way that always works"
     assert world.wire.num_flipped > 0
@@ -119,8 +121,8 @@ async def test_in_shared_memory_between_prefill_and_decode(world: World) -> None
         # 2. One bit in each block that prefill has sealed.
         flip_memory(prefill, "tandem-kv", await world.bytes_per_block(), 256 * await world.bytes_per_block())
     # 3. Decode notices, and computes the prompt itself.
-    flight = await world.end(await submitting, prompt)
-    ledger = flight.choices[0].ledger
+    stream = await world.end(await submitting, prompt)
+    ledger = stream.state.choices[0].ledger
     assert ledger is not None
     assert ledger.num_computed_tokens >= 149
     assert await world.counter("decode-a", "blocks_corrupt") > 0
@@ -136,8 +138,8 @@ async def test_in_the_memory_of_the_store(world: World) -> None:
 
     await until(is_stored, 20)
     flip_memory(fleet.services["kv-a"].process.pid, "tandem-kv-blocks", 4096, STORE_BYTES)
-    flight = await world.ask(prompt, "prefill-b")
-    assert (flight.usage.num_cached_tokens, flight.usage.num_computed_tokens) == (0, 170)
+    stream = await world.ask(prompt, "prefill-b")
+    assert (stream.usage.num_cached_tokens, stream.usage.num_computed_tokens) == (0, 170)
     assert await world.counter("kv-a", "store_memory_corrupt") == 1, "the chain's first; the others are not looked at"
 
 
@@ -162,12 +164,12 @@ async def test_on_disk(world: World) -> None:
     assert (await fleet.stats("kv-a")).kv_service.store.num_disk_blocks > 0
 
     async def is_found_by_the_workers() -> bool:
-        return (await world.ask(prompts[-1], "prefill-b")).prefill_ledger is not None
+        return (await world.ask(prompts[-1], "prefill-b")).state.prefill_ledger is not None
 
     await until(is_found_by_the_workers, 20)
     # 3. None of them is served.
     for prompt in prompts[:5]:
-        flight = await world.ask(prompt, "prefill-b")
-        assert flight.prefill_ledger is not None
-        assert flight.prefill_ledger.num_cached_tokens == 0
+        stream = await world.ask(prompt, "prefill-b")
+        assert stream.state.prefill_ledger is not None
+        assert stream.state.prefill_ledger.num_cached_tokens == 0
     assert await world.counter("kv-a", "disk_corrupt") > 0

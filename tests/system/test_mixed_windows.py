@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until
 from tests.system.reference import clear_prompt, greedy
@@ -39,12 +39,14 @@ def start(fleet: Fleet, checkpoint: Callable[[str], Path], role: str, name: str,
     fleet.start(role, name, "--host-id", host, *model, *flags)
 
 
-async def run(fleet: Fleet, decode: str, prefill: str, prompt: list[int], account: str, num_tokens: int) -> Flight:
+async def run(
+    fleet: Fleet, decode: str, prefill: str, prompt: list[int], account: str, num_tokens: int
+) -> RequestStream:
     request = token_request("tiny-gemma3", prompt, num_tokens, account=account)
-    flight = await fleet.dispatcher(decode, prefill).submit(request)
-    async for _ in flight:
+    stream = await fleet.dispatcher(decode, prefill).submit(request)
+    async for _ in stream:
         pass
-    return flight
+    return stream
 
 
 @pytest.mark.parametrize("decode", ["decode-a", "decode-grpc", "decode-b"])
@@ -52,9 +54,9 @@ async def test_of_windows_only_what_the_answer_sees_is_handed_over(
     fleet: Fleet, checkpoint: Callable[[str], Path], decode: str
 ) -> None:
     prompt = clear_prompt(checkpoint("gemma3"), NUM_PROMPT, NUM_TOKENS)
-    flight = await run(fleet, decode, "prefill-a", prompt, decode, NUM_TOKENS)
-    assert flight.choices[0].tokens == greedy(checkpoint("gemma3"), prompt, NUM_TOKENS)
-    ledger, bytes_per_block = flight.choices[0].ledger, (await fleet.stats(decode)).kv.bytes_per_block
+    stream = await run(fleet, decode, "prefill-a", prompt, decode, NUM_TOKENS)
+    assert stream.state.choices[0].tokens == greedy(checkpoint("gemma3"), prompt, NUM_TOKENS)
+    ledger, bytes_per_block = stream.state.choices[0].ledger, (await fleet.stats(decode)).kv.bytes_per_block
     assert ledger is not None
     assert ledger.num_computed_tokens == ledger.num_reprefill_tokens == 0
     # The token that follows sees those from 85 on: of seven blocks the last two.
@@ -74,7 +76,7 @@ async def test_a_prompt_is_found_in_the_store_and_so_is_its_answer(
 
     # 1. Computed once; prompt and answer are published, each group's blocks.
     before = await num_stored()
-    assert (await run(fleet, "decode-a", "prefill-a", prompt, "stored", NUM_TOKENS)).choices[0].tokens == expected
+    assert (await run(fleet, "decode-a", "prefill-a", prompt, "stored", NUM_TOKENS)).state.choices[0].tokens == expected
 
     async def are_there() -> bool:
         return await num_stored() == before + NUM_GROUPS * num_full_blocks
@@ -88,14 +90,14 @@ async def test_a_prompt_is_found_in_the_store_and_so_is_its_answer(
     start(fleet, checkpoint, "decode", "decode-c", "host-a")
     await fleet.ready()
     # 3. The prompt again, and the chat's next turn: what is full comes from the store.
-    flight = await run(fleet, "decode-c", "prefill-c", prompt, "stored", NUM_TOKENS)
-    assert flight.choices[0].tokens == expected
-    ledger = flight.prefill_ledger
+    stream = await run(fleet, "decode-c", "prefill-c", prompt, "stored", NUM_TOKENS)
+    assert stream.state.choices[0].tokens == expected
+    ledger = stream.state.prefill_ledger
     assert ledger is not None
     assert (ledger.num_loaded_tokens, ledger.num_cached_tokens, ledger.num_computed_tokens) == (96, 96, 4)
     turn = [*prompt, *expected, 5, 6, 7]
-    flight = await run(fleet, "decode-c", "prefill-c", turn, "stored", 4)
-    assert flight.choices[0].tokens == greedy(checkpoint("gemma3"), turn, 4)
-    assert flight.prefill_ledger is not None
-    assert flight.prefill_ledger.num_cached_tokens == num_full_blocks * BLOCK
+    stream = await run(fleet, "decode-c", "prefill-c", turn, "stored", 4)
+    assert stream.state.choices[0].tokens == greedy(checkpoint("gemma3"), turn, 4)
+    assert stream.state.prefill_ledger is not None
+    assert stream.state.prefill_ledger.num_cached_tokens == num_full_blocks * BLOCK
     await fleet.pools_are_full()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from tandem.v1 import types_pb2 as pb
 from tests.checkpoints import byte_level_tokenizer
 from tests.system.conftest import SMALL
@@ -42,12 +42,12 @@ def _start_workers(fleet: Fleet, checkpoint: Callable[[str], Path], name: str) -
         fleet.start(role, f"{role}-{name}", "--model", str(checkpoint("llama")), *SMALL)
 
 
-async def run(fleet: Fleet, prompt: list[int], num_tokens: int = NUM_TOKENS, account: str = "test") -> Flight:
+async def run(fleet: Fleet, prompt: list[int], num_tokens: int = NUM_TOKENS, account: str = "test") -> RequestStream:
     request = token_request("tiny-llama", prompt, num_tokens, account=account)
-    flight = await fleet.gateway.dispatcher.submit(request)
-    async for _ in flight:
+    stream = await fleet.gateway.dispatcher.submit(request)
+    async for _ in stream:
         pass
-    return flight
+    return stream
 
 
 async def cached_tokens(fleet: Fleet, account: str, prompt: list[int] | str, **fields: Any) -> int:
@@ -83,8 +83,8 @@ async def missed(fleet: Fleet, *worker_ids: str) -> None:
     await until(are_missed, 20)
 
 
-def prefill_ledger(flight: Flight) -> pb.PhaseLedger:
-    ledger = flight.prefill_ledger
+def prefill_ledger(stream: RequestStream) -> pb.PhaseLedger:
+    ledger = stream.state.prefill_ledger
     assert ledger is not None, "prefill has reported"
     return ledger
 
@@ -93,7 +93,7 @@ async def test_a_prompt_outlives_the_workers_that_computed_it(fleet: Fleet, chec
     prompt = clear_prompt(checkpoint("llama"), 70, NUM_TOKENS)
     expected = greedy(checkpoint("llama"), prompt, NUM_TOKENS)
     # 1. Computed once, with the answer's blocks published by decode.
-    assert (await run(fleet, prompt)).choices[0].tokens == expected
+    assert (await run(fleet, prompt)).state.choices[0].tokens == expected
     num_full_blocks = (70 + NUM_TOKENS - 1) // BLOCK
     await published(fleet, num_full_blocks)
     # 2. Both workers die, and others take their place: their pools are empty.
@@ -104,16 +104,16 @@ async def test_a_prompt_outlives_the_workers_that_computed_it(fleet: Fleet, chec
     await fleet.ready()
     await missed(fleet, "prefill-0", "decode-0")
     # 3. The prompt again: its full blocks come from the store.
-    flight = await run(fleet, prompt)
-    assert flight.choices[0].tokens == expected
-    ledger = prefill_ledger(flight)
+    stream = await run(fleet, prompt)
+    assert stream.state.choices[0].tokens == expected
+    ledger = prefill_ledger(stream)
     assert (ledger.num_loaded_tokens, ledger.num_cached_tokens, ledger.num_computed_tokens) == (64, 64, 6)
-    assert flight.usage.num_cached_tokens == 64
+    assert stream.usage.num_cached_tokens == 64
     # 4. The next turn of the chat: what decode answered is there too.
     turn = [*prompt, *expected, 5, 6, 7]
-    flight = await run(fleet, turn, 1)
-    assert flight.choices[0].tokens == greedy(checkpoint("llama"), turn, 1)
-    assert prefill_ledger(flight).num_cached_tokens == num_full_blocks * BLOCK
+    stream = await run(fleet, turn, 1)
+    assert stream.state.choices[0].tokens == greedy(checkpoint("llama"), turn, 1)
+    assert prefill_ledger(stream).num_cached_tokens == num_full_blocks * BLOCK
     await fleet.pools_are_full()
 
 
@@ -124,12 +124,12 @@ async def test_two_accounts_with_the_same_prompt_compute_all_of_it_each(
     bytes_per_block = next(iter(fleet.registry.workers(pb.WORKER_ROLE_PREFILL))).load.kv.bytes_per_block
     before = await num_stored(fleet)
     for count, account in enumerate(("one", "two", "three"), start=1):
-        flight = await run(fleet, prompt, account=account)
+        stream = await run(fleet, prompt, account=account)
         # 1. Nothing of the others' is found: in prefill's pool, in the store, in decode's pool.
-        ledger, decode_ledger = prefill_ledger(flight), flight.choices[0].ledger
+        ledger, decode_ledger = prefill_ledger(stream), stream.state.choices[0].ledger
         assert (ledger.num_cached_tokens, ledger.num_loaded_tokens, ledger.num_computed_tokens) == (0, 0, 80)
         assert decode_ledger is not None and decode_ledger.num_bytes_pulled == 5 * bytes_per_block
-        assert (flight.usage.num_cached_tokens, flight.usage.num_computed_tokens) == (0, 80)
+        assert (stream.usage.num_cached_tokens, stream.usage.num_computed_tokens) == (0, 80)
         # 2. Each leaves blocks of its own, of prompt and answer.
         await published(fleet, before + count * ((80 + NUM_TOKENS - 1) // BLOCK))
     assert await num_stored(fleet) == before + 3 * ((80 + NUM_TOKENS - 1) // BLOCK)
@@ -196,19 +196,19 @@ async def test_a_choice_that_moves_takes_its_cache_from_the_store(
     before = at_first + (90 + num_tokens - 1) // BLOCK
     await published(fleet, before)
     request = token_request("tiny-llama", prompt, num_tokens, account="mover")  # nobody else's blocks are found
-    flight = await fleet.gateway.dispatcher.submit(request)
-    deltas = aiter(flight)
+    stream = await fleet.gateway.dispatcher.submit(request)
+    deltas = aiter(stream)
     tokens: list[int] = []
     while len(tokens) < 24:
         tokens += (await anext(deltas)).token_ids
     await published(fleet, before + (90 + 8) // BLOCK)
-    leg = flight.choices[0].leg
-    assert leg is not None
-    dead = leg.link.worker.worker_id
+    call = stream.state.choices[0].call
+    assert call is not None
+    dead = call.link.worker.worker_id
     fleet.services[dead].kill(signal.SIGKILL)
     await fleet.ended(fleet.services.pop(dead))
     async for delta in deltas:
         tokens += delta.token_ids
     assert tokens == expected
-    assert flight.choices[0].ledger is not None
-    assert flight.choices[0].ledger.num_loaded_tokens >= 80, "most of the prompt came from the store"
+    assert stream.state.choices[0].ledger is not None
+    assert stream.state.choices[0].ledger.num_loaded_tokens >= 80, "most of the prompt came from the store"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import TokenRequest
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, until
@@ -40,11 +40,11 @@ def ask(prompt: list[int]) -> TokenRequest:
     return token_request("tiny-llama", prompt, NUM_TOKENS, cacheable=False)
 
 
-async def run(fleet: Fleet, prompt: list[int]) -> Flight:
-    flight = await fleet.gateway.dispatcher.submit(ask(prompt))
-    async for _ in flight:
+async def run(fleet: Fleet, prompt: list[int]) -> RequestStream:
+    stream = await fleet.gateway.dispatcher.submit(ask(prompt))
+    async for _ in stream:
         pass
-    return flight
+    return stream
 
 
 async def test_requests_go_on_without_the_kv_service_and_hand_over_again_with_the_next(
@@ -54,17 +54,17 @@ async def test_requests_go_on_without_the_kv_service_and_hand_over_again_with_th
     # 1. The service dies; the very next request, which does not know yet, is answered all the same.
     fleet.services["kv-0"].kill(signal.SIGKILL)
     await fleet.ended(fleet.services.pop("kv-0"))
-    assert (await run(fleet, prompt)).choices[0].tokens == expected
+    assert (await run(fleet, prompt)).state.choices[0].tokens == expected
     # 2. Once the control plane knows, decode is asked to do both.
     await until(lambda: not fleet.registry.kv_services(), 10)
-    flight = await run(fleet, prompt)
-    assert (flight.choices[0].tokens, flight.route["prefill"]) == (expected, "")
+    stream = await run(fleet, prompt)
+    assert (stream.state.choices[0].tokens, stream.route["prefill"]) == (expected, "")
     # 3. Another one starts, the workers find it, and the cache moves again.
     fleet.start("kv", "kv-1")
     await fleet.ready()
 
     async def handed_over() -> bool:
-        ledger = (await run(fleet, prompt)).choices[0].ledger
+        ledger = (await run(fleet, prompt)).state.choices[0].ledger
         return ledger is not None and ledger.num_bytes_pulled > 0
 
     await until(handed_over, 20)
@@ -81,8 +81,8 @@ async def test_a_restarted_control_plane_knows_the_fleet_within_a_heartbeat(
     await until(lambda: len(fleet.registry.workers()) == len(before), 10)
     assert {worker.worker_id: worker.incarnation for worker in fleet.registry.workers()} == before
     await fleet.ready()
-    flight = await run(fleet, prompt)
-    assert flight.choices[0].tokens == greedy(checkpoint("llama"), prompt, NUM_TOKENS)
+    stream = await run(fleet, prompt)
+    assert stream.state.choices[0].tokens == greedy(checkpoint("llama"), prompt, NUM_TOKENS)
     await fleet.pools_are_full()
 
 

@@ -53,12 +53,12 @@ async def test_an_answer_goes_on_and_validates_when_its_decode_worker_is_killed(
 
     async def answer(kill_after: int | None) -> list[int]:
         request = token_request(model.model_id, range(40, 90), 400, cacheable=False, choice_seeds=(4,), **sampling)
-        flight = await fleet.gateway.dispatcher.submit(request)
-        async for _ in flight:
-            if kill_after is not None and len(flight.choices[0].tokens) >= kill_after:
+        stream = await fleet.gateway.dispatcher.submit(request)
+        async for _ in stream:
+            if kill_after is not None and len(stream.state.choices[0].tokens) >= kill_after:
                 kill_after = None
-                fleet.services[flight.route["decode"]].kill(signal.SIGKILL)
-        return flight.choices[0].tokens
+                fleet.services[stream.route["decode"]].kill(signal.SIGKILL)
+        return stream.state.choices[0].tokens
 
     expected = await answer(None)
     assert await answer(len(expected) // 3) == expected

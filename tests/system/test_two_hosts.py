@@ -25,15 +25,15 @@ async def test_decode_on_another_host_pulls_over_tcp_and_goes_on_at_token_two(
         await fleet.proven()
         before = {name: (await fleet.stats(name)).counters for name in ("kv-a", "kv-b")}
         dispatcher = fleet.dispatcher("decode-b", "prefill-a")
-        flight = await dispatcher.submit(token_request("tiny-llama", prompt, 16, choice_seeds=(0, 0)))
-        async for _ in flight:
+        stream = await dispatcher.submit(token_request("tiny-llama", prompt, 16, choice_seeds=(0, 0)))
+        async for _ in stream:
             pass
 
         expected = greedy(folder, prompt, 16)
-        assert [choice.tokens for choice in flight.choices] == [expected, expected]
+        assert [choice.tokens for choice in stream.state.choices] == [expected, expected]
         pool = (await fleet.stats("decode-b")).kv
         num_bytes = -(-len(prompt) // pool.tokens_per_block) * pool.bytes_per_block
-        for choice in flight.choices:
+        for choice in stream.state.choices:
             assert choice.ledger is not None
             assert (choice.ledger.transport, choice.ledger.num_bytes_pulled) == ("tcp", num_bytes)
             assert choice.ledger.num_computed_tokens == 0

@@ -22,7 +22,7 @@ from schemathesis.checks import CHECKS
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.openapi.operations import EVENTS
 from control_plane.app import create_app
-from control_plane.dispatch.submission import sampling_to_proto
+from control_plane.dispatch.submitter import sampling_to_proto
 from control_plane.generation import ModelDescription, TokenRequest
 from control_plane.text.text_service import TextService
 from tests.control_plane.api.gateway import Fleet, Ready

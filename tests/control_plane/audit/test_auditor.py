@@ -14,7 +14,7 @@ from control_plane.audit.auditor import Auditor, AuditReport
 from control_plane.audit.checks import KINDS
 from control_plane.audit.table_reader import TableReader
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.fleet.status import Fleet
+from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_links import LinkPool
 from tandem.v1 import kv_transfer_pb2_grpc
 from tandem.v1.tables_pb2 import (
@@ -87,12 +87,12 @@ async def test_an_orphan_is_named_where_it_is_until_it_is_gone() -> None:
         report = await auditor.verdict()
         assert report.orphan_bytes == 1 << 20
         assert report.by_service_and_kind() == {("kv-0", "orphaned_region"): 1 << 20}
-        (row,) = Fleet(registry, auditor.orphans_of).workers()
+        (row,) = FleetStatus(registry, auditor.orphans_of).workers()
         (orphan,) = row["orphans"]
         assert (orphan["name"], orphan["num_bytes"], orphan["what"]) == ("region", 1 << 20, KINDS["orphaned_region"])
         kv.tables.ClearField("regions")
         assert (await auditor.audit()).findings == ()
-        assert Fleet(registry, auditor.orphans_of).workers()[0]["orphans"] == []
+        assert FleetStatus(registry, auditor.orphans_of).workers()[0]["orphans"] == []
 
 
 async def test_one_that_does_not_answer_neither_stops_nor_delays_the_audit_of_the_others() -> None:

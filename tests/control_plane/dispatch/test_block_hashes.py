@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.cache_policy import NOTHING, AccountPolicies, CachePolicy
-from control_plane.dispatch.block_hashes import Hashes, PromptHasher, hash_prompt
-from control_plane.dispatch.submission import base_submit
+from control_plane.dispatch.block_hashes import PromptHasher, PromptHashes, hash_prompt
+from control_plane.dispatch.request_state import RequestState
+from control_plane.dispatch.submitter import decode_submit
 from control_plane.generation import TokenRequest
 from control_plane.secrets import account_tag, cache_salt
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_worker.convert import add_request
+from tests.control_plane.dispatch.test_request_stream import Events
 from tests.tandem_engine.scheduling.harness import World
 
 SECRET = b"s" * 32
@@ -96,8 +98,8 @@ def test_public_blocks_are_those_within_the_text_and_never_the_last() -> None:
 
 def test_hashes_that_end_in_a_public_block_cannot_be_made() -> None:
     blocks = tuple(hash_blocks(hash_root(b"f", 4), PUBLIC, 4))
-    with pytest.raises(AssertionError, match="every account's"):
-        Hashes(b"root", blocks, num_public_blocks=3)
+    with pytest.raises(AssertionError, match="all accounts would share"):
+        PromptHashes(b"root", blocks, num_public_blocks=3)
 
 
 # ------------------------------------------------------------------------------------------------ in one engine
@@ -110,10 +112,15 @@ def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> 
     return TokenRequest(account, account, "m", tuple(prompt), sampling, (0,), deadline=time.time() + 60, **fields)
 
 
+def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
+    state = RequestState(request, CARD, hashes, Events())
+    return decode_submit(state, state.choices[0])
+
+
 async def blocks_filled(world: World, request: TokenRequest) -> tuple[list[str], int]:
     """Run a request in an engine; return the hashes that it filled blocks under, and how many tokens were cached."""
     hashes = await PromptHasher(SECRET, AccountPolicies()).hashes(request, CARD)
-    submit = base_submit(request, 0, CARD, hashes, "")
+    submit = submit_of(request, hashes)
     world.core.handle(add_request(submit, request.request_id, "aggregated"))
     filled: list[str] = []
     num_cached = 0
@@ -174,13 +181,13 @@ async def test_the_account_bounds_what_its_requests_ask_for() -> None:
 async def test_workers_are_told_bounds_and_public_blocks_and_nothing_where_there_are_none() -> None:
     hasher = PromptHasher(SECRET, AccountPolicies())
     bounded = asked("a", cache=CachePolicy.of("read", 8))
-    submit = base_submit(bounded, 0, CARD, await hasher.hashes(bounded, CARD), "")
+    submit = submit_of(bounded, await hasher.hashes(bounded, CARD))
     assert (submit.max_found_blocks, submit.max_left_blocks, submit.num_public_blocks) == (2, 0, 2)
     assert submit.account_tag == account_tag(SECRET, "a")
     command = add_request(submit, "r", "aggregated")
     assert (command.max_found_blocks, command.max_left_blocks) == (2, 0)
     free = asked("a", num_public_tokens=0)
-    submit = base_submit(free, 0, CARD, await hasher.hashes(free, CARD), "")
+    submit = submit_of(free, await hasher.hashes(free, CARD))
     assert not submit.HasField("max_found_blocks") and not submit.HasField("max_left_blocks")
     command = add_request(submit, "r", "aggregated")
     assert (command.max_found_blocks, command.max_left_blocks, submit.num_public_blocks) == (None, None, 0)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from control_plane.dispatch.request_stream import GRACE_SECONDS
+from control_plane.dispatch.request_state import GRACE_SECONDS
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, DeadlineExceeded, Draining, InvalidRequest, Overloaded, Unavailable
 from tests.control_plane.harness import FULL, PROMPT, answer, ask, tokens_of, world
@@ -28,10 +28,10 @@ from tests.tandem_worker.kv_harness import until
 
 async def test_tokens_come_once_though_prefill_and_decode_both_send_the_first() -> None:
     async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
-        flight = await here.dispatcher.submit(ask(num_choices=2))
-        assert await tokens_of(flight) == [answer(), answer()]
-        assert flight.usage.num_completion_tokens == 10
-        assert flight.usage.num_prompt_tokens == len(PROMPT)
+        stream = await here.dispatcher.submit(ask(num_choices=2))
+        assert await tokens_of(stream) == [answer(), answer()]
+        assert stream.usage.num_completion_tokens == 10
+        assert stream.usage.num_prompt_tokens == len(PROMPT)
         assert here.kv.calls == []  # the readers release; nothing is left for the gateway to do
 
 
@@ -68,7 +68,7 @@ async def test_a_request_waits_for_the_only_decode_worker_to_be_back() -> None:
         draining = pb.LoadReport(state=pb.WORKER_STATE_DRAINING)
         here.registry.register(worker.info, draining)
         waiting = asyncio.create_task(here.dispatcher.submit(ask()))
-        await until(lambda: len(here.dispatcher.waiting_room) == 1)
+        await until(lambda: len(here.dispatcher.queue) == 1)
         here.registry.register(worker.info, worker.load)
         assert await tokens_of(await waiting) == [answer()]
         here.registry.register(worker.info, draining)
@@ -83,7 +83,7 @@ async def test_a_request_waits_though_nobody_serves_its_model_any_more() -> None
         (worker,) = here.registry.workers(DECODE)
         here.registry.deregister(worker.worker_id, worker.incarnation)
         waiting = asyncio.create_task(here.dispatcher.submit(ask()))
-        await until(lambda: len(here.dispatcher.waiting_room) == 1)
+        await until(lambda: len(here.dispatcher.queue) == 1)
         here.registry.register(worker.info, worker.load)
         assert await tokens_of(await waiting) == [answer()]
 
@@ -117,9 +117,9 @@ async def test_a_silent_prefill_worker_costs_an_attempt_and_no_ledger_is_awaited
 
     mute, decode = ScriptedWorker("p", PREFILL, silent), ScriptedWorker("d", behave=wait_for_blocks)
     async with world(mute, decode) as here:
-        flight = await here.dispatcher.submit(ask())
+        stream = await here.dispatcher.submit(ask())
         started = time.monotonic()
-        assert await tokens_of(flight) == [answer()]
+        assert await tokens_of(stream) == [answer()]
         assert time.monotonic() - started < 1.0
         assert [(submit.attempt, submit.HasField("handle")) for submit in decode.submits] == [(0, True), (1, False)]
         assert "release_all" in here.kv.calls
@@ -158,10 +158,10 @@ async def test_a_prefill_worker_lost_after_it_accepted_lets_decode_compute() -> 
 
     aborted = asyncio.Event()
     async with world(ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("d", behave=wait_for_recompute)) as w:
-        flight = await w.dispatcher.submit(ask())
+        stream = await w.dispatcher.submit(ask())
         await until(lambda: w.kv.calls == ["abort"])
         aborted.set()
-        assert await tokens_of(flight) == [answer()]
+        assert await tokens_of(stream) == [answer()]
 
 
 async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None:
@@ -205,18 +205,16 @@ async def test_a_session_stays_with_its_workers() -> None:
     async with world(*(ScriptedWorker(name) for name in "abc")) as here:
         spread = [await here.dispatcher.submit(ask(request_id=str(i), session_affinity="other")) for i in range(1)]
         first = await here.dispatcher.submit(ask(request_id="one", session_affinity="mine"))
-        for flight in (*spread, first):
-            await tokens_of(flight)
+        for stream in (*spread, first):
+            await tokens_of(stream)
         again = await here.dispatcher.submit(ask(request_id="two", session_affinity="mine"))
         await tokens_of(again)
         assert again.route["decode"] == first.route["decode"]
 
 
 async def test_a_finished_request_proves_its_model() -> None:
-    proofs: list[tuple[str, bool]] = []
     async with world(ScriptedWorker("d")) as here:
-        here.dispatcher.proven = lambda model_id, handed_over: proofs.append((model_id, handed_over))
         await (await here.dispatcher.submit(ask())).aclose()
-        assert proofs == []
+        assert list(here.proofs) == []
         await tokens_of(await here.dispatcher.submit(ask(request_id="s")))
-        assert proofs == [(MODEL, False)]  # there is no prefill worker here
+        assert list(here.proofs) == [(MODEL, False)]  # there is no prefill worker here

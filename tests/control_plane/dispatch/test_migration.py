@@ -60,25 +60,25 @@ async def test_a_stream_pauses_until_its_only_worker_is_back() -> None:
 async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
     dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
     async with world(dying, heir, queue_seconds=10) as here:
-        flight = asyncio.create_task(tokens_of(await here.dispatcher.submit(ask())))
+        stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(ask())))
         await heir.until(lambda heir: len(heir.submits) >= 1)
         heir.behave = serve
-        assert await flight == [answer()]
+        assert await stream == [answer()]
 
 
 async def test_a_stream_that_cannot_go_on_ends_in_the_error_that_stopped_it() -> None:
     async with world(ScriptedWorker("d", behave=fail_after(2, InternalError("out of luck")))) as here:
-        flight = await here.dispatcher.submit(ask())
+        stream = await here.dispatcher.submit(ask())
         with pytest.raises(InternalError, match="out of luck"):
-            await tokens_of(flight)
+            await tokens_of(stream)
 
 
 async def test_a_client_that_leaves_while_its_stream_moves_leaves_nothing_behind() -> None:
     dying, mute = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=silent)
     async with world(dying, mute, queue_seconds=10) as here:
-        flight = await here.dispatcher.submit(ask())
+        stream = await here.dispatcher.submit(ask())
         await mute.until(lambda mute: len(mute.submits) == 1)
-        await flight.aclose()
+        await stream.aclose()
         await mute.until(lambda mute: len(mute.cancels) == 1)
         await asyncio.gather(*here.dispatcher.background, return_exceptions=True)
         assert len(mute.submits) == 1
@@ -116,11 +116,11 @@ async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
     stopped = asyncio.Event()
     first, second = ScriptedWorker("a", behave=move_choice_zero), ScriptedWorker("b", behave=silent)
     async with world(first, second, queue_seconds=5) as here:
-        flight = await here.dispatcher.submit(ask(num_choices=2))
+        stream = await here.dispatcher.submit(ask(num_choices=2))
         await second.until(lambda second: len(second.submits) == 1)
-        flight.stop_choice(0)
+        stream.stop_choice(0)
         stopped.set()
-        assert (await tokens_of(flight))[1] == answer()
+        assert (await tokens_of(stream))[1] == answer()
 
 
 async def test_a_choice_that_moves_takes_its_seed_and_what_its_penalties_count_along() -> None:
@@ -129,8 +129,8 @@ async def test_a_choice_that_moves_takes_its_seed_and_what_its_penalties_count_a
     sampling = SamplingParams(max_tokens=5, temperature=0.7, min_tokens=4)
     sampling = replace(sampling, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.25)
     async with world(dying, heir) as here:
-        flight = await here.dispatcher.submit(ask(num_choices=2, sampling=sampling, choice_seeds=(11, 22)))
-        assert await tokens_of(flight) == [answer(), answer()]
+        stream = await here.dispatcher.submit(ask(num_choices=2, sampling=sampling, choice_seeds=(11, 22)))
+        assert await tokens_of(stream) == [answer(), answer()]
         for index, seed in enumerate((11, 22)):
             (first,) = [submit for submit in dying.submits if submit.choice_index == index]
             (moved,) = [submit for submit in heir.submits if submit.choice_index == index]
@@ -208,9 +208,9 @@ async def test_usage_counts_a_prompt_and_each_token_once_however_often_an_answer
     workers = [ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b", behave=find_all)]
     workers += [ScriptedWorker("p", PREFILL, prefill_half)] * has_prefill
     async with world(*workers) as here:
-        flight = await here.dispatcher.submit(ask())
-        assert await tokens_of(flight) == [answer()]
-        usage = flight.usage
+        stream = await here.dispatcher.submit(ask())
+        assert await tokens_of(stream) == [answer()]
+        usage = stream.usage
         assert (usage.num_prompt_tokens, usage.num_completion_tokens) == (len(PROMPT), 5)
         assert usage.num_cached_tokens == (16 if has_prefill else 0)
 
@@ -222,9 +222,9 @@ async def test_what_a_draining_worker_could_not_finish_goes_on_elsewhere_and_is_
 
     workers = [ScriptedWorker(name, behave=drain) for name in "abcdef"]
     async with world(*workers, queue_seconds=5) as here:
-        flight = await here.dispatcher.submit(ask(max_tokens=9))
-        assert await tokens_of(flight) == [answer(9)]
-        assert flight.choices[0].num_losses == 0
+        stream = await here.dispatcher.submit(ask(max_tokens=9))
+        assert await tokens_of(stream) == [answer(9)]
+        assert stream.state.choices[0].num_losses == 0
 
 
 def waits_for(prefill: str) -> Behaviour:
@@ -256,22 +256,22 @@ async def test_when_prefill_is_lost_decode_reads_the_prompt_if_that_is_sooner() 
     first, second = ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("q", PREFILL)
     decode = ScriptedWorker("d", behave=waits_for("p"))
     async with world(first, second, decode, queue_seconds=5, local_prefill="auto") as here:
-        flight = await here.dispatcher.submit(ask(is_probe=True))  # a probe is handed over whatever that costs
+        stream = await here.dispatcher.submit(ask(is_probe=True))  # a probe is handed over whatever that costs
         await until(lambda: len(decode.submits) == 1)
-        await flight.aclose()
+        await stream.aclose()
         here.registry.register(second.info(), second.load(num_tokens_in_flight=10_000))
         here.registry.register(decode.info(), decode.load(num_running=4))
-        flight = await here.dispatcher.submit(ask(request_id="s"))
+        stream = await here.dispatcher.submit(ask(request_id="s"))
         await until(lambda: "abort" in here.kv.calls)
         assert len(second.submits) == 0
-        await flight.aclose()
+        await stream.aclose()
 
 
 async def test_only_one_more_prefill_worker_is_tried() -> None:
     prefills = [ScriptedWorker(name, PREFILL, fail_after(0, InternalError("a bug"))) for name in "pqr"]
     decode = ScriptedWorker("d", behave=only_accept)
     async with world(*prefills, decode, queue_seconds=5) as here:
-        flight = await here.dispatcher.submit(ask())
+        stream = await here.dispatcher.submit(ask())
         await until(lambda: "abort" in here.kv.calls)
         assert sorted(len(prefill.submits) for prefill in prefills) == [0, 1, 1]
-        await flight.aclose()
+        await stream.aclose()

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from control_plane.dispatch.quarantine import Quarantine, Quarantined
-from control_plane.dispatch.retry_budget import RetryBudget
+from control_plane.dispatch.admission import Quarantine, Quarantined, RetryBudget
 from control_plane.generation import TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InternalError, Overloaded, Unavailable
@@ -73,10 +72,10 @@ async def test_beyond_the_budget_a_stream_waits_instead_of_failing() -> None:
     budget.take(is_first=False)
     workers = [ScriptedWorker(name, behave=lose_one_further) for name in "ab"]
     async with world(*workers, queue_seconds=10, budget=budget) as here:
-        flight = await here.dispatcher.submit(ask())
-        deltas = aiter(flight)
+        stream = await here.dispatcher.submit(ask())
+        deltas = aiter(stream)
         tokens = [*(await anext(deltas)).token_ids, *(await anext(deltas)).token_ids]
-        await until(lambda: len(here.dispatcher.waiting_room) == 1)
+        await until(lambda: len(here.dispatcher.queue) == 1)
         clock.now += 10.0
         tokens += [token async for delta in deltas for token in delta.token_ids]
         assert tokens == answer()
@@ -85,9 +84,9 @@ async def test_beyond_the_budget_a_stream_waits_instead_of_failing() -> None:
 async def test_a_prompt_under_which_three_workers_died_is_tried_no_more() -> None:
     workers = [ScriptedWorker(name, behave=lose_after(0)) for name in "abcd"]
     async with world(*workers, queue_seconds=10) as here:
-        flight = await here.dispatcher.submit(ask())
+        stream = await here.dispatcher.submit(ask())
         with pytest.raises(Quarantined, match="three workers as each of them died; it is quarantined") as first:
-            await tokens_of(flight)
+            await tokens_of(stream)
         assert first.value.http_status == 500
         assert [len(worker.submits) for worker in workers] == [1, 1, 1, 0]
         with pytest.raises(Quarantined) as again:

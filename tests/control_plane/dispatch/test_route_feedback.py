@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from control_plane.cache_policy import NOTHING, CachePolicy
-from control_plane.dispatch.block_hashes import Hashes, hash_prompt
-from control_plane.dispatch.request_stream import Flight
+from control_plane.dispatch.block_hashes import PromptHashes, hash_prompt
+from control_plane.dispatch.request_stream import RequestStream
 from control_plane.secrets import cache_salt
 from tandem.v1 import types_pb2 as pb
-from tests.control_plane.harness import PROMPT, SECRET, World, answer, ask, tokens_of, world
+from tests.control_plane.harness import PROMPT, SECRET, Harness, answer, ask, tokens_of, world
 from tests.control_plane.scripted_worker import MODEL, PREFILL, Say, ScriptedWorker, kv_load, kv_service
 
 LONG = tuple(range(100))
 
 
-def blocks_of(here: World, prompt: tuple[int, ...]) -> tuple[bytes, ...]:
+def blocks_of(here: Harness, prompt: tuple[int, ...]) -> tuple[bytes, ...]:
     """Return a prompt's block hashes as they are for the tests' account."""
     hashes = hash_prompt(here.card(MODEL), prompt, cache_salt(SECRET, "me"))
     return hashes.blocks
@@ -25,21 +25,21 @@ async def test_a_prompts_blocks_are_in_both_pools_and_in_prefills_host() -> None
         await tokens_of(await here.dispatcher.submit(ask()))
         (submit,) = prefill.submits
         assert len(submit.block_hashes) == 2
-        runs = here.router.prefixes.find(submit.block_hashes)
-        assert runs.pools == {prefill.incarnation: 2, decode.incarnation: 2}
-        assert runs.hosts == {"host-a": 2}
+        match = here.router.prefixes.find(submit.block_hashes)
+        assert match.pools == {prefill.incarnation: 2, decode.incarnation: 2}
+        assert match.hosts == {"host-a": 2}
 
 
 async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
     decode = ScriptedWorker("d")
     async with world(decode) as here:
-        flight: Flight = await here.dispatcher.submit(ask(max_tokens=30))
-        await tokens_of(flight)
-        hashes = Hashes(decode.submits[0].hash_root, tuple(decode.submits[0].block_hashes))
+        stream: RequestStream = await here.dispatcher.submit(ask(max_tokens=30))
+        await tokens_of(stream)
+        hashes = PromptHashes(decode.submits[0].hash_root, tuple(decode.submits[0].block_hashes))
         whole = hashes.with_answer([*PROMPT, *answer(30)], 16)
         assert len(whole) == 4
-        runs = here.router.prefixes.find(whole)
-        assert (runs.pools, runs.hosts) == ({decode.incarnation: 4}, {"host-a": 4})
+        match = here.router.prefixes.find(whole)
+        assert (match.pools, match.hosts) == ({decode.incarnation: 4}, {"host-a": 4})
         again = await here.dispatcher.submit(ask(request_id="again", token_ids=(*PROMPT, *answer(30), 5)))
         await tokens_of(again)
         assert again.route["cached_own_tokens"] == 64
@@ -56,9 +56,9 @@ async def test_the_router_learns_what_was_left_and_expects_what_may_be_found() -
 
         async def expected(name: str, cache: CachePolicy) -> tuple[int, int]:
             """Run a request; return how many tokens were expected in caches, and how many blocks are known then."""
-            flight = await here.dispatcher.submit(ask(request_id=name, max_tokens=30, cache=cache))
-            await tokens_of(flight)
-            return flight.route["cached_own_tokens"], len(here.router.prefixes)
+            stream = await here.dispatcher.submit(ask(request_id=name, max_tokens=30, cache=cache))
+            await tokens_of(stream)
+            return stream.route["cached_own_tokens"], len(here.router.prefixes)
 
         # 1. The prompt fills two blocks, with the answer four.
         assert await expected("reads", CachePolicy.of("read")) == (0, 0)
@@ -75,10 +75,10 @@ async def test_whoever_reads_the_prompt_is_told_which_other_host_may_have_it() -
     async with world(prefill, decode) as here:
         here.registry.register(kv_service("kv-1", "127.0.0.1:2", "host-b"), kv_load())
         here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
-        flight = await here.dispatcher.submit(ask(token_ids=LONG))
-        assert flight.route["prefix_source"] == "127.0.0.1:2"
+        stream = await here.dispatcher.submit(ask(token_ids=LONG))
+        assert stream.route["prefix_source"] == "127.0.0.1:2"
         assert (prefill.submits[0].prefix_source, decode.submits[0].prefix_source) == ("127.0.0.1:2", "")
-        await flight.aclose()
+        await stream.aclose()
 
 
 async def test_what_another_host_did_not_have_is_not_expected_there_again() -> None:
@@ -98,9 +98,9 @@ async def test_what_another_host_did_not_have_is_not_expected_there_again() -> N
 async def test_accounts_do_not_see_each_others_blocks() -> None:
     async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
         await tokens_of(await here.dispatcher.submit(ask()))
-        flight = await here.dispatcher.submit(ask(request_id="other", account="other"))
-        assert (flight.route["cached_own_tokens"], flight.route["cached_host_tokens"]) == (0, 0)
-        await tokens_of(flight)
+        stream = await here.dispatcher.submit(ask(request_id="other", account="other"))
+        assert (stream.route["cached_own_tokens"], stream.route["cached_host_tokens"]) == (0, 0)
+        await tokens_of(stream)
 
 
 async def test_a_choice_that_moves_goes_where_its_prompt_is() -> None:

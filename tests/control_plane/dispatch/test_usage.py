@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from control_plane.dispatch.usage import Phase, work_of
 from control_plane.generation import PhaseWork, Usage
-from control_plane.routing.estimates import Reading
-from control_plane.routing.prefix_index import Cached
+from control_plane.routing.cost_model import PrefillEstimate
+from control_plane.routing.prefix_index import CachedPrefix
 from tandem.v1 import types_pb2 as pb
 
 MS = 1_000_000
@@ -17,20 +17,20 @@ def ledger(scheduled: int, first_token: int, finished: int, **fields: int) -> pb
     return pb.PhaseLedger(**times, **fields)  # type: ignore[arg-type]
 
 
-def reading(host: int, remote: int) -> Reading:
-    return Reading(None, Cached(16, host, remote, "h"), "", 0, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
+def estimate(host: int, remote: int) -> PrefillEstimate:
+    return PrefillEstimate(None, CachedPrefix(16, host, remote, "h"), "", 0, 0.0, 0.0, 0.0)  # type: ignore[arg-type]
 
 
 def test_a_handed_over_request_has_its_seconds_at_both_workers() -> None:
     prefill = ledger(10, 30, 30, num_computed_tokens=100)
     decode = ledger(31, 35, 90, num_bytes_pulled=4096)
-    phases = [Phase(decode, False, None), Phase(prefill, True, reading(0, 0))]
+    phases = [Phase(decode, False, None), Phase(prefill, True, estimate(0, 0))]
     assert work_of(phases, prefill, 0) == PhaseWork(num_bytes_moved=4096, prefill_us=20_000, decode_us=59_000)
 
 
 def test_a_decode_worker_that_reads_the_prompt_does_both() -> None:
     both = ledger(10, 30, 90, num_computed_tokens=100)
-    assert work_of([Phase(both, False, reading(0, 0))], both, 0) == PhaseWork(prefill_us=20_000, decode_us=60_000)
+    assert work_of([Phase(both, False, estimate(0, 0))], both, 0) == PhaseWork(prefill_us=20_000, decode_us=60_000)
 
 
 def test_an_answer_that_moved_has_the_seconds_of_those_that_told() -> None:
@@ -43,10 +43,10 @@ def test_an_answer_that_moved_has_the_seconds_of_those_that_told() -> None:
 def test_cached_tokens_are_told_apart_by_where_they_were() -> None:
     prompt = ledger(1, 2, 3, num_cached_tokens=96, num_loaded_tokens=80)
     for expected, split in (
-        (reading(80, 0), (16, 80, 0)),
-        (reading(48, 32), (16, 48, 32)),
-        (reading(48, 16), (16, 64, 16)),  # more than it was expected to fetch: the store had it after all
-        (reading(96, 16), (16, 80, 0)),
+        (estimate(80, 0), (16, 80, 0)),
+        (estimate(48, 32), (16, 48, 32)),
+        (estimate(48, 16), (16, 64, 16)),  # more than it was expected to fetch: the store had it after all
+        (estimate(96, 16), (16, 80, 0)),
         (None, (16, 80, 0)),
     ):
         usage = Usage(100, 4, 96, 1, work_of([Phase(prompt, True, expected)], prompt, 96))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 
-from control_plane.dispatch.request_stream import Flight
-from control_plane.dispatch.wakeups import Pace
-from tests.control_plane.dispatch.test_request_stream import ANSWER, NUM_TOKENS, new_flight, output
+from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.wakeups import WakeupScheduler
+from tests.control_plane.dispatch.test_request_stream import ANSWER, NUM_TOKENS, new_stream, output
 
 _DEAR_SECONDS = 0.008
 """More than a round may take without a rest after it."""
 
 
-async def _read(flight: Flight, seconds: float) -> list[list[int]]:
+async def _read(stream: RequestStream, seconds: float) -> list[list[int]]:
     """Return the tokens by batch; each batch keeps the event loop busy for so long."""
     batches = []
-    async for batch in flight.batches():
+    async for batch in stream.batches():
         batches.append([token_id for delta in batch for token_id in delta.token_ids])
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
@@ -24,48 +24,48 @@ async def _read(flight: Flight, seconds: float) -> list[list[int]]:
     return batches
 
 
-async def _tell(flight: Flight) -> None:
-    """Give the flight a token each turn of the event loop, as long as it takes them one by one."""
-    (choice,) = flight.choices
+async def _send(stream: RequestStream) -> None:
+    """Give the stream a token each turn of the event loop, as long as it takes them one by one."""
+    (choice,) = stream.state.choices
     for place in range(NUM_TOKENS):
-        flight.take(choice, output(place, place + 1))
+        stream.state.receive(choice, output(place, place + 1))
         for _ in range(3):  # to the round, to the reader, and back
             await asyncio.sleep(0)
 
 
 async def test_a_token_is_passed_on_at_once_while_nobody_is_busy() -> None:
-    flight = new_flight()
-    reading = asyncio.create_task(_read(flight, 0.0))
+    stream = new_stream()
+    reading = asyncio.create_task(_read(stream, 0.0))
     await asyncio.sleep(0)
-    await _tell(flight)
+    await _send(stream)
     assert await reading == [[token_id] for token_id in ANSWER]
 
 
 async def test_tokens_that_come_while_a_long_round_is_rested_from_are_passed_on_together() -> None:
-    flight = new_flight()
-    reading = asyncio.create_task(_read(flight, _DEAR_SECONDS))
+    stream = new_stream()
+    reading = asyncio.create_task(_read(stream, _DEAR_SECONDS))
     await asyncio.sleep(0)
-    await _tell(flight)
+    await _send(stream)
     batches = await reading
     assert batches[0] == ANSWER[:1] and [token_id for batch in batches for token_id in batch] == ANSWER
     assert len(batches) == 2
 
 
 async def test_one_round_wakes_all_who_wait_but_not_those_who_left() -> None:
-    pace, loop = Pace(), asyncio.get_running_loop()
+    wakeups, loop = WakeupScheduler(), asyncio.get_running_loop()
     first, left, second = (loop.create_future() for _ in range(3))
     for waiting in (first, left, second):
-        pace.wake(waiting)
+        wakeups.wake(waiting)
     left.cancel()
     await asyncio.gather(first, second)
     assert left.cancelled()
 
 
-async def test_flights_of_one_pace_go_forward_together() -> None:
-    pace = Pace()
-    flights = [Flight(new_flight().request, pace) for _ in range(3)]
-    readings = [asyncio.create_task(_read(flight, 0.0)) for flight in flights]
+async def test_streams_of_one_scheduler_go_forward_together() -> None:
+    wakeups = WakeupScheduler()
+    streams = [new_stream(wakeups=wakeups) for _ in range(3)]
+    readings = [asyncio.create_task(_read(stream, 0.0)) for stream in streams]
     await asyncio.sleep(0)
-    for flight in flights:
-        flight.take(flight.choices[0], output(0, NUM_TOKENS))
+    for stream in streams:
+        stream.state.receive(stream.state.choices[0], output(0, NUM_TOKENS))
     assert [[token_id for batch in await reading for token_id in batch] for reading in readings] == [ANSWER] * 3

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from control_plane.cache_policy import NOTHING
-from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.readiness import Prober
+from control_plane.fleet.readiness import Prober, ReadinessProofs
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.generation import TokenRequest
+from control_plane.generation import Dispatcher, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Unavailable
 
@@ -47,15 +46,16 @@ class World:
         self.now = 100.0
         self.registry = WorkerRegistry(3.0, 5.0)
         self.probed = Probed()
+        self.proofs = ReadinessProofs(self.registry, clock=lambda: self.now)
         self.prober = Prober(
             self.registry,
             cast(ModelCatalog, self.probed),
             cast(Dispatcher, self.probed),
+            self.proofs,
             interval_seconds=10.0,
             valid_seconds=30.0,
-            clock=lambda: self.now,
         )
-        self.probed.proven = self.prober.proven
+        self.probed.proven = self.proofs.record
 
     def serve(self, model_id: str) -> None:
         card = pb.ModelCard(model_id=model_id)
@@ -100,12 +100,12 @@ async def test_not_ready_before_a_model_is_loaded_and_a_request_has_gone_through
 async def test_a_proof_ages_and_a_users_request_renews_it() -> None:
     world = World()
     world.serve("m")
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     world.now += 29
     assert (await world.prober.check())[0]
     world.now += 1
     assert not (await world.prober.check())[0]
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 0.0}})
 
 
@@ -113,7 +113,7 @@ async def test_every_served_model_needs_its_proof() -> None:
     world = World()
     for model_id in ("m", "n"):
         world.serve(model_id)
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     assert not (await world.prober.check())[0]
 
 
@@ -133,14 +133,14 @@ async def test_a_probe_that_fails_says_why_and_a_bug_in_one_does_not_end_the_oth
 async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
     world = World()
     world.serve("m")
-    world.prober.proven("m", False)
+    world.proofs.record("m", False)
     assert (await world.prober.check())[0]
     world.prefill(pb.WORKER_STATE_LOADING)
     is_ready, details = await world.prober.check()
     assert (is_ready, details["reason"]) == (False, "p is loading: reading weights")
     world.prefill(pb.WORKER_STATE_READY)
     assert not (await world.prober.check())[0]
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     assert (await world.prober.check())[0]
 
 
@@ -148,7 +148,7 @@ async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it
     world = World()
     world.prefill(pb.WORKER_STATE_READY)
     world.serve("m")
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     assert (await world.prober.check())[0]
     world.registry.deregister("m", "1")
     assert (await world.prober.check())[1]["reason"] == "no decode worker is ready for m"
@@ -161,9 +161,9 @@ async def test_an_answer_that_was_not_handed_over_takes_no_proof_away() -> None:
     world = World()
     world.prefill(pb.WORKER_STATE_READY)
     world.serve("m")
-    world.prober.proven("m", True)
+    world.proofs.record("m", True)
     world.now += 20
-    world.prober.proven("m", False)
+    world.proofs.record("m", False)
     assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 20.0}})
     world.now += 10
     assert not (await world.prober.check())[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.fleet.status import Fleet
+from control_plane.fleet.status import FleetStatus
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.scripted_worker import kv_load, kv_service
 
@@ -16,7 +16,7 @@ def test_a_kv_services_links_and_store_are_shown() -> None:
     load.kv_service.links.add(address="far:1", transport="tcp", bytes_per_second=5.0)
     registry.register(kv_service(), load)
     registry.register(kv_service("kv-1", "127.0.0.1:2"), pb.LoadReport(kv_service=pb.KvServiceLoad(num_handles=3)))
-    first, second = json.loads(json.dumps(Fleet(registry).workers()))
+    first, second = json.loads(json.dumps(FleetStatus(registry).workers()))
     assert first["kv_service"]["store"]["total_bytes"] == 1 << 20
     assert [(link["address"], link["transport"]) for link in first["kv_service"]["links"]] == [("far:1", "tcp")]
     assert (second["kv_service"]["store"], second["kv_service"]["num_handles"]) == (None, 3)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.routing.prefix_index import Cached, PrefixIndex
+from control_plane.routing.prefix_index import CachedPrefix, PrefixIndex
 
 CHAIN = [bytes([index]) * 16 for index in range(8)]
 
@@ -17,32 +17,32 @@ def test_a_run_is_counted_in_the_pool_then_on_the_host_then_elsewhere() -> None:
     index.learn(CHAIN[:2], "a-1", "host-a")
     index.learn(CHAIN[:4], "b-1", "host-a")
     index.learn(CHAIN[:7], "c-1", "host-c")
-    runs = index.find(CHAIN)
-    assert runs.seen_from("a-1", "host-a") == Cached(own=2, host=2, remote=3, remote_host="host-c")
-    assert runs.seen_from("c-1", "host-c") == Cached(own=7)
-    assert runs.seen_from("new", "host-b") == Cached(remote=7, remote_host="host-c")
+    match = index.find(CHAIN)
+    assert match.seen_from("a-1", "host-a") == CachedPrefix(own=2, host=2, remote=3, remote_host="host-c")
+    assert match.seen_from("c-1", "host-c") == CachedPrefix(own=7)
+    assert match.seen_from("new", "host-b") == CachedPrefix(remote=7, remote_host="host-c")
 
 
 def test_a_hosts_blocks_outlive_the_worker_and_a_pools_do_not() -> None:
     index = PrefixIndex()
     index.learn(CHAIN, "a-1", "host-a")
-    assert index.find(CHAIN).seen_from("a-2", "host-a") == Cached(own=0, host=8)
+    assert index.find(CHAIN).seen_from("a-2", "host-a") == CachedPrefix(own=0, host=8)
 
 
 def test_what_was_pulled_is_in_the_pool_and_not_on_the_host() -> None:
     index = PrefixIndex()
     index.learn(CHAIN, "d-1", "")
-    assert index.find(CHAIN).seen_from("d-1", "host-a") == Cached(own=8)
-    assert index.find(CHAIN).seen_from("d-2", "host-a") == Cached()
+    assert index.find(CHAIN).seen_from("d-1", "host-a") == CachedPrefix(own=8)
+    assert index.find(CHAIN).seen_from("d-2", "host-a") == CachedPrefix()
 
 
 def test_a_gap_ends_a_run() -> None:
     index = PrefixIndex()
     index.learn(CHAIN, "a-1", "host-a")
     index.forget(CHAIN[3:4], "host-a")
-    assert index.find(CHAIN).seen_from("other", "host-a") == Cached(host=3)
-    assert index.find(CHAIN).seen_from("a-1", "host-a") == Cached(own=8)
-    assert index.find([b"unknown" * 2, *CHAIN]).seen_from("a-1", "host-a") == Cached()
+    assert index.find(CHAIN).seen_from("other", "host-a") == CachedPrefix(host=3)
+    assert index.find(CHAIN).seen_from("a-1", "host-a") == CachedPrefix(own=8)
+    assert index.find([b"unknown" * 2, *CHAIN]).seen_from("a-1", "host-a") == CachedPrefix()
 
 
 def test_the_end_of_the_prompt_used_longest_ago_is_forgotten_first() -> None:
@@ -60,9 +60,9 @@ def test_of_many_places_the_latest_are_kept() -> None:
     for number in range(6):
         index.learn(CHAIN[:1], f"w-{number}", f"host-{number}")
     index.learn(CHAIN[:1], "w-2", "host-2")
-    runs = index.find(CHAIN)
-    assert set(runs.pools) == {"w-2", "w-3", "w-4", "w-5"}
-    assert set(runs.hosts) == {"host-2", "host-3", "host-4", "host-5"}
+    match = index.find(CHAIN)
+    assert set(match.pools) == {"w-2", "w-3", "w-4", "w-5"}
+    assert set(match.hosts) == {"host-2", "host-3", "host-4", "host-5"}
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from("abc"), st.sampled_from(("h", "i", ""))), max_size=12))
@@ -72,7 +72,7 @@ def test_a_place_has_as_many_blocks_as_the_longest_prompt_it_was_given(
     index = PrefixIndex()
     for num_blocks, worker, host in lessons:
         index.learn(CHAIN[:num_blocks], worker, host)
-    runs = index.find(CHAIN)
+    match = index.find(CHAIN)
     pools = {worker: max(num for num, other, _ in lessons if other == worker) for _, worker, _ in lessons}
     hosts = {host: max(num for num, _, other in lessons if other == host) for _, _, host in lessons if host}
-    assert (runs.pools, runs.hosts) == (pools, hosts)
+    assert (match.pools, match.hosts) == (pools, hosts)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.routing.estimates import Ask
+from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router
-from control_plane.routing.session_affinity import Served, SessionAffinity
+from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 
@@ -55,7 +55,7 @@ def test_a_burst_is_spread_before_any_worker_has_reported_it() -> None:
         world.add(f"p{name}", PREFILL)
     chosen: Counter[str] = Counter()
     for _ in range(20):
-        route = world.router.choose(Ask("m", 30, 10))
+        route = world.router.choose(RoutingRequest("m", 30, 10))
         assert route.prefill is not None
         world.router.in_flight.decode_tokens[route.decodes[0].incarnation] += 40
         world.router.in_flight.prefill_tokens[route.prefill.incarnation] += 30
@@ -70,7 +70,7 @@ def test_a_faster_prefill_worker_gets_more() -> None:
     world.add("slow", PREFILL, counters={"prompt_tokens_computed": 100.0, "step_seconds": 1.0})
     world.add("fast", PREFILL, counters={"prompt_tokens_computed": 1000.0, "step_seconds": 1.0})
     world.router.in_flight.prefill_tokens["fast-1"] = 500
-    route = world.router.choose(Ask("m", 100, 10))
+    route = world.router.choose(RoutingRequest("m", 100, 10))
     assert route.prefill is not None and route.prefill.worker_id == "fast"
     assert route.predicted_ms["prefill"] == 600.0
 
@@ -80,7 +80,7 @@ def test_workers_that_are_not_ready_get_nothing(state: pb.WorkerState.ValueType)
     world = World()
     world.add("a", state=state)
     world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(Ask("m", 10, 10)).decodes] == ["b"]
+    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_suspected_workers_get_nothing() -> None:
@@ -90,32 +90,32 @@ def test_suspected_workers_get_nothing() -> None:
         world.now += 0.25
         world.registry.sweep()
     world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(Ask("m", 10, 10)).decodes] == ["b"]
+    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_workers_of_another_model_get_nothing() -> None:
     world = World()
     world.add("a", model="other")
     world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(Ask("m", 10, 10)).decodes] == ["b"]
+    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_an_unknown_model_is_not_found_and_a_known_one_is_not_ready() -> None:
     world = World()
     with pytest.raises(ModelNotFound, match="nothing yet"):
-        world.router.choose(Ask("m", 10, 10))
+        world.router.choose(RoutingRequest("m", 10, 10))
     world.add("a", state=pb.WORKER_STATE_DRAINING)
     with pytest.raises(Unavailable):
-        world.router.choose(Ask("m", 10, 10))
+        world.router.choose(RoutingRequest("m", 10, 10))
     with pytest.raises(ModelNotFound, match="served here: m"):
-        world.router.choose(Ask("x", 10, 10))
+        world.router.choose(RoutingRequest("x", 10, 10))
 
 
 def test_when_all_have_refused_it_is_overload() -> None:
     world = World()
     world.add("a")
     with pytest.raises(Overloaded) as refused:
-        world.router.choose(Ask("m", 10, 10), avoid={"a-1"})
+        world.router.choose(RoutingRequest("m", 10, 10), avoid={"a-1"})
     assert refused.value.http_status == 429
 
 
@@ -124,17 +124,17 @@ def test_the_worker_whose_pool_seems_to_have_room_comes_first() -> None:
     tight = pb.KvPool(num_total_blocks=1000, num_free_blocks=1, tokens_per_block=16)
     world.add("a", kv=tight)
     world.add("b", num_tokens_in_flight=800)
-    assert [worker.worker_id for worker in world.router.choose(Ask("m", 100, 10)).decodes] == ["b", "a"]
+    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["b", "a"]
 
 
 def test_a_pool_that_could_never_hold_a_request_is_not_asked() -> None:
     world = World()
     world.add("small", num_blocks=2)
     world.add("large", num_blocks=20)
-    assert [worker.worker_id for worker in world.router.choose(Ask("m", 100, 10)).decodes] == ["large"]
-    assert len(world.router.choose(Ask("m", 32, 1)).decodes) == 2
+    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["large"]
+    assert len(world.router.choose(RoutingRequest("m", 32, 1)).decodes) == 2
     with pytest.raises(ContextTooLong, match="lower max_tokens"):
-        world.router.choose(Ask("m", 300, 50))
+        world.router.choose(RoutingRequest("m", 300, 50))
 
 
 @pytest.mark.parametrize("why", ["no KV service", "prefill is not connected to it", "decode has none"])
@@ -144,7 +144,7 @@ def test_decode_computes_the_prompt_where_no_cache_could_be_passed(why: str) -> 
         world.add_kv()
     world.add("p", PREFILL, kv_address="" if why == "prefill is not connected to it" else KV_ADDRESS)
     world.add("d", kv_address="" if why == "decode has none" else KV_ADDRESS)
-    route = world.router.choose(Ask("m", 10, 10))
+    route = world.router.choose(RoutingRequest("m", 10, 10))
     assert route.prefill is None
     assert route.reason == "no KV service: decode computes the prompt"
 
@@ -155,13 +155,13 @@ def test_a_session_returns_to_its_workers_unless_they_are_much_busier() -> None:
     for name in "ab":
         world.add(f"d{name}")
         world.add(f"p{name}", PREFILL)
-    world.router.affinity.remember("mine", Served("pb-1", "db-1"))
+    world.router.affinity.remember("mine", SessionRoute("pb-1", "db-1"))
     in_flight = world.router.in_flight
     in_flight.decode_tokens.update({"da-1": 100, "db-1": 120})
     in_flight.prefill_tokens.update({"pa-1": 100, "pb-1": 120})
 
     def places(session_id: str) -> tuple[str, str]:
-        route = world.router.choose(Ask("m", 10, 10, session_id=session_id))
+        route = world.router.choose(RoutingRequest("m", 10, 10, session_id=session_id))
         assert route.prefill is not None
         return route.prefill.worker_id, route.decodes[0].worker_id
 
@@ -174,6 +174,6 @@ def test_a_session_returns_to_its_workers_unless_they_are_much_busier() -> None:
 def test_sessions_are_forgotten_oldest_first() -> None:
     affinity = SessionAffinity(max_sessions=2)
     for session_id in ("a", "b", "a", "c", ""):
-        affinity.remember(session_id, Served("", session_id))
+        affinity.remember(session_id, SessionRoute("", session_id))
     assert len(affinity) == 2
-    assert (affinity.of("b"), affinity.of("a"), affinity.of("")) == (None, Served("", "a"), None)
+    assert (affinity.of("b"), affinity.of("a"), affinity.of("")) == (None, SessionRoute("", "a"), None)

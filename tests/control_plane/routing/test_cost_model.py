@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.routing.estimates import Ask
-from control_plane.routing.prefix_index import Cached
+from control_plane.routing.cost_model import RoutingRequest
+from control_plane.routing.prefix_index import CachedPrefix
 from control_plane.routing.router import Route, Router
 from tandem.v1 import types_pb2 as pb
 
@@ -17,7 +17,7 @@ BLOCK, MEGABYTE = 16, 1_000_000
 CHAIN = [bytes([index]) * 16 for index in range(100)]
 NUM_TOKENS = 100 * BLOCK + 1
 """A prompt of 100 full blocks and a token: 1,601 ms at 1,000 tokens per second."""
-PROMPT = Ask("m", NUM_TOKENS, 64, CHAIN, BLOCK)
+PROMPT = RoutingRequest("m", NUM_TOKENS, 64, CHAIN, BLOCK)
 
 
 class World:
@@ -46,8 +46,8 @@ class World:
     def learn(self, name: str, num_blocks: int, host: str = "h") -> None:
         self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host)
 
-    def prefill_of(self, ask: Ask = PROMPT) -> tuple[str, Route]:
-        route = self.router.choose(ask)
+    def prefill_of(self, request: RoutingRequest = PROMPT) -> tuple[str, Route]:
+        route = self.router.choose(request)
         assert route.prefill is not None, route.reason
         return route.prefill.worker_id, route
 
@@ -89,9 +89,9 @@ def test_what_the_host_has_is_nearly_as_good_for_every_worker_there() -> None:
 def test_the_last_token_is_always_computed() -> None:
     world = pair()
     world.learn("pa", 100)
-    ask = Ask("m", 100 * BLOCK, 64, CHAIN, BLOCK)
-    assert world.prefill_of(ask)[1].describe()["cached_own_tokens"] == 99 * BLOCK
-    assert world.prefill_of(ask)[1].predicted_ms["compute"] == pytest.approx(16.0)
+    request = RoutingRequest("m", 100 * BLOCK, 64, CHAIN, BLOCK)
+    assert world.prefill_of(request)[1].describe()["cached_own_tokens"] == 99 * BLOCK
+    assert world.prefill_of(request)[1].predicted_ms["compute"] == pytest.approx(16.0)
 
 
 def test_another_hosts_blocks_are_fetched_if_that_is_sooner_than_computing() -> None:
@@ -124,34 +124,36 @@ def test_without_a_store_on_either_host_nothing_is_fetched(missing: str) -> None
 def test_a_store_that_does_not_keep_its_promises_is_believed_less_and_again_once_it_does() -> None:
     world = pair()
     world.learn("gone", 50)
-    speeds = world.router.speeds
+    costs = world.router.costs
     assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801.0)
     for _ in range(20):
-        speeds.promised("h", 800, 0)
+        costs.store_used("h", 800, 0)
     assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(1601, rel=0.02)
     for _ in range(20):
-        speeds.promised("h", 800, 800)
+        costs.store_used("h", 800, 800)
     assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801, rel=0.02)
 
 
 def test_a_short_prompt_is_read_by_decode_a_busy_one_takes_only_a_shorter_one() -> None:
     world = pair(local_prefill="auto")
     assert world.router.choose(PROMPT).prefill is not None
-    assert world.router.choose(Ask("m", 15, 64)).prefill is None  # 15 ms and half of it again, against 15 + 8
-    assert world.router.choose(Ask("m", 17, 64)).prefill is not None
+    assert (
+        world.router.choose(RoutingRequest("m", 15, 64)).prefill is None
+    )  # 15 ms and half of it again, against 15 + 8
+    assert world.router.choose(RoutingRequest("m", 17, 64)).prefill is not None
     world.add("d", DECODE, num_running=4)
-    assert world.router.choose(Ask("m", 15, 64)).prefill is not None
-    assert world.router.choose(Ask("m", 3, 64)).prefill is None
+    assert world.router.choose(RoutingRequest("m", 15, 64)).prefill is not None
+    assert world.router.choose(RoutingRequest("m", 3, 64)).prefill is None
 
 
 def test_the_break_even_follows_the_measured_hand_over() -> None:
     world = pair(local_prefill="auto")
     world.add("d", DECODE, num_running=2)
-    assert world.router.choose(Ask("m", 50, 64)).prefill is not None
+    assert world.router.choose(RoutingRequest("m", 50, 64)).prefill is not None
     for _ in range(30):
         prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
-        world.router.speeds.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
-    route = world.router.choose(Ask("m", 50, 64))
+        world.router.costs.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
+    route = world.router.choose(RoutingRequest("m", 50, 64))
     assert route.prefill is None and "decode computes the prompt: d in 50.0 ms" in route.reason
     assert route.predicted_ms["hand_over"] == pytest.approx(150, rel=0.01)
     assert route.predicted_ms["local"] == pytest.approx(100)
@@ -159,9 +161,9 @@ def test_the_break_even_follows_the_measured_hand_over() -> None:
 
 def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
     world = pair(local_prefill="auto")
-    assert world.router.choose(Ask("m", 12, 64)).prefill is None
+    assert world.router.choose(RoutingRequest("m", 12, 64)).prefill is None
     world.router.in_flight.prefill_tokens["d-1"] = 12
-    assert world.router.choose(Ask("m", 12, 64)).prefill is not None
+    assert world.router.choose(RoutingRequest("m", 12, 64)).prefill is not None
 
 
 def test_the_next_turn_of_a_chat_is_read_where_the_last_answer_was_written() -> None:
@@ -176,18 +178,18 @@ def test_the_next_turn_of_a_chat_is_read_where_the_last_answer_was_written() -> 
 
 def test_probes_are_handed_over_and_choices_that_move_never_are() -> None:
     world = pair(local_prefill="auto")
-    assert world.router.choose(Ask("m", 15, 2, hand_over="always")).prefill is not None
+    assert world.router.choose(RoutingRequest("m", 15, 2, hand_over="always")).prefill is not None
     world.add("d", DECODE, num_running=9)
-    assert world.router.choose(Ask("m", 1500, 2, hand_over="never")).prefill is None
+    assert world.router.choose(RoutingRequest("m", 1500, 2, hand_over="never")).prefill is None
     never = pair()
-    assert never.router.choose(Ask("m", 15, 2)).prefill is not None
+    assert never.router.choose(RoutingRequest("m", 15, 2)).prefill is not None
 
 
 def test_decode_is_as_fast_as_it_was_measured_or_else_as_prefill_is() -> None:
     world = pair(local_prefill="auto")
     assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
     ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=100_000_001)
-    world.router.speeds.prompt_read("d-1", ledger)
+    world.router.costs.prompt_read("d-1", ledger)
     assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601 / 4)
     world.registry.deregister("d", "d-1")
     world.add("d", DECODE)
@@ -207,5 +209,5 @@ def test_a_reason_says_all_of_it_in_milliseconds() -> None:
 def test_nothing_is_known_of_a_prompt_whose_cache_is_nobodys() -> None:
     world = pair()
     world.learn("pb", 50)
-    route = world.prefill_of(Ask("m", NUM_TOKENS, 64))[1]
-    assert route.readings["pa-1"].cached == Cached()
+    route = world.prefill_of(RoutingRequest("m", NUM_TOKENS, 64))[1]
+    assert route.estimates["pa-1"].cached == CachedPrefix()

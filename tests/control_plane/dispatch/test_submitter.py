@@ -1,14 +1,16 @@
-"""Is each worker told exactly what it needs, and can a handle not be forged?"""
+"""Each worker gets exactly what it needs, and a handle cannot be forged."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from control_plane.dispatch.block_hashes import hash_prompt
-from control_plane.dispatch.submission import base_submit, decode_submit, mint_handle, prefill_submit
+from control_plane.dispatch.block_hashes import PromptHashes, hash_prompt
+from control_plane.dispatch.request_state import RequestState
+from control_plane.dispatch.submitter import decode_submit, mint_handle, prefill_submit
 from control_plane.fleet.registry import Worker
 from control_plane.generation import TokenRequest
 from tandem.v1 import control_plane_pb2 as cp
@@ -18,6 +20,7 @@ from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.mac import verify_handle
 from tandem_worker.convert import sampling_from_proto
+from tests.control_plane.dispatch.test_request_stream import Events
 
 KEY = b"k" * 32
 CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=16)
@@ -40,30 +43,44 @@ SAMPLING = SamplingParams(
 REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.time() + 60)
 
 
+def new_state(hashes: PromptHashes | None = None, *, attempt: int = 0, answer: Sequence[int] = ()) -> RequestState:
+    """Return a request at an attempt, whose first choice has some tokens."""
+    state = RequestState(REQUEST, CARD, hashes, Events())
+    for _ in range(attempt):
+        state.next_attempt()
+    state.receive(state.choices[0], pb.TokenOutput(position=len(REQUEST.token_ids), token_ids=answer))
+    return state
+
+
 def handle() -> pb.KvHandle:
     prefill = Worker(pb.WorkerInfo(incarnation="p-1"), pb.LoadReport(), 0.0)
     holder = cp.KvServiceAddress(address="host:1", incarnation="kv-1")
-    return mint_handle(REQUEST, 3, CARD, prefill, holder, KEY)
+    return mint_handle(new_state(attempt=3), prefill, holder, KEY)
 
 
 def test_no_sampling_parameter_is_lost_on_the_way() -> None:
-    submit = base_submit(REQUEST, 0, CARD, None, "")
-    assert sampling_from_proto(submit.sampling) == SAMPLING
+    state = new_state()
+    state.route_chosen({}, handle())
+    assert sampling_from_proto(prefill_submit(state).sampling) == SAMPLING
 
 
 def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own() -> None:
-    base = base_submit(REQUEST, 3, CARD, hash_prompt(CARD, REQUEST.token_ids, b"salt"), "")
-    prefill = prefill_submit(base, REQUEST, handle())
-    first, second = (decode_submit(base, REQUEST, index, prefill.handle, ()) for index in range(2))
+    state = new_state(hash_prompt(CARD, REQUEST.token_ids, b"salt"), attempt=3)
+    state.route_chosen({}, handle())
+    prefill = prefill_submit(state)
+    first, second = (decode_submit(state, choice) for choice in state.choices)
     assert (prefill.request_id, first.request_id, second.request_id) == ("r", "r-0", "r-1")
     assert list(prefill.choice_seeds) == [5, 6] and not first.choice_seeds
     assert (first.sampling.seed, second.sampling.seed, second.choice_index) == (5, 6, 1)
     assert len(prefill.block_hashes) == 2 and first.block_hashes == prefill.block_hashes
     assert prefill.handle.num_readers == 2 and prefill.handle.attempt == prefill.attempt == 3
+    assert first.handle == second.handle == prefill.handle
 
 
 def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_length() -> None:
-    moved = decode_submit(base_submit(REQUEST, 1, CARD, None, ""), REQUEST, 0, None, (100, 101))
+    state = new_state(attempt=1, answer=(100, 101))
+    state.route_chosen({}, handle())
+    moved = decode_submit(state, state.choices[0])
     assert list(moved.token_ids) == [*range(40), 100, 101]
     assert moved.num_prompt_tokens == 40 and not moved.HasField("handle") and not moved.hash_root
 
@@ -73,14 +90,15 @@ def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -
     hashes = hash_prompt(CARD, prompt, b"salt", b"tag")
     whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
     assert hashes.with_answer([*prompt, *answer], CARD.block_size) == whole.blocks
-    base = base_submit(REQUEST, 1, CARD, hashes, "")
-    moved = decode_submit(base, REQUEST, 0, None, answer, whole.blocks)
+    state = new_state(hashes, attempt=1, answer=answer)
+    moved = decode_submit(state, state.choices[0])
     assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
 
 
 def test_a_choice_that_goes_on_elsewhere_is_bounded_as_its_request_was() -> None:
     hashes = replace(hash_prompt(CARD, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0)
-    moved = decode_submit(base_submit(REQUEST, 1, CARD, hashes, ""), REQUEST, 0, None, range(100, 130))
+    state = new_state(hashes, attempt=1, answer=range(100, 130))
+    moved = decode_submit(state, state.choices[0])
     assert (moved.max_found_blocks, moved.max_left_blocks, moved.num_public_blocks) == (2, 0, 1)
     assert moved.HasField("max_left_blocks")
 

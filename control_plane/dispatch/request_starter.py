@@ -1,0 +1,163 @@
+"""Starts a request on workers: tries routes until a decode and a prefill worker have both accepted it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
+from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
+from control_plane.dispatch.route_feedback import RouteFeedback
+from control_plane.dispatch.submitter import Submitter
+from control_plane.dispatch.worker_call import WorkerCall
+from control_plane.fleet.kv_clients import KvClients
+from control_plane.fleet.registry import RESTART_SECONDS
+from control_plane.routing.router import Route, Router
+from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavailable
+from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tracing import tracer
+
+log = get_logger(__name__)
+
+
+class RequestStarter:
+    """Starts new requests, and starts requests again whose prefill worker was lost."""
+
+    def __init__(
+        self,
+        router: Router,
+        submitter: Submitter,
+        feedback: RouteFeedback,
+        queue: AdmissionQueue,
+        budget: RetryBudget,
+        kv_clients: KvClients,
+        tasks: TaskSet,
+    ) -> None:
+        self._router = router
+        self._submitter = submitter
+        self._feedback = feedback
+        self._queue = queue
+        self._budget = budget
+        self._kv_clients = kv_clients
+        self._tasks = tasks
+
+    async def start(self, state: RequestState) -> None:
+        """Start a new request as soon as there is room, after the requests that wait already. Raises TandemError."""
+        deadline = self._queue.deadline(state.request)
+        if len(self._queue) and not state.request.reject_if_busy:
+            busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
+            await self._queue.wait(busy, deadline - time.time(), in_front=False)
+        await self._start_when_there_is_room(state, deadline, is_first=True)
+
+    async def restart(self, state: RequestState, lost: str) -> None:
+        """Start a request again, before the requests that wait; avoid the lost incarnation at first."""
+        self.abandon(state)
+        state.restart(lost)
+        await self._start_when_there_is_room(state, self._queue.deadline(state.request), is_first=False)
+
+    def abandon(self, state: RequestState) -> None:
+        """Cancel all calls of an attempt, and end its handle unless every reader has released it."""
+        was_open = state.cancel_calls()
+        if (state.attempt > 0 or was_open) and state.handle is not None:
+            self._tasks.spawn(self._kv_clients.release_all(state.handle))
+
+    async def _start_when_there_is_room(self, state: RequestState, deadline: float, *, is_first: bool) -> None:
+        worker_back_by = min(deadline, time.time() + RESTART_SECONDS)
+        while True:
+            try:
+                await self._try_routes(state)
+            except (Overloaded, Unavailable) as refusal:
+                if state.request.reject_if_busy:
+                    raise
+                until = deadline if isinstance(refusal, Overloaded) else worker_back_by
+                await self._queue.wait(refusal, until - time.time(), in_front=not is_first)
+                is_first = False
+                state.begin_round()
+            else:
+                state.started()
+                self._feedback.started(state)
+                self._queue.release_next()
+                return
+
+    async def _try_routes(self, state: RequestState) -> None:
+        """Try routes until both halves are accepted; raises the error of the last attempt."""
+        while not await self._attempt(state):
+            state.next_attempt()
+
+    async def _attempt(self, state: RequestState) -> bool:
+        """Route and submit both halves; return False if another route should be tried."""
+        if state.needs_permit:
+            self._budget.take(is_first=state.num_resends == 0)
+            state.permit_used()
+        with tracer().start_as_current_span("route") as span:
+            route = self._choose_route(state)
+            description = route.describe()
+            span.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
+        state.route_chosen(description, self._submitter.new_handle(state, route))
+        try:
+            await self._submit_both_halves(state, route)
+        except TandemError as error:
+            self.abandon(state)
+            self._raise_if_final(state, error)
+            return False
+        return True
+
+    def _choose_route(self, state: RequestState) -> Route:
+        """Return the next route to try. Once all workers have refused, raise the refusal of the first full one."""
+        try:
+            route = self._router.choose(state.routing_request(), state.avoid)
+        except Overloaded:
+            raise state.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
+        except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
+            raise Unavailable(error.message, retry_after_seconds=2.0) from error
+        if state.request.reject_if_busy and self._router.is_busy(route.decodes):
+            raise Overloaded("every decode worker is busy, and the request asks not to wait", retry_after_seconds=1.0)
+        return route
+
+    async def _submit_both_halves(self, state: RequestState, route: Route) -> None:
+        """Submit both halves at once and wait until both are accepted; raises TandemError.
+
+        Everything is sent before the first await, so that the next request's route counts this request.
+        """
+        choices = [choice for choice in state.choices if not choice.is_over]  # over: prefill sent its only token
+        calls = [self._submitter.submit_choice(state, choice, route.decodes[0], route) for choice in choices]
+        prefill = None
+        if route.prefill is not None and state.handle is not None:
+            prefill = self._submitter.submit_prefill(state, route.prefill, route)
+        waits = [self._wait_reserved(state, choice, call, route) for choice, call in zip(choices, calls, strict=True)]
+        if prefill is not None:
+            waits.append(self._submitter.wait_accepted(state, prefill))
+        tasks = [asyncio.create_task(wait) for wait in waits]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _wait_reserved(self, state: RequestState, choice: ChoiceState, call: WorkerCall, route: Route) -> None:
+        """Wait until a decode worker has reserved memory; after a refusal, try the route's others in order."""
+        for following in (*route.decodes[1:], None):
+            try:
+                await self._submitter.wait_accepted(state, call)
+            except FINAL:
+                raise
+            except TandemError as refusal:
+                if choice.is_over:  # prefill's first token was its last
+                    return
+                state.refused(refusal)
+                if following is None:
+                    raise
+                call = self._submitter.submit_choice(state, choice, following, route)
+            else:
+                return
+
+    def _raise_if_final(self, state: RequestState, error: TandemError) -> None:
+        """Raise an error that every other worker would answer too, or the last attempt's; else note the error."""
+        state.attempt_failed(error)
+        log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.message)
+        if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
+            raise error
+        if state.is_last_attempt:
+            raise state.refusal or error

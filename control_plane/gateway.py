@@ -17,16 +17,17 @@ from control_plane.api.http.request_context import HttpSettings
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
-from control_plane.cache_policy import AccountPolicies
 from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.readiness import Prober, ReadinessProofs
 from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_links import LinkPool
+from control_plane.generation import AccountPolicies
 from control_plane.listening import allow_many_connections, listen
+from control_plane.readiness import Prober
 from control_plane.routing.prefix_index import PrefixIndex
 from control_plane.routing.router import Router
 from control_plane.secrets import handle_key, load_secret

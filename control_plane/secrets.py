@@ -1,4 +1,4 @@
-"""Loads the control plane's secret, and derives keys from the secret."""
+"""Loads the control plane's secret, and derives the key that signs KV handles."""
 
 from __future__ import annotations
 
@@ -33,16 +33,6 @@ def load_secret(configured: str, state_dir: Path) -> bytes:
 def handle_key(secret: bytes) -> bytes:
     """Return the key that signs KV handles; KV services get the key when they register."""
     return hmac.digest(secret, b"tandem kv handle", hashlib.sha256)
-
-
-def cache_salt(secret: bytes, account: str) -> bytes:
-    """Return the salt that separates an account's cached blocks from those of every other account."""
-    return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
-
-
-def account_tag(secret: bytes, account: str) -> bytes:
-    """Return the tag that an account's cached blocks are counted under; KV services never see its name."""
-    return hmac.digest(secret, b"tandem account tag\0" + account.encode(), hashlib.sha256)[:8]
 
 
 def _make(path: Path) -> None:

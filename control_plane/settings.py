@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
-from control_plane.cache_policy import AccountPolicies
+from control_plane.generation import AccountPolicies
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.settings import setting
 

@@ -11,12 +11,12 @@ the last hash, so the last hash is never public.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from control_plane.cache_policy import AccountPolicies
-from control_plane.generation import TokenRequest
-from control_plane.secrets import account_tag, cache_salt
+from control_plane.generation import AccountPolicies, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 
@@ -86,3 +86,13 @@ class PromptHasher:
         num_public_tokens = 0 if request.salt else request.num_public_tokens
         tag = account_tag(self._secret, request.account)
         return hash_prompt(card, request.token_ids, salt, tag, num_public_tokens)
+
+
+def cache_salt(secret: bytes, account: str) -> bytes:
+    """Return the salt that separates an account's cached blocks from those of every other account."""
+    return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
+
+
+def account_tag(secret: bytes, account: str) -> bytes:
+    """Return the tag that an account's cached blocks are counted under; KV services never see its name."""
+    return hmac.digest(secret, b"tandem account tag\0" + account.encode(), hashlib.sha256)[:8]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from control_plane.cache_policy import AccountPolicies
 from control_plane.dispatch.admission import AdmissionQueue, Quarantine, RetryBudget
 from control_plane.dispatch.block_hashes import PromptHasher
 from control_plane.dispatch.recovery import Recovery
 from control_plane.dispatch.request_starter import RequestStarter
 from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS, RequestState
 from control_plane.dispatch.request_stream import RequestStream
-from control_plane.dispatch.route_feedback import RouteFeedback
+from control_plane.dispatch.route_feedback import ReadinessProofs, RouteFeedback
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.wakeups import WakeupScheduler
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.readiness import ReadinessProofs
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
-from control_plane.generation import TokenRequest
+from control_plane.generation import AccountPolicies, TokenRequest
 from control_plane.routing.router import Router
 from control_plane.secrets import handle_key
 from tandem.v1 import types_pb2 as pb

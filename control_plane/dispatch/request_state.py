@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from control_plane.dispatch.block_hashes import PromptHashes
-from control_plane.dispatch.usage import Phase, usage_of
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
-from control_plane.dispatch.worker_call import WorkerCall
+from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from control_plane.routing.cost_model import RoutingRequest
 from tandem.v1 import types_pb2 as pb

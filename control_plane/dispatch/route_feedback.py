@@ -1,12 +1,14 @@
-"""Reports to the router where blocks are now and how long phases took."""
+"""Records what requests show: where blocks are, how long phases take, and which models work."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
-from control_plane.fleet.registry import WorkerRegistry
-from control_plane.routing.router import Router
-from control_plane.routing.session_affinity import SessionRoute
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.router import Router, SessionRoute
 from tandem.v1 import types_pb2 as pb
 
 
@@ -70,3 +72,47 @@ class RouteFeedback:
         """Return the host whose block store the worker offers its blocks to, "" if there is none."""
         host_id = call.link.worker.info.host_id
         return host_id if self._registry.store_of(host_id) else ""
+
+
+class ReadinessProofs:
+    """When a request of each model last passed every phase; for /readyz. The dispatcher writes, the prober reads."""
+
+    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._proven_at: dict[tuple[str, bool], float] = {}
+        registry.listen(self._forget_unserved)
+
+    def __iter__(self) -> Iterator[tuple[str, bool]]:
+        """Iterate over model id and `handed_over` of all proofs."""
+        return iter(self._proven_at)
+
+    def record(self, model_id: str, handed_over: bool) -> None:
+        """A request has passed every phase; `handed_over`: its cache moved from prefill to decode."""
+        self._proven_at[model_id, handed_over] = self._clock()
+
+    def age(self, model_id: str) -> float | None:
+        """Return the seconds since the latest proof; None: there is no proof.
+
+        If the model has a prefill worker, only a request that was handed over is a proof.
+        """
+        kinds = (True,) if self._has_prefill(model_id) else (True, False)
+        proven_at = [self._proven_at[model_id, kind] for kind in kinds if (model_id, kind) in self._proven_at]
+        return self._clock() - max(proven_at) if proven_at else None
+
+    def served(self) -> list[str]:
+        """Return the models of ready decode workers."""
+        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
+        return sorted(
+            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
+        )
+
+    def _has_prefill(self, model_id: str) -> bool:
+        addresses = {service.address for service in self._registry.kv_services()}
+        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
+        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
+
+    def _forget_unserved(self, worker: Worker, is_here: bool) -> None:
+        """A model whose decode workers are all gone needs a new proof once one is back."""
+        served = set(self.served())
+        self._proven_at = {kind: proven_at for kind, proven_at in self._proven_at.items() if kind[0] in served}

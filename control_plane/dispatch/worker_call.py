@@ -1,11 +1,13 @@
-"""Holds one Submit at one worker, from sending it to its end."""
+"""Holds one call to a worker, from its Submit to its end, and sums the ledgers of a request's calls."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from control_plane.fleet.worker_links import WorkerLink
+from control_plane.generation import PhaseWork, Usage
 from control_plane.routing.cost_model import InFlightEntry, PrefillEstimate
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Cancelled, TandemError
@@ -68,3 +70,66 @@ class WorkerCall:
             self.link.cancel(self.submit.request_id, self.submit.attempt)
         else:
             self.link.forget(self.submit.request_id, self.submit.attempt)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """The ledger of one call to a worker."""
+
+    ledger: pb.PhaseLedger
+    is_prefill: bool
+    estimate: PrefillEstimate | None
+    """What the router expected of the caches, if this call was to compute the prompt."""
+
+
+def usage_of(
+    phases: Iterable[Phase], prompt: pb.PhaseLedger, num_prompt_tokens: int, num_completion_tokens: int
+) -> Usage:
+    """Return a request's usage; `prompt` is the ledger of the call that computed the prompt."""
+    num_cached_tokens = min(prompt.num_cached_tokens, num_prompt_tokens)
+    return Usage(
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_prompt_tokens - num_cached_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_completion_tokens=num_completion_tokens,
+        work=work_of(phases, prompt, num_cached_tokens),
+    )
+
+
+def work_of(phases: Iterable[Phase], prompt: pb.PhaseLedger, num_cached_tokens: int) -> PhaseWork:
+    """Sum what the phases did. `prompt` is the ledger of the call that computed the prompt.
+
+    Seconds are those between a call's first and last step; other requests of the same batches share them.
+    """
+    phases = sorted(phases, key=lambda phase: not phase.is_prefill)  # a prefill worker's estimate comes first
+    estimate = next((phase.estimate for phase in phases if phase.estimate is not None), None)
+    num_loaded = min(prompt.num_loaded_tokens, num_cached_tokens)
+    # The host's store had the tokens that the index expected there; only the rest was fetched from another host.
+    num_remote = 0 if estimate is None else max(0, min(num_loaded - estimate.cached.host, estimate.cached.remote))
+    return PhaseWork(
+        num_store_tokens=num_loaded - num_remote,
+        num_remote_tokens=num_remote,
+        num_reprefill_tokens=sum(phase.ledger.num_reprefill_tokens for phase in phases),
+        num_bytes_moved=sum(phase.ledger.num_bytes_pulled for phase in phases),
+        prefill_us=sum(_prefill_us(phase) for phase in phases),
+        decode_us=sum(_decode_us(phase) for phase in phases),
+    )
+
+
+def _prefill_us(phase: Phase) -> int:
+    """All of a prefill worker's time; a decode worker's until its first token, if it computed the prompt."""
+    ledger = phase.ledger
+    if phase.is_prefill:
+        return _between_us(ledger.scheduled_ns, ledger.finished_ns or ledger.first_token_ns)
+    return _between_us(ledger.scheduled_ns, ledger.first_token_ns) if ledger.num_computed_tokens else 0
+
+
+def _decode_us(phase: Phase) -> int:
+    ledger = phase.ledger
+    if phase.is_prefill:
+        return 0
+    return _between_us(ledger.first_token_ns if ledger.num_computed_tokens else ledger.scheduled_ns, ledger.finished_ns)
+
+
+def _between_us(start_ns: int, end_ns: int) -> int:
+    return max(0, end_ns - start_ns) // 1000 if start_ns and end_ns else 0

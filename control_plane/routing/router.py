@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -18,12 +19,12 @@ from control_plane.routing.cost_model import (
     step_ms,
 )
 from control_plane.routing.prefix_index import PrefixIndex
-from control_plane.routing.session_affinity import SessionAffinity, SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
 _AFFINITY_SLACK = 1.25
 """A session stays at its worker while that worker is at most this many times as loaded as the best."""
+_MAX_SESSIONS = 10_000
 _EXPECTED_ANSWER_TOKENS = 256
 """Steps of an answer for which the load of its decode worker counts; the answer may be longer."""
 
@@ -225,6 +226,37 @@ class Router:
         predicted["hand_over"] = self.costs.hand_over_ms(prefill)
         reason = f"decode computes the prompt: {first}; handing over would take {predicted['hand_over']:.1f} ms"
         return Route(None, tuple(decodes), reason, predicted, estimates)
+
+
+@dataclass(frozen=True)
+class SessionRoute:
+    """Incarnations; "" where there was no worker."""
+
+    prefill: str
+    decode: str
+
+
+class SessionAffinity:
+    """The routes of the latest sessions; a bounded number."""
+
+    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._routes: OrderedDict[str, SessionRoute] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def remember(self, session_id: str, route: SessionRoute) -> None:
+        """Record the route of a session; "" is no session."""
+        if not session_id:
+            return
+        self._routes[session_id] = route
+        self._routes.move_to_end(session_id)
+        if len(self._routes) > self._max_sessions:
+            self._routes.popitem(last=False)
+
+    def of(self, session_id: str) -> SessionRoute | None:
+        return self._routes.get(session_id)
 
 
 def _best_prefill(estimates: list[PrefillEstimate], last_route: SessionRoute) -> PrefillEstimate | None:

@@ -12,8 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from control_plane.accounts.identity import Caller
-from control_plane.cache_policy import EVERYTHING, CachePolicy
-from control_plane.generation import ModelDescription, TokenRequest
+from control_plane.generation import EVERYTHING, CachePolicy, ModelDescription, TokenRequest
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import ToolUse

@@ -6,10 +6,9 @@ import asyncio
 import random
 import time
 
-from control_plane.generation import EVERYTHING, NOTHING
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.request_stream import RequestStream
-from control_plane.generation import TokenDelta, TokenRequest
+from control_plane.generation import EVERYTHING, NOTHING, TokenDelta, TokenRequest
 from tandem_runtime.errors import TandemError
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import MODEL_ID, Question

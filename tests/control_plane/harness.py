@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.kv_clients import KvClients
-from control_plane.fleet.readiness import ReadinessProofs
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import TokenRequest

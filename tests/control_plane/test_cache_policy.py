@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.cache_policy import CACHE_MODES, EVERYTHING, NOTHING, AccountPolicies, CachePolicy
+from control_plane.generation import CACHE_MODES, EVERYTHING, NOTHING, AccountPolicies, CachePolicy
 
 BLOCK = 16
 POLICIES = st.builds(CachePolicy.of, st.sampled_from(CACHE_MODES), st.none() | st.integers(0, 200))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.secrets import cache_salt, handle_key, load_secret
+from control_plane.dispatch.block_hashes import cache_salt
+from control_plane.secrets import handle_key, load_secret
 from tandem_runtime.errors import InvalidRequest
 
 _LOAD = "import sys, pathlib; from control_plane.secrets import load_secret; sys.stdin.readline(); " + (

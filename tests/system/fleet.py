@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from control_plane.cache_policy import NOTHING
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.gateway import Gateway
-from control_plane.generation import TokenRequest
+from control_plane.generation import NOTHING, TokenRequest
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from control_plane.accounts.identity import Caller
-from control_plane.cache_policy import CachePolicy
+from control_plane.generation import CachePolicy
 from control_plane.text.request import ChatRequest, GenerationOptions
 from control_plane.text.text_service import TextService
 from control_plane.text.tool import Tool, ToolUse

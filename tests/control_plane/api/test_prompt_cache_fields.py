@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from control_plane.accounts.identity import Caller
-from control_plane.cache_policy import EVERYTHING, CachePolicy
-from control_plane.generation import TokenRequest
+from control_plane.generation import EVERYTHING, CachePolicy, TokenRequest
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.request import ChatRequest
 from control_plane.text.text_service import TextService

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.cache_policy import NOTHING, AccountPolicies, CachePolicy
-from control_plane.dispatch.block_hashes import PromptHasher, PromptHashes, hash_prompt
+from control_plane.dispatch.block_hashes import PromptHasher, PromptHashes, account_tag, cache_salt, hash_prompt
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.submitter import decode_submit
-from control_plane.generation import TokenRequest
-from control_plane.secrets import account_tag, cache_salt
+from control_plane.generation import NOTHING, AccountPolicies, CachePolicy, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_engine.scheduling.sampling_params import SamplingParams

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from control_plane.cache_policy import NOTHING, CachePolicy
-from control_plane.dispatch.block_hashes import PromptHashes, hash_prompt
+from control_plane.dispatch.block_hashes import PromptHashes, cache_salt, hash_prompt
 from control_plane.dispatch.request_stream import RequestStream
-from control_plane.secrets import cache_salt
+from control_plane.generation import NOTHING, CachePolicy
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.harness import PROMPT, SECRET, Harness, answer, ask, tokens_of, world
 from tests.control_plane.scripted_worker import MODEL, PREFILL, Say, ScriptedWorker, kv_load, kv_service

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from control_plane.cache_policy import NOTHING
+from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.readiness import Prober, ReadinessProofs
 from control_plane.fleet.registry import WorkerRegistry
-from control_plane.generation import Dispatcher, TokenRequest
+from control_plane.generation import NOTHING, Dispatcher, TokenRequest
+from control_plane.readiness import Prober
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Unavailable
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
-from control_plane.cache_policy import NOTHING
+from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.model_catalog import ModelCatalog
-from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.generation import Dispatcher, TokenRequest
+from control_plane.fleet.registry import WorkerRegistry
+from control_plane.generation import NOTHING, Dispatcher, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
@@ -23,50 +22,6 @@ _PROBE_PROMPT_TOKENS = 20
 _PROBE_ANSWER_TOKENS = 2
 _PROBE_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
-
-
-class ReadinessProofs:
-    """When a request of each model last passed every phase. Written by the dispatcher, read by the prober."""
-
-    def __init__(self, registry: WorkerRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry = registry
-        self._clock = clock
-        self._proven_at: dict[tuple[str, bool], float] = {}
-        registry.listen(self._forget_unserved)
-
-    def __iter__(self) -> Any:
-        """Iterate over model id and `handed_over` of all proofs."""
-        return iter(self._proven_at)
-
-    def record(self, model_id: str, handed_over: bool) -> None:
-        """A request has passed every phase; `handed_over`: its cache moved from prefill to decode."""
-        self._proven_at[model_id, handed_over] = self._clock()
-
-    def age(self, model_id: str) -> float | None:
-        """Return the seconds since the latest proof; None: there is no proof.
-
-        If the model has a prefill worker, only a request that was handed over is a proof.
-        """
-        kinds = (True,) if self._has_prefill(model_id) else (True, False)
-        proven_at = [self._proven_at[model_id, kind] for kind in kinds if (model_id, kind) in self._proven_at]
-        return self._clock() - max(proven_at) if proven_at else None
-
-    def served(self) -> list[str]:
-        """Return the models of ready decode workers."""
-        decodes = self._registry.workers(pb.WORKER_ROLE_DECODE)
-        return sorted(
-            {worker.info.card.model_id for worker in decodes if worker.is_usable and worker.info.card.model_id}
-        )
-
-    def _has_prefill(self, model_id: str) -> bool:
-        addresses = {service.address for service in self._registry.kv_services()}
-        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
-        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
-
-    def _forget_unserved(self, worker: Worker, is_here: bool) -> None:
-        """A model whose decode workers are all gone needs a new proof once one is back."""
-        served = set(self.served())
-        self._proven_at = {kind: proven_at for kind, proven_at in self._proven_at.items() if kind[0] in served}
 
 
 class Prober:

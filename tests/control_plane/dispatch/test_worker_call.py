@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.dispatch.usage import Phase, work_of
+from control_plane.dispatch.worker_call import Phase, work_of
 from control_plane.generation import PhaseWork, Usage
 from control_plane.routing.cost_model import PrefillEstimate
 from control_plane.routing.prefix_index import CachedPrefix

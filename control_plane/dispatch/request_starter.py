@@ -87,9 +87,7 @@ class RequestStarter:
 
     async def _attempt(self, state: RequestState) -> bool:
         """Route and submit both halves; return False if another route should be tried."""
-        if state.needs_permit:
-            self._budget.take(is_first=state.num_resends == 0)
-            state.permit_used()
+        state.take_permit(self._budget)
         with tracer().start_as_current_span("route") as span:
             route = self._choose_route(state)
             description = route.describe()

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
@@ -152,16 +153,6 @@ class RequestState:
         return self._refusal
 
     @property
-    def needs_permit(self) -> bool:
-        """Whether the next attempt needs a permit of the retry budget: a worker was lost, rather than full."""
-        return self._needs_permit
-
-    @property
-    def num_resends(self) -> int:
-        """Attempts that needed a permit so far."""
-        return self._num_resends
-
-    @property
     def has_restarted(self) -> bool:
         """Whether the request has moved to another prefill worker; it does so once."""
         return self._has_restarted
@@ -184,9 +175,12 @@ class RequestState:
         self._has_restarted = True
         self._needs_permit = True
 
-    def permit_used(self) -> None:
-        self._num_resends += 1
-        self._needs_permit = False
+    def take_permit(self, budget: RetryBudget) -> None:
+        """Spend a retry permit if a worker was lost, rather than full; raises Overloaded while there is none."""
+        if self._needs_permit:
+            budget.take(is_first=self._num_resends == 0)
+            self._num_resends += 1
+            self._needs_permit = False
 
     def route_chosen(self, route: Mapping[str, Any], handle: pb.KvHandle | None) -> None:
         """`handle`: None if decode computes the prompt."""

@@ -36,7 +36,7 @@ SECRET = b"s" * 32
 
 
 class RecordedKv:
-    """The gateway's KV clients, which only remember what they were asked."""
+    """The gateway's KV clients, which only record their calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -91,13 +91,13 @@ class Harness:
 
 
 @asynccontextmanager
-async def world(
+async def harness(
     *workers: ScriptedWorker,
     queue_seconds: float = 0.0,
     local_prefill: Literal["auto", "never"] = "never",
     budget: RetryBudget | None = None,
 ) -> AsyncIterator[Harness]:
-    """A gateway's inside, with these workers and a KV service; afterwards nothing may be in stream."""
+    """A dispatcher with these workers and a KV service; checks at the end that nothing is in flight."""
     here = Harness(queue_seconds, local_prefill, budget)
     here.registry.register(kv_service(), kv_load())
     for worker in workers:
@@ -112,7 +112,7 @@ async def world(
             await worker.kill()
 
 
-def ask(max_tokens: int = 5, num_choices: int = 1, **fields: Any) -> TokenRequest:
+def new_request(max_tokens: int = 5, num_choices: int = 1, **fields: Any) -> TokenRequest:
     values: dict[str, Any] = {
         "request_id": "r",
         "account": "me",

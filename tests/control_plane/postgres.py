@@ -1,4 +1,4 @@
-"""How does a test get a real PostgreSQL, on loopback, as its own user?"""
+"""Starts a real PostgreSQL for tests, on loopback, as its own user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEBIAN = Path("/usr/lib/postgresql")
 
 
 def require_postgres() -> Path:
-    """Return the folder of PostgreSQL's programs; without, skip and say why, or fail where skips are not allowed."""
+    """Return the folder of PostgreSQL's programs. Without one, skip, or fail if skips are not allowed."""
     found = [path.parent for path in sorted(_DEBIAN.glob("*/bin/postgres"), key=lambda path: path.parts[-3])]
     on_path = shutil.which("initdb")
     if found or on_path:
@@ -32,9 +32,9 @@ def require_postgres() -> Path:
 
 @contextmanager
 def running_postgres() -> Iterator[Postgres]:
-    """Make a cluster in a folder of its own and run it on a free port until the block ends."""
+    """Create a cluster in its own folder and run it on a free port until the block ends."""
     programs = require_postgres()
-    # Not pytest's folder: that is its user's alone, and PostgreSQL refuses to run as root.
+    # Not pytest's folder: only its user may read that, and PostgreSQL refuses to run as root.
     with tempfile.TemporaryDirectory(prefix="tandem-postgres-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         user = pwd.getpwnam("postgres") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
@@ -49,7 +49,7 @@ def running_postgres() -> Iterator[Postgres]:
 
 
 class Postgres:
-    """One cluster; `stop` and `start` play an outage."""
+    """One cluster; `stop` and `start` simulate an outage."""
 
     def __init__(self, programs: Path, folder: Path, user: pwd.struct_passwd, port: int) -> None:
         self._programs = programs
@@ -66,7 +66,7 @@ class Postgres:
         self._control("start", "--wait", "--options", flags, "--log", str(self._folder / "log"))
 
     def start_where_it_can(self) -> None:
-        """Start on another port where somebody has taken the free one meanwhile."""
+        """Start on another port if another process has taken the free one."""
         while True:
             try:
                 return self.start()
@@ -80,7 +80,7 @@ class Postgres:
         self._control("stop", "--wait", "--mode", "immediate")
 
     def new_database(self) -> str:
-        """Make an empty database; returns its URL."""
+        """Create an empty database; return its URL."""
         self._num_databases += 1
         name = f"tandem_{self._num_databases}"
         self._run("createdb", "--host", "127.0.0.1", "--port", str(self.port), "--username", "tandem", name)

@@ -1,4 +1,4 @@
-"""Who plays a worker? A real gRPC server that speaks the whole of Attach and does what a test tells it to."""
+"""A real gRPC server that implements all of Attach and behaves as a test tells it to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 
 
 def token_at(position: int) -> int:
-    """A token is a pure function of its position, here."""
+    """Return the token at a position: here a token is a function of its position only."""
     return 1000 + position
 
 
-class Say:
-    """One gateway's stream, as a behaviour answers on it."""
+class AttachStream:
+    """One gateway's Attach stream, on which a behaviour answers."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[pb.Event | TandemError | None] = asyncio.Queue()
@@ -50,40 +50,40 @@ class Say:
         self.events.put_nowait(pb.Event(**kind))
 
 
-Behaviour = Callable[["ScriptedWorker", Say, pb.Submit], Awaitable[None]]
+Behaviour = Callable[["ScriptedWorker", AttachStream, pb.Submit], Awaitable[None]]
 
 
-async def serve(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-    """Do what a good worker does."""
-    say.accept(submit)
-    await finish(worker, say, submit)
+async def serve(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+    """Accept, and send all tokens."""
+    attach.accept(submit)
+    await finish(worker, attach, submit)
 
 
-async def finish(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+async def finish(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
     if worker.role == PREFILL:
         ledger = pb.PhaseLedger(num_prompt_tokens=submit.num_prompt_tokens, num_computed_tokens=len(submit.token_ids))
         for index in range(len(submit.choice_seeds)):
             first = len(submit.token_ids)
-            say.tokens(submit, first, [token_at(first)], choice_index=index, ledger=ledger)
+            attach.tokens(submit, first, [token_at(first)], choice_index=index, ledger=ledger)
         return
     start, end = len(submit.token_ids), submit.num_prompt_tokens + submit.sampling.max_tokens
     for position in range(start, end):
         is_last = position == end - 1
         last = {"finish_reason": pb.FINISH_REASON_LENGTH, "ledger": pb.PhaseLedger(num_generated_tokens=1)}
-        say.tokens(submit, position, [token_at(position)], **(last if is_last else {}))
+        attach.tokens(submit, position, [token_at(position)], **(last if is_last else {}))
 
 
-async def silent(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-    """Hang."""
+async def silent(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+    """Never answer."""
 
 
-async def only_accept(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-    say.accept(submit)
+async def only_accept(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+    attach.accept(submit)
 
 
 def refuse_with(error: TandemError) -> Behaviour:
-    async def refuse(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.refuse(submit, error)
+    async def refuse(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.refuse(submit, error)
 
     return refuse
 
@@ -91,21 +91,21 @@ def refuse_with(error: TandemError) -> Behaviour:
 def lose_after(num_tokens: int) -> Behaviour:
     """Accept, send some tokens, and break the stream."""
 
-    async def lose(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def lose(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         first = len(submit.token_ids)
-        say.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
-        say.events.put_nowait(None)
+        attach.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
+        attach.events.put_nowait(None)
 
     return lose
 
 
 def fail_after(num_tokens: int, error: TandemError) -> Behaviour:
-    async def fail(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def fail(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         first = len(submit.token_ids)
-        say.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
-        say.fail(submit, error)
+        attach.tokens(submit, first, [token_at(first + i) for i in range(num_tokens)])
+        attach.fail(submit, error)
 
     return fail
 
@@ -123,7 +123,7 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
         self.submits: list[pb.Submit] = []
         self.cancels: list[pb.Cancel] = []
         self.hellos: list[pb.AttachHello] = []
-        self.says: list[Say] = []
+        self.streams: list[AttachStream] = []
         self.pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)
         self.changed = asyncio.Condition()
         self._running: set[asyncio.Task[None]] = set()
@@ -145,11 +145,11 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
         await self._server.stop(0)
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        say = Say()
-        self.says.append(say)
-        reader = asyncio.create_task(self._read(say, request_iterator))
+        attach = AttachStream()
+        self.streams.append(attach)
+        reader = asyncio.create_task(self._read(attach, request_iterator))
         try:
-            while (event := await say.events.get()) is not None:
+            while (event := await attach.events.get()) is not None:
                 if isinstance(event, TandemError):
                     raise event
                 yield event
@@ -186,21 +186,21 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
         registry.register(self.info(), self.load())
         return self
 
-    async def _read(self, say: Say, commands: AsyncIterator[pb.Command]) -> None:
+    async def _read(self, attach: AttachStream, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
             async with self.changed:
-                self._handle(say, command)
+                self._handle(attach, command)
                 self.changed.notify_all()
 
-    def _handle(self, say: Say, command: pb.Command) -> None:
+    def _handle(self, attach: AttachStream, command: pb.Command) -> None:
         match command.WhichOneof("kind"):
             case "hello":
                 self.hellos.append(command.hello)
                 if command.hello.worker_incarnation != self.incarnation:
-                    say.events.put_nowait(StaleIncarnation("another life"))
+                    attach.events.put_nowait(StaleIncarnation("another life"))
             case "submit":
                 self.submits.append(command.submit)
-                task = asyncio.ensure_future(self.behave(self, say, command.submit))
+                task = asyncio.ensure_future(self.behave(self, attach, command.submit))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
             case "cancel":

@@ -1,4 +1,4 @@
-"""Does what a request asks for ever pass what its account may?"""
+"""A request never gets more of the caches than its account may have."""
 
 from __future__ import annotations
 

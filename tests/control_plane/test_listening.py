@@ -1,4 +1,4 @@
-"""Does an answer leave at once, and what becomes of one that nobody takes?"""
+"""An answer leaves at once; a connection that takes no data is closed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_taken_port_is_refused_with_a_remedy_unless_both_share_it() -> N
 
 
 async def _accepted() -> socket.socket:
-    """Return the server's side of a connection, as asyncio has it."""
+    """Return asyncio's server side of a connection."""
     bound = await _listening()
     accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
 

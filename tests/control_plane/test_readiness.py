@@ -1,4 +1,4 @@
-"""When does /readyz say yes?"""
+"""/readyz answers 200 only after a recent request has passed every phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem_runtime.errors import Unavailable
 
 
 class Probed:
-    """Catalog and dispatcher at once: a probe's tokens come, or an error."""
+    """Catalog and dispatcher in one: answers a probe with tokens or an error."""
 
     def __init__(self) -> None:
         self.requests: list[TokenRequest] = []
@@ -41,7 +41,7 @@ class Probed:
         self.proven(model_id, False)
 
 
-class World:
+class Harness:
     def __init__(self) -> None:
         self.now = 100.0
         self.registry = WorkerRegistry(3.0, 5.0)
@@ -63,7 +63,7 @@ class World:
         self.registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
 
     def prefill(self, state: pb.WorkerState.ValueType) -> None:
-        """Let a prefill worker and its KV service be known, the worker in that state."""
+        """Register a KV service, and a prefill worker in this state."""
         kv = pb.WorkerInfo(worker_id="kv", incarnation="1", role=pb.WORKER_ROLE_KV, address="kv:1")
         self.registry.register(kv, pb.LoadReport(state=pb.WORKER_STATE_READY))
         card = pb.ModelCard(model_id="m" if state == pb.WORKER_STATE_READY else "")
@@ -71,7 +71,7 @@ class World:
         self.registry.register(info, pb.LoadReport(state=state, load_stage="reading weights"))
 
     async def probe_once(self) -> None:
-        """Run the prober until it has sent a probe and taken in what came of it."""
+        """Run the prober until it has sent a probe and has recorded the result."""
         self.probed.came.clear()
         running = asyncio.create_task(self.prober.run())
         async with asyncio.timeout(10):
@@ -83,89 +83,89 @@ class World:
 
 
 async def test_not_ready_before_a_model_is_loaded_and_a_request_has_gone_through() -> None:
-    world = World()
-    assert await world.prober.check() == (
+    harness = Harness()
+    assert await harness.prober.check() == (
         False,
         {"ready": False, "models": [], "proven_seconds_ago": {}, "reason": "no worker has loaded a model yet"},
     )
-    world.serve("m")
-    assert not (await world.prober.check())[0]
-    await world.probe_once()
-    assert (await world.prober.check())[0]
-    (request,) = world.probed.requests
+    harness.serve("m")
+    assert not (await harness.prober.check())[0]
+    await harness.probe_once()
+    assert (await harness.prober.check())[0]
+    (request,) = harness.probed.requests
     assert request.cache == NOTHING and len(request.token_ids) + request.sampling.max_tokens <= 10
     assert max(request.token_ids) < 5
 
 
 async def test_a_proof_ages_and_a_users_request_renews_it() -> None:
-    world = World()
-    world.serve("m")
-    world.proofs.record("m", True)
-    world.now += 29
-    assert (await world.prober.check())[0]
-    world.now += 1
-    assert not (await world.prober.check())[0]
-    world.proofs.record("m", True)
-    assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 0.0}})
+    harness = Harness()
+    harness.serve("m")
+    harness.proofs.record("m", True)
+    harness.now += 29
+    assert (await harness.prober.check())[0]
+    harness.now += 1
+    assert not (await harness.prober.check())[0]
+    harness.proofs.record("m", True)
+    assert await harness.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 0.0}})
 
 
 async def test_every_served_model_needs_its_proof() -> None:
-    world = World()
+    harness = Harness()
     for model_id in ("m", "n"):
-        world.serve(model_id)
-    world.proofs.record("m", True)
-    assert not (await world.prober.check())[0]
+        harness.serve(model_id)
+    harness.proofs.record("m", True)
+    assert not (await harness.prober.check())[0]
 
 
 async def test_a_probe_that_fails_says_why_and_a_bug_in_one_does_not_end_the_others() -> None:
-    world = World()
-    world.serve("m")
+    harness = Harness()
+    harness.serve("m")
     for error in (Unavailable("prefill is away"), RuntimeError("a bug")):
-        world.probed.error = error
-        await world.probe_once()
-        is_ready, details = await world.prober.check()
+        harness.probed.error = error
+        await harness.probe_once()
+        is_ready, details = await harness.prober.check()
         assert not is_ready and str(error) in details["reason"]
-    world.probed.error = None
-    await world.probe_once()
-    assert (await world.prober.check())[0]
+    harness.probed.error = None
+    await harness.probe_once()
+    assert (await harness.prober.check())[0]
 
 
 async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
-    world = World()
-    world.serve("m")
-    world.proofs.record("m", False)
-    assert (await world.prober.check())[0]
-    world.prefill(pb.WORKER_STATE_LOADING)
-    is_ready, details = await world.prober.check()
+    harness = Harness()
+    harness.serve("m")
+    harness.proofs.record("m", False)
+    assert (await harness.prober.check())[0]
+    harness.prefill(pb.WORKER_STATE_LOADING)
+    is_ready, details = await harness.prober.check()
     assert (is_ready, details["reason"]) == (False, "p is loading: reading weights")
-    world.prefill(pb.WORKER_STATE_READY)
-    assert not (await world.prober.check())[0]
-    world.proofs.record("m", True)
-    assert (await world.prober.check())[0]
+    harness.prefill(pb.WORKER_STATE_READY)
+    assert not (await harness.prober.check())[0]
+    harness.proofs.record("m", True)
+    assert (await harness.prober.check())[0]
 
 
 async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it() -> None:
-    world = World()
-    world.prefill(pb.WORKER_STATE_READY)
-    world.serve("m")
-    world.proofs.record("m", True)
-    assert (await world.prober.check())[0]
-    world.registry.deregister("m", "1")
-    assert (await world.prober.check())[1]["reason"] == "no decode worker is ready for m"
-    world.serve("m")
-    assert not (await world.prober.check())[0]
+    harness = Harness()
+    harness.prefill(pb.WORKER_STATE_READY)
+    harness.serve("m")
+    harness.proofs.record("m", True)
+    assert (await harness.prober.check())[0]
+    harness.registry.deregister("m", "1")
+    assert (await harness.prober.check())[1]["reason"] == "no decode worker is ready for m"
+    harness.serve("m")
+    assert not (await harness.prober.check())[0]
 
 
 async def test_an_answer_that_was_not_handed_over_takes_no_proof_away() -> None:
-    """Short prompts are computed by decode itself while the way through prefill stays proven by probes."""
-    world = World()
-    world.prefill(pb.WORKER_STATE_READY)
-    world.serve("m")
-    world.proofs.record("m", True)
-    world.now += 20
-    world.proofs.record("m", False)
-    assert await world.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 20.0}})
-    world.now += 10
-    assert not (await world.prober.check())[0]
-    await world.probe_once()
-    assert all(request.is_probe for request in world.probed.requests)
+    """Decode computes short prompts itself; probes keep proving the path through prefill."""
+    harness = Harness()
+    harness.prefill(pb.WORKER_STATE_READY)
+    harness.serve("m")
+    harness.proofs.record("m", True)
+    harness.now += 20
+    harness.proofs.record("m", False)
+    assert await harness.prober.check() == (True, {"ready": True, "models": ["m"], "proven_seconds_ago": {"m": 20.0}})
+    harness.now += 10
+    assert not (await harness.prober.check())[0]
+    await harness.probe_once()
+    assert all(request.is_probe for request in harness.probed.requests)

@@ -1,4 +1,4 @@
-"""Do all processes of a state directory agree on one secret, and on keys that differ by purpose and account?"""
+"""All processes of a state directory agree on one secret and on keys that differ by purpose and account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can two accounts ever have a block in common that is not public, prompt or answer, whatever they send?"""
+"""Two accounts never share a block that is not public, of prompt or answer, whatever they send."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = st.builds(lambda length, rest: PUBLIC[:length] + rest, st.integers(0, 
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptAndAnswer:
     """A request, and an answer that follows its prompt."""
 
     account: str
@@ -40,12 +40,12 @@ class Asked:
 
     @property
     def num_public_tokens(self) -> int:
-        """Count the leading tokens that are the public text's."""
+        """Count the leading tokens of the public text."""
         pairs = list(zip(self.prompt, PUBLIC, strict=False))
         return next((i for i, (mine, public) in enumerate(pairs) if mine != public), len(pairs))
 
     def blocks(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes of public blocks, and those of all others, the answer's too."""
+        """Return the hashes of public blocks, and of all other blocks, the answer's included."""
         salt = cache_salt(SECRET, self.account) + self.salt
         hashes = hash_prompt(CARD, self.prompt, salt, b"", 0 if self.salt else self.num_public_tokens)
         whole = list(hashes.with_answer([*self.prompt, *self.answer], 4))
@@ -54,13 +54,19 @@ class Asked:
 
 
 ASKED = st.builds(
-    Asked, st.sampled_from(["", "a", "b"]), st.sampled_from([b"", b"x"]), PROMPTS.map(tuple), TOKENS.map(tuple)
+    PromptAndAnswer,
+    st.sampled_from(["", "a", "b"]),
+    st.sampled_from([b"", b"x"]),
+    PROMPTS.map(tuple),
+    TOKENS.map(tuple),
 )
 
 
 @given(ASKED, ASKED)
 @settings(max_examples=400)
-def test_whoever_differs_in_account_or_salt_shares_only_public_blocks(one: Asked, other: Asked) -> None:
+def test_whoever_differs_in_account_or_salt_shares_only_public_blocks(
+    one: PromptAndAnswer, other: PromptAndAnswer
+) -> None:
     (public, private), (others_public, others_private) = one.blocks(), other.blocks()
     assert not {*public, *others_public} & {*private, *others_private}
     if (one.account, one.salt) != (other.account, other.salt):
@@ -69,7 +75,7 @@ def test_whoever_differs_in_account_or_salt_shares_only_public_blocks(one: Asked
 
 @given(ASKED, ASKED)
 @settings(max_examples=400)
-def test_equal_hashes_are_equal_tokens_up_to_the_blocks_end(one: Asked, other: Asked) -> None:
+def test_equal_hashes_are_equal_tokens_up_to_the_blocks_end(one: PromptAndAnswer, other: PromptAndAnswer) -> None:
     ends: dict[bytes, tuple[int, ...]] = {}
     for asked in (one, other):
         tokens = (*asked.prompt, *asked.answer)
@@ -78,7 +84,7 @@ def test_equal_hashes_are_equal_tokens_up_to_the_blocks_end(one: Asked, other: A
 
 
 @given(ASKED)
-def test_what_follows_public_blocks_is_hashed_as_if_nothing_were_public(asked: Asked) -> None:
+def test_what_follows_public_blocks_is_hashed_as_if_nothing_were_public(asked: PromptAndAnswer) -> None:
     salt = cache_salt(SECRET, asked.account) + asked.salt
     hashes = hash_prompt(CARD, asked.prompt, salt, b"", asked.num_public_tokens)
     alone = hash_prompt(CARD, asked.prompt, salt)
@@ -104,7 +110,7 @@ def test_hashes_that_end_in_a_public_block_cannot_be_made() -> None:
 
 
 def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> TokenRequest:
-    """`prompt` is nothing but public blocks, unless a test says otherwise."""
+    """Return a request whose default prompt has public blocks only."""
     fields: dict[str, Any] = {"num_public_tokens": 12, **changes}
     sampling = SamplingParams(max_tokens=9, temperature=0.0)
     return TokenRequest(account, account, "m", tuple(prompt), sampling, (0,), deadline=time.time() + 60, **fields)
@@ -116,7 +122,7 @@ def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
 
 
 async def blocks_filled(world: World, request: TokenRequest) -> tuple[list[str], int]:
-    """Run a request in an engine; return the hashes that it filled blocks under, and how many tokens were cached."""
+    """Run a request in an engine; return the hashes of the filled blocks and the number of cached tokens."""
     hashes = await PromptHasher(SECRET, AccountPolicies()).hashes(request, CARD)
     submit = submit_of(request, hashes)
     world.core.handle(add_request(submit, request.request_id, "aggregated"))
@@ -133,11 +139,11 @@ async def test_answers_to_one_public_prompt_are_no_two_accounts_in_common() -> N
     world = World(num_blocks=32)
     mine, _ = await blocks_filled(world, asked("a"))
     theirs, num_cached = await blocks_filled(world, asked("b"))
-    # The prompt's last block would be public, but for the answer that goes on from it.
+    # The prompt's last block would be public, but the answer continues its chain.
     assert (len(mine), len(theirs), num_cached) == (5, 3, 8)
     assert not set(mine) & set(theirs)
     again, num_cached = await blocks_filled(world, asked("b"))
-    assert (again, num_cached) == (theirs, 8)  # one token is always computed, and with it the last full block
+    assert (again, num_cached) == (theirs, 8)  # the last token is always computed, and with it the last full block
     world.assert_nothing_is_left()
 
 
@@ -172,7 +178,7 @@ async def test_the_account_bounds_what_its_requests_ask_for() -> None:
     assert await bounds("reader", CachePolicy.of("on", 4)) == (1, 0)
     assert await bounds("other", CachePolicy.of("on")) == (None, None)
     assert await bounds("other", CachePolicy.of("write", 4)) == (0, 1)
-    assert await bounds("other", CachePolicy.of("on", 3)) is None  # not one whole block
+    assert await bounds("other", CachePolicy.of("on", 3)) is None  # less than one block
     assert await bounds("other", NOTHING) is None
 
 

@@ -1,4 +1,4 @@
-"""Does every request end in its tokens or in an error, and leave nothing behind, whatever its workers do?"""
+"""Every request ends with its tokens or an error and leaves nothing behind, whatever its workers do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from control_plane.dispatch.request_state import GRACE_SECONDS
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, DeadlineExceeded, Draining, InvalidRequest, Overloaded, Unavailable
-from tests.control_plane.harness import FULL, PROMPT, answer, ask, tokens_of, world
+from tests.control_plane.harness import FULL, PROMPT, answer, harness, new_request, tokens_of
 from tests.control_plane.scripted_worker import (
     DECODE,
     MODEL,
     PREFILL,
-    Say,
+    AttachStream,
     ScriptedWorker,
     lose_after,
     only_accept,
@@ -27,8 +27,8 @@ from tests.tandem_worker.kv_harness import until
 
 
 async def test_tokens_come_once_though_prefill_and_decode_both_send_the_first() -> None:
-    async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
-        stream = await here.dispatcher.submit(ask(num_choices=2))
+    async with harness(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
+        stream = await here.dispatcher.submit(new_request(num_choices=2))
         assert await tokens_of(stream) == [answer(), answer()]
         assert stream.usage.num_completion_tokens == 10
         assert stream.usage.num_prompt_tokens == len(PROMPT)
@@ -37,25 +37,25 @@ async def test_tokens_come_once_though_prefill_and_decode_both_send_the_first() 
 
 async def test_a_full_worker_passes_the_request_to_the_next() -> None:
     full, free = ScriptedWorker("a", behave=refuse_with(FULL)), ScriptedWorker("b")
-    async with world(full, free) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+    async with harness(full, free) as here:
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
         assert len(full.submits) == len(free.submits) == 1
 
 
 async def test_if_all_are_full_the_client_is_told_to_come_again_and_why() -> None:
     full = [ScriptedWorker(name, behave=refuse_with(FULL)) for name in "ab"]
-    async with world(*full, ScriptedWorker("c", behave=refuse_with(Draining("leaving")))) as here:
+    async with harness(*full, ScriptedWorker("c", behave=refuse_with(Draining("leaving")))) as here:
         with pytest.raises(Overloaded, match="12 KV blocks") as refused:
-            await here.dispatcher.submit(ask())
+            await here.dispatcher.submit(new_request())
         assert (refused.value.http_status, refused.value.retry_after_seconds) == (429, 1.0)
 
 
 async def test_a_request_waits_at_the_door_until_somebody_leaves() -> None:
     worker = ScriptedWorker("d", behave=only_accept)
-    async with world(worker, queue_seconds=10) as here:
-        first = await here.dispatcher.submit(ask(request_id="first"))
+    async with harness(worker, queue_seconds=10) as here:
+        first = await here.dispatcher.submit(new_request(request_id="first"))
         worker.behave = refuse_with(FULL)
-        second = asyncio.create_task(here.dispatcher.submit(ask(request_id="second")))
+        second = asyncio.create_task(here.dispatcher.submit(new_request(request_id="second")))
         await worker.until(lambda worker: len(worker.submits) == 2)
         worker.behave = serve
         await first.aclose()
@@ -63,26 +63,26 @@ async def test_a_request_waits_at_the_door_until_somebody_leaves() -> None:
 
 
 async def test_a_request_waits_for_the_only_decode_worker_to_be_back() -> None:
-    async with world(ScriptedWorker("d"), queue_seconds=10) as here:
+    async with harness(ScriptedWorker("d"), queue_seconds=10) as here:
         (worker,) = here.registry.workers(DECODE)
         draining = pb.LoadReport(state=pb.WORKER_STATE_DRAINING)
         here.registry.register(worker.info, draining)
-        waiting = asyncio.create_task(here.dispatcher.submit(ask()))
+        waiting = asyncio.create_task(here.dispatcher.submit(new_request()))
         await until(lambda: len(here.dispatcher.queue) == 1)
         here.registry.register(worker.info, worker.load)
         assert await tokens_of(await waiting) == [answer()]
         here.registry.register(worker.info, draining)
         with pytest.raises(Unavailable, match="no decode worker"):
-            await here.dispatcher.submit(ask(request_id="now", reject_if_busy=True))
+            await here.dispatcher.submit(new_request(request_id="now", reject_if_busy=True))
         here.registry.register(worker.info, worker.load)
 
 
 async def test_a_request_waits_though_nobody_serves_its_model_any_more() -> None:
-    """It did when the request came: the workers have all died, and the next life of one may be up soon."""
-    async with world(ScriptedWorker("d"), queue_seconds=10) as here:
+    """Workers served the model when the request came. All have died, and one may soon be back."""
+    async with harness(ScriptedWorker("d"), queue_seconds=10) as here:
         (worker,) = here.registry.workers(DECODE)
         here.registry.deregister(worker.worker_id, worker.incarnation)
-        waiting = asyncio.create_task(here.dispatcher.submit(ask()))
+        waiting = asyncio.create_task(here.dispatcher.submit(new_request()))
         await until(lambda: len(here.dispatcher.queue) == 1)
         here.registry.register(worker.info, worker.load)
         assert await tokens_of(await waiting) == [answer()]
@@ -90,34 +90,34 @@ async def test_a_request_waits_though_nobody_serves_its_model_any_more() -> None
 
 async def test_what_every_worker_would_say_is_said_at_once() -> None:
     workers = [ScriptedWorker(name, behave=refuse_with(InvalidRequest("top_k is wrong"))) for name in "ab"]
-    async with world(*workers) as here:
+    async with harness(*workers) as here:
         with pytest.raises(InvalidRequest, match="top_k"):
-            await here.dispatcher.submit(ask())
+            await here.dispatcher.submit(new_request())
         assert sum(len(worker.submits) for worker in workers) == 1
 
 
 async def test_a_silent_worker_is_cancelled_and_another_asked() -> None:
     mute, good = ScriptedWorker("a", behave=silent), ScriptedWorker("b")
-    async with world(mute, good) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+    async with harness(mute, good) as here:
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
         await mute.until(lambda mute: len(mute.cancels) == 1)
 
 
 async def test_nobody_waits_for_a_silent_worker_beyond_the_deadline() -> None:
     mute = ScriptedWorker("a", behave=silent)
-    async with world(mute, ScriptedWorker("b")) as here:
+    async with harness(mute, ScriptedWorker("b")) as here:
         with pytest.raises(DeadlineExceeded):
-            await here.dispatcher.submit(ask(deadline=time.time() - GRACE_SECONDS))
+            await here.dispatcher.submit(new_request(deadline=time.time() - GRACE_SECONDS))
         await mute.until(lambda mute: len(mute.cancels) == 1)
 
 
 async def test_a_silent_prefill_worker_costs_an_attempt_and_no_ledger_is_awaited_of_it() -> None:
-    async def wait_for_blocks(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        await (only_accept if submit.HasField("handle") else serve)(worker, say, submit)
+    async def wait_for_blocks(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        await (only_accept if submit.HasField("handle") else serve)(worker, attach, submit)
 
     mute, decode = ScriptedWorker("p", PREFILL, silent), ScriptedWorker("d", behave=wait_for_blocks)
-    async with world(mute, decode) as here:
-        stream = await here.dispatcher.submit(ask())
+    async with harness(mute, decode) as here:
+        stream = await here.dispatcher.submit(new_request())
         started = time.monotonic()
         assert await tokens_of(stream) == [answer()]
         assert time.monotonic() - started < 1.0
@@ -126,23 +126,23 @@ async def test_a_silent_prefill_worker_costs_an_attempt_and_no_ledger_is_awaited
 
 
 async def test_when_one_choice_is_refused_by_all_the_others_are_cancelled() -> None:
-    async def first_two_only(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    async def first_two_only(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         if submit.choice_index < 2:
-            say.accept(submit)
+            attach.accept(submit)
         else:
-            say.refuse(submit, FULL)
+            attach.refuse(submit, FULL)
 
     worker = ScriptedWorker("d", behave=first_two_only)
-    async with world(worker) as here:
+    async with harness(worker) as here:
         with pytest.raises(Overloaded):
-            await here.dispatcher.submit(ask(num_choices=3))
+            await here.dispatcher.submit(new_request(num_choices=3))
         await worker.until(lambda worker: {cancel.request_id for cancel in worker.cancels} == {"r-0", "r-1"})
 
 
 async def test_a_caller_cancelled_while_workers_decide_leaves_nothing_behind() -> None:
     prefill, decode = ScriptedWorker("p", PREFILL, silent), ScriptedWorker("d", behave=silent)
-    async with world(prefill, decode) as here:
-        submitting = asyncio.create_task(here.dispatcher.submit(ask()))
+    async with harness(prefill, decode) as here:
+        submitting = asyncio.create_task(here.dispatcher.submit(new_request()))
         await decode.until(lambda decode: len(decode.submits) == 1)
         submitting.cancel()
         await asyncio.gather(submitting, return_exceptions=True)
@@ -151,33 +151,35 @@ async def test_a_caller_cancelled_while_workers_decide_leaves_nothing_behind() -
 
 
 async def test_a_prefill_worker_lost_after_it_accepted_lets_decode_compute() -> None:
-    async def wait_for_recompute(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def wait_for_recompute(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         await aborted.wait()
-        await serve(worker, say, submit)
+        await serve(worker, attach, submit)
 
     aborted = asyncio.Event()
-    async with world(ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("d", behave=wait_for_recompute)) as w:
-        stream = await w.dispatcher.submit(ask())
+    async with harness(
+        ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("d", behave=wait_for_recompute)
+    ) as w:
+        stream = await w.dispatcher.submit(new_request())
         await until(lambda: w.kv.calls == ["abort"])
         aborted.set()
         assert await tokens_of(stream) == [answer()]
 
 
 async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None:
-    async def end_at_once(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def end_at_once(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         done = {"finish_reason": pb.FINISH_REASON_STOP, "ledger": pb.PhaseLedger(num_computed_tokens=40)}
-        say.tokens(submit, len(PROMPT), answer(1), **done)
+        attach.tokens(submit, len(PROMPT), answer(1), **done)
 
-    async def refuse_late(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    async def refuse_late(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         await finished.wait()
-        say.refuse(submit, FULL)
+        attach.refuse(submit, FULL)
 
     finished = asyncio.Event()
     decode = ScriptedWorker("d", behave=refuse_late)
-    async with world(ScriptedWorker("p", PREFILL, end_at_once), decode) as here:
-        submitting = asyncio.create_task(here.dispatcher.submit(ask()))
+    async with harness(ScriptedWorker("p", PREFILL, end_at_once), decode) as here:
+        submitting = asyncio.create_task(here.dispatcher.submit(new_request()))
         await decode.until(lambda decode: len(decode.submits) == 1)
         await until(lambda: here.router.in_flight.prefill_tokens.total() == 0)
         finished.set()
@@ -186,35 +188,37 @@ async def test_an_answer_that_prefill_finished_needs_no_second_attempt() -> None
 
 async def test_who_will_not_wait_is_refused_while_all_are_busy() -> None:
     worker = ScriptedWorker("d")
-    async with world(worker, queue_seconds=10) as here:
+    async with harness(worker, queue_seconds=10) as here:
         here.registry.register(worker.info(), worker.load(num_waiting=1))
         with pytest.raises(Overloaded, match="asks not to wait"):
-            await here.dispatcher.submit(ask(reject_if_busy=True))
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+            await here.dispatcher.submit(new_request(reject_if_busy=True))
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
 
 
 async def test_a_request_that_no_pool_could_ever_hold_does_not_wait() -> None:
     worker = ScriptedWorker("d")
     worker.pool.num_total_blocks = 3
-    async with world(worker, queue_seconds=10) as here:
+    async with harness(worker, queue_seconds=10) as here:
         with pytest.raises(ContextTooLong, match="the largest has 48"):
-            await here.dispatcher.submit(ask(max_tokens=20))
+            await here.dispatcher.submit(new_request(max_tokens=20))
 
 
 async def test_a_session_stays_with_its_workers() -> None:
-    async with world(*(ScriptedWorker(name) for name in "abc")) as here:
-        spread = [await here.dispatcher.submit(ask(request_id=str(i), session_affinity="other")) for i in range(1)]
-        first = await here.dispatcher.submit(ask(request_id="one", session_affinity="mine"))
+    async with harness(*(ScriptedWorker(name) for name in "abc")) as here:
+        spread = [
+            await here.dispatcher.submit(new_request(request_id=str(i), session_affinity="other")) for i in range(1)
+        ]
+        first = await here.dispatcher.submit(new_request(request_id="one", session_affinity="mine"))
         for stream in (*spread, first):
             await tokens_of(stream)
-        again = await here.dispatcher.submit(ask(request_id="two", session_affinity="mine"))
+        again = await here.dispatcher.submit(new_request(request_id="two", session_affinity="mine"))
         await tokens_of(again)
         assert again.route["decode"] == first.route["decode"]
 
 
 async def test_a_finished_request_proves_its_model() -> None:
-    async with world(ScriptedWorker("d")) as here:
-        await (await here.dispatcher.submit(ask())).aclose()
+    async with harness(ScriptedWorker("d")) as here:
+        await (await here.dispatcher.submit(new_request())).aclose()
         assert list(here.proofs) == []
-        await tokens_of(await here.dispatcher.submit(ask(request_id="s")))
+        await tokens_of(await here.dispatcher.submit(new_request(request_id="s")))
         assert list(here.proofs) == [(MODEL, False)]  # there is no prefill worker here

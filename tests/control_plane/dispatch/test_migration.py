@@ -1,4 +1,4 @@
-"""Does a stream outlive its worker?"""
+"""A stream outlives its worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.errors import Draining, InternalError, Unavailable
 from tests.control_plane.api.model import OneModel, byte_level_tokenizer, description, ids_of
-from tests.control_plane.harness import FULL, PROMPT, answer, ask, tokens_of, world
+from tests.control_plane.harness import FULL, PROMPT, answer, harness, new_request, tokens_of
 from tests.control_plane.scripted_worker import (
     MODEL,
     PREFILL,
+    AttachStream,
     Behaviour,
-    Say,
     ScriptedWorker,
     fail_after,
     lose_after,
@@ -34,8 +34,8 @@ from tests.tandem_worker.kv_harness import until
 
 async def test_a_lost_decode_worker_costs_no_token() -> None:
     dying, heir = ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b")
-    async with world(ScriptedWorker("p", PREFILL), dying, heir) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+    async with harness(ScriptedWorker("p", PREFILL), dying, heir) as here:
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
         (moved,) = heir.submits
         assert list(moved.token_ids) == [*PROMPT, *answer(3)]
         assert moved.num_prompt_tokens == len(PROMPT) and not moved.HasField("handle")
@@ -44,14 +44,14 @@ async def test_a_lost_decode_worker_costs_no_token() -> None:
 
 async def test_every_one_of_many_choices_survives_its_worker() -> None:
     dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b")
-    async with world(dying, heir, queue_seconds=5) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask(num_choices=6))) == [answer()] * 6
+    async with harness(dying, heir, queue_seconds=5) as here:
+        assert await tokens_of(await here.dispatcher.submit(new_request(num_choices=6))) == [answer()] * 6
 
 
 async def test_a_stream_pauses_until_its_only_worker_is_back() -> None:
     first = ScriptedWorker("d", behave=lose_after(2))
-    async with world(first, queue_seconds=10) as here:
-        deltas = aiter(await here.dispatcher.submit(ask()))
+    async with harness(first, queue_seconds=10) as here:
+        deltas = aiter(await here.dispatcher.submit(new_request()))
         assert [token for _ in range(2) for token in (await anext(deltas)).token_ids] == answer(2)
         await here.add(ScriptedWorker("d", life=1))
         assert [token async for delta in deltas for token in delta.token_ids] == answer()[2:]
@@ -59,24 +59,24 @@ async def test_a_stream_pauses_until_its_only_worker_is_back() -> None:
 
 async def test_a_stream_pauses_while_the_worker_it_moves_to_is_full() -> None:
     dying, heir = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=refuse_with(FULL))
-    async with world(dying, heir, queue_seconds=10) as here:
-        stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(ask())))
+    async with harness(dying, heir, queue_seconds=10) as here:
+        stream = asyncio.create_task(tokens_of(await here.dispatcher.submit(new_request())))
         await heir.until(lambda heir: len(heir.submits) >= 1)
         heir.behave = serve
         assert await stream == [answer()]
 
 
 async def test_a_stream_that_cannot_go_on_ends_in_the_error_that_stopped_it() -> None:
-    async with world(ScriptedWorker("d", behave=fail_after(2, InternalError("out of luck")))) as here:
-        stream = await here.dispatcher.submit(ask())
+    async with harness(ScriptedWorker("d", behave=fail_after(2, InternalError("out of luck")))) as here:
+        stream = await here.dispatcher.submit(new_request())
         with pytest.raises(InternalError, match="out of luck"):
             await tokens_of(stream)
 
 
 async def test_a_client_that_leaves_while_its_stream_moves_leaves_nothing_behind() -> None:
     dying, mute = ScriptedWorker("a", behave=lose_after(2)), ScriptedWorker("b", behave=silent)
-    async with world(dying, mute, queue_seconds=10) as here:
-        stream = await here.dispatcher.submit(ask())
+    async with harness(dying, mute, queue_seconds=10) as here:
+        stream = await here.dispatcher.submit(new_request())
         await mute.until(lambda mute: len(mute.submits) == 1)
         await stream.aclose()
         await mute.until(lambda mute: len(mute.cancels) == 1)
@@ -85,18 +85,18 @@ async def test_a_client_that_leaves_while_its_stream_moves_leaves_nothing_behind
 
 
 async def test_a_worker_that_contradicts_the_tokens_delivered_goes_on_from_those() -> None:
-    """Prefill's token one was delivered; decode, which had to compute the prompt itself, finds another."""
+    """Prefill's first token was delivered; decode computes the prompt itself and samples another token."""
 
-    async def contradict(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def contradict(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         await asyncio.gather(first_came.wait())
         worker.behave = serve
-        say.tokens(submit, len(PROMPT), [7, 8])
+        attach.tokens(submit, len(PROMPT), [7, 8])
 
     first_came = asyncio.Event()
     decode = ScriptedWorker("d", behave=contradict)
-    async with world(ScriptedWorker("p", PREFILL), decode, queue_seconds=5) as here:
-        deltas = aiter(await here.dispatcher.submit(ask()))
+    async with harness(ScriptedWorker("p", PREFILL), decode, queue_seconds=5) as here:
+        deltas = aiter(await here.dispatcher.submit(new_request()))
         assert (await anext(deltas)).token_ids == tuple(answer(1))
         first_came.set()
         assert [token async for delta in deltas for token in delta.token_ids] == answer()[1:]
@@ -104,19 +104,19 @@ async def test_a_worker_that_contradicts_the_tokens_delivered_goes_on_from_those
 
 
 async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
-    async def move_choice_zero(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def move_choice_zero(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         if submit.choice_index == 0:
-            say.tokens(submit, len(PROMPT), answer(1))
-            say.fail(submit, Unavailable("this one only"))
+            attach.tokens(submit, len(PROMPT), answer(1))
+            attach.fail(submit, Unavailable("this one only"))
         else:
             await stopped.wait()
-            await serve(worker, say, submit)
+            await serve(worker, attach, submit)
 
     stopped = asyncio.Event()
     first, second = ScriptedWorker("a", behave=move_choice_zero), ScriptedWorker("b", behave=silent)
-    async with world(first, second, queue_seconds=5) as here:
-        stream = await here.dispatcher.submit(ask(num_choices=2))
+    async with harness(first, second, queue_seconds=5) as here:
+        stream = await here.dispatcher.submit(new_request(num_choices=2))
         await second.until(lambda second: len(second.submits) == 1)
         stream.stop_choice(0)
         stopped.set()
@@ -124,12 +124,12 @@ async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
 
 
 async def test_a_choice_that_moves_takes_its_seed_and_what_its_penalties_count_along() -> None:
-    """Penalties are over the answer's tokens, which begin at `num_prompt_tokens`; noise is by absolute place."""
+    """Penalties count the answer's tokens, from `num_prompt_tokens` on; noise depends on the absolute position."""
     dying, heir = ScriptedWorker("a", behave=fail_after(3, Unavailable("its engine died"))), ScriptedWorker("b")
     sampling = SamplingParams(max_tokens=5, temperature=0.7, min_tokens=4)
     sampling = replace(sampling, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.25)
-    async with world(dying, heir) as here:
-        stream = await here.dispatcher.submit(ask(num_choices=2, sampling=sampling, choice_seeds=(11, 22)))
+    async with harness(dying, heir) as here:
+        stream = await here.dispatcher.submit(new_request(num_choices=2, sampling=sampling, choice_seeds=(11, 22)))
         assert await tokens_of(stream) == [answer(), answer()]
         for index, seed in enumerate((11, 22)):
             (first,) = [submit for submit in dying.submits if submit.choice_index == index]
@@ -140,23 +140,23 @@ async def test_a_choice_that_moves_takes_its_seed_and_what_its_penalties_count_a
 
 
 async def test_each_token_has_its_own_log_probabilities_on_both_sides_of_a_move() -> None:
-    async def tell(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def send_three(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         first, end = len(submit.token_ids), len(PROMPT) + submit.sampling.max_tokens
         end = min(end, first + 3)
         chosen = [pb.TokenLogprob(token_id=token_at(place), logprob=-place, rank=1) for place in range(first, end)]
         logprobs = [pb.PositionLogprobs(chosen=one, top=[one]) for one in chosen]
         is_last = end == len(PROMPT) + submit.sampling.max_tokens
         last = {"finish_reason": pb.FINISH_REASON_LENGTH, "ledger": pb.PhaseLedger()} if is_last else {}
-        say.tokens(submit, first, [one.token_id for one in chosen], logprobs=logprobs, **last)
+        attach.tokens(submit, first, [one.token_id for one in chosen], logprobs=logprobs, **last)
         if not is_last:
-            say.fail(submit, Unavailable("its engine died"))
+            attach.fail(submit, Unavailable("its engine died"))
 
-    async with world(ScriptedWorker("a", behave=tell), ScriptedWorker("b", behave=tell)) as here:
-        deltas = [delta async for delta in await here.dispatcher.submit(ask())]
+    async with harness(ScriptedWorker("a", behave=send_three), ScriptedWorker("b", behave=send_three)) as here:
+        deltas = [delta async for delta in await here.dispatcher.submit(new_request())]
         assert [token for delta in deltas for token in delta.token_ids] == answer()
-        told = [position for delta in deltas for position in delta.logprobs]
-        assert [(one.chosen.token_id, one.chosen.logprob) for one in told] == [
+        received = [position for delta in deltas for position in delta.logprobs]
+        assert [(one.chosen.token_id, one.chosen.logprob) for one in received] == [
             (token, -float(len(PROMPT) + place)) for place, token in enumerate(answer())
         ]
 
@@ -167,18 +167,18 @@ async def test_a_stop_string_is_found_across_the_seam_and_its_beginning_never_le
     num_before = next(place for place in range(1, len(ids)) if len("".join(texts[:place])) > len("Hello "))
     stop = "".join(texts[num_before - 1 : num_before + 2])
 
-    def tell(num_tokens: int) -> Behaviour:
-        async def tell_and_die(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-            say.accept(submit)
+    def send(num_tokens: int) -> Behaviour:
+        async def send_and_die(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+            attach.accept(submit)
             place = len(submit.token_ids) - submit.num_prompt_tokens
-            say.tokens(submit, len(submit.token_ids), ids[place : place + num_tokens])
+            attach.tokens(submit, len(submit.token_ids), ids[place : place + num_tokens])
             if place + num_tokens < len(ids):
-                say.fail(submit, Unavailable("its engine died"))
+                attach.fail(submit, Unavailable("its engine died"))
 
-        return tell_and_die
+        return send_and_die
 
-    workers = ScriptedWorker("a", behave=tell(num_before)), ScriptedWorker("b", behave=tell(len(ids)))
-    async with world(*workers) as here:
+    workers = ScriptedWorker("a", behave=send(num_before)), ScriptedWorker("b", behave=send(len(ids)))
+    async with harness(*workers) as here:
         service = TextService(OneModel(description(model_id=MODEL)), here.dispatcher)
         options = GenerationOptions(max_tokens=60, stop=(stop,))
         request = CompletionRequest("demo", tuple(range(40)), Caller("r"), options)
@@ -190,25 +190,25 @@ async def test_a_stop_string_is_found_across_the_seam_and_its_beginning_never_le
 
 @pytest.mark.parametrize("has_prefill", [True, False])
 async def test_usage_counts_a_prompt_and_each_token_once_however_often_an_answer_moves(has_prefill: bool) -> None:
-    """What the next worker finds in a cache was computed for this very request: it is no saving."""
+    """Tokens that the next worker finds cached were computed for this request: they are no saving."""
 
-    async def find_all(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def find_all(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         ledger = pb.PhaseLedger(num_cached_tokens=len(submit.token_ids) - 1, num_computed_tokens=1)
         start = len(submit.token_ids)
         end = len(PROMPT) + 5
         tokens = [token_at(place) for place in range(start, end)]
-        say.tokens(submit, start, tokens, finish_reason=pb.FINISH_REASON_LENGTH, ledger=ledger)
+        attach.tokens(submit, start, tokens, finish_reason=pb.FINISH_REASON_LENGTH, ledger=ledger)
 
-    async def prefill_half(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def prefill_half(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         ledger = pb.PhaseLedger(num_cached_tokens=16, num_computed_tokens=24)
-        say.tokens(submit, len(PROMPT), answer(1), ledger=ledger)
+        attach.tokens(submit, len(PROMPT), answer(1), ledger=ledger)
 
     workers = [ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b", behave=find_all)]
     workers += [ScriptedWorker("p", PREFILL, prefill_half)] * has_prefill
-    async with world(*workers) as here:
-        stream = await here.dispatcher.submit(ask())
+    async with harness(*workers) as here:
+        stream = await here.dispatcher.submit(new_request())
         assert await tokens_of(stream) == [answer()]
         usage = stream.usage
         assert (usage.num_prompt_tokens, usage.num_completion_tokens) == (len(PROMPT), 5)
@@ -216,23 +216,23 @@ async def test_usage_counts_a_prompt_and_each_token_once_however_often_an_answer
 
 
 async def test_what_a_draining_worker_could_not_finish_goes_on_elsewhere_and_is_no_loss() -> None:
-    async def drain(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    async def drain(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         worker.behave = serve
-        await fail_after(1, Draining("the worker stopped before the request was finished"))(worker, say, submit)
+        await fail_after(1, Draining("the worker stopped before the request was finished"))(worker, attach, submit)
 
     workers = [ScriptedWorker(name, behave=drain) for name in "abcdef"]
-    async with world(*workers, queue_seconds=5) as here:
-        stream = await here.dispatcher.submit(ask(max_tokens=9))
+    async with harness(*workers, queue_seconds=5) as here:
+        stream = await here.dispatcher.submit(new_request(max_tokens=9))
         assert await tokens_of(stream) == [answer(9)]
         assert stream.state.choices[0].num_losses == 0
 
 
 def waits_for(prefill: str) -> Behaviour:
-    """Decode that waits for ever for what this prefill worker was to hand over, and is a good worker otherwise."""
+    """Return a decode worker that waits forever for this prefill worker's blocks, and serves all other requests."""
 
-    async def wait(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    async def wait(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         is_his = submit.handle.prefill_incarnation.startswith(f"{prefill}-")
-        await (only_accept if is_his else serve)(worker, say, submit)
+        await (only_accept if is_his else serve)(worker, attach, submit)
 
     return wait
 
@@ -242,8 +242,8 @@ async def test_when_prefill_is_lost_another_reads_the_prompt(error: Draining | N
     lose = fail_after(0, error) if error else lose_after(0)
     first, second = ScriptedWorker("p", PREFILL, lose), ScriptedWorker("q", PREFILL)
     decode = ScriptedWorker("d", behave=waits_for("p"))
-    async with world(first, second, decode, queue_seconds=5) as here:
-        assert await tokens_of(await here.dispatcher.submit(ask(num_choices=2))) == [answer()] * 2
+    async with harness(first, second, decode, queue_seconds=5) as here:
+        assert await tokens_of(await here.dispatcher.submit(new_request(num_choices=2))) == [answer()] * 2
         assert (len(first.submits), len(second.submits)) == (1, 1)
         assert {
             submit.handle.handle_id for submit in decode.submits if submit.attempt == second.submits[0].attempt
@@ -255,13 +255,13 @@ async def test_when_prefill_is_lost_another_reads_the_prompt(error: Draining | N
 async def test_when_prefill_is_lost_decode_reads_the_prompt_if_that_is_sooner() -> None:
     first, second = ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("q", PREFILL)
     decode = ScriptedWorker("d", behave=waits_for("p"))
-    async with world(first, second, decode, queue_seconds=5, local_prefill="auto") as here:
-        stream = await here.dispatcher.submit(ask(is_probe=True))  # a probe is handed over whatever that costs
+    async with harness(first, second, decode, queue_seconds=5, local_prefill="auto") as here:
+        stream = await here.dispatcher.submit(new_request(is_probe=True))  # a probe is handed over at any cost
         await until(lambda: len(decode.submits) == 1)
         await stream.aclose()
         here.registry.register(second.info(), second.load(num_tokens_in_flight=10_000))
         here.registry.register(decode.info(), decode.load(num_running=4))
-        stream = await here.dispatcher.submit(ask(request_id="s"))
+        stream = await here.dispatcher.submit(new_request(request_id="s"))
         await until(lambda: "abort" in here.kv.calls)
         assert len(second.submits) == 0
         await stream.aclose()
@@ -270,8 +270,8 @@ async def test_when_prefill_is_lost_decode_reads_the_prompt_if_that_is_sooner() 
 async def test_only_one_more_prefill_worker_is_tried() -> None:
     prefills = [ScriptedWorker(name, PREFILL, fail_after(0, InternalError("a bug"))) for name in "pqr"]
     decode = ScriptedWorker("d", behave=only_accept)
-    async with world(*prefills, decode, queue_seconds=5) as here:
-        stream = await here.dispatcher.submit(ask())
+    async with harness(*prefills, decode, queue_seconds=5) as here:
+        stream = await here.dispatcher.submit(new_request())
         await until(lambda: "abort" in here.kv.calls)
         assert sorted(len(prefill.submits) for prefill in prefills) == [0, 1, 1]
         await stream.aclose()

@@ -167,7 +167,7 @@ async def test_a_stopped_choice_delivers_and_bills_nothing_more() -> None:
 
 
 async def test_tokens_that_came_together_are_delivered_and_billed_one_by_one() -> None:
-    """Else a stop string within what was guessed ahead would bill tokens that plain decoding would not."""
+    """Otherwise a stop string within a draft would bill tokens that plain decoding would not."""
     stream = new_stream()
     (choice,) = stream.state.choices
     logprobs = [pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=token, rank=1)) for token in ANSWER[:3]]

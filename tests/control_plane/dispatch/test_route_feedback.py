@@ -1,4 +1,4 @@
-"""Does the router know afterwards where a request's blocks are?"""
+"""After a request, the router knows where the request's blocks are."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from control_plane.dispatch.block_hashes import PromptHashes, cache_salt, hash_p
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import NOTHING, CachePolicy
 from tandem.v1 import types_pb2 as pb
-from tests.control_plane.harness import PROMPT, SECRET, Harness, answer, ask, tokens_of, world
-from tests.control_plane.scripted_worker import MODEL, PREFILL, Say, ScriptedWorker, kv_load, kv_service
+from tests.control_plane.harness import PROMPT, SECRET, Harness, answer, harness, new_request, tokens_of
+from tests.control_plane.scripted_worker import MODEL, PREFILL, AttachStream, ScriptedWorker, kv_load, kv_service
 
 LONG = tuple(range(100))
 
 
 def blocks_of(here: Harness, prompt: tuple[int, ...]) -> tuple[bytes, ...]:
-    """Return a prompt's block hashes as they are for the tests' account."""
+    """Return a prompt's block hashes for the tests' account."""
     hashes = hash_prompt(here.card(MODEL), prompt, cache_salt(SECRET, "me"))
     return hashes.blocks
 
 
 async def test_a_prompts_blocks_are_in_both_pools_and_in_prefills_host() -> None:
     prefill, decode = ScriptedWorker("p", PREFILL), ScriptedWorker("d")
-    async with world(prefill, decode) as here:
-        await tokens_of(await here.dispatcher.submit(ask()))
+    async with harness(prefill, decode) as here:
+        await tokens_of(await here.dispatcher.submit(new_request()))
         (submit,) = prefill.submits
         assert len(submit.block_hashes) == 2
         match = here.router.prefixes.find(submit.block_hashes)
@@ -31,31 +31,31 @@ async def test_a_prompts_blocks_are_in_both_pools_and_in_prefills_host() -> None
 
 async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
     decode = ScriptedWorker("d")
-    async with world(decode) as here:
-        stream: RequestStream = await here.dispatcher.submit(ask(max_tokens=30))
+    async with harness(decode) as here:
+        stream: RequestStream = await here.dispatcher.submit(new_request(max_tokens=30))
         await tokens_of(stream)
         hashes = PromptHashes(decode.submits[0].hash_root, tuple(decode.submits[0].block_hashes))
         whole = hashes.with_answer([*PROMPT, *answer(30)], 16)
         assert len(whole) == 4
         match = here.router.prefixes.find(whole)
         assert (match.pools, match.hosts) == ({decode.incarnation: 4}, {"host-a": 4})
-        again = await here.dispatcher.submit(ask(request_id="again", token_ids=(*PROMPT, *answer(30), 5)))
+        again = await here.dispatcher.submit(new_request(request_id="again", token_ids=(*PROMPT, *answer(30), 5)))
         await tokens_of(again)
         assert again.route["cached_own_tokens"] == 64
 
 
 async def test_an_uncacheable_prompt_teaches_nothing() -> None:
-    async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
-        await tokens_of(await here.dispatcher.submit(ask(cache=NOTHING)))
+    async with harness(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
+        await tokens_of(await here.dispatcher.submit(new_request(cache=NOTHING)))
         assert len(here.router.prefixes) == 0
 
 
 async def test_the_router_learns_what_was_left_and_expects_what_may_be_found() -> None:
-    async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
+    async with harness(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
 
         async def expected(name: str, cache: CachePolicy) -> tuple[int, int]:
             """Run a request; return how many tokens were expected in caches, and how many blocks are known then."""
-            stream = await here.dispatcher.submit(ask(request_id=name, max_tokens=30, cache=cache))
+            stream = await here.dispatcher.submit(new_request(request_id=name, max_tokens=30, cache=cache))
             await tokens_of(stream)
             return stream.route["cached_own_tokens"], len(here.router.prefixes)
 
@@ -71,46 +71,46 @@ async def test_the_router_learns_what_was_left_and_expects_what_may_be_found() -
 
 async def test_whoever_reads_the_prompt_is_told_which_other_host_may_have_it() -> None:
     prefill, decode = ScriptedWorker("p", PREFILL), ScriptedWorker("d")
-    async with world(prefill, decode) as here:
+    async with harness(prefill, decode) as here:
         here.registry.register(kv_service("kv-1", "127.0.0.1:2", "host-b"), kv_load())
         here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
-        stream = await here.dispatcher.submit(ask(token_ids=LONG))
+        stream = await here.dispatcher.submit(new_request(token_ids=LONG))
         assert stream.route["prefix_source"] == "127.0.0.1:2"
         assert (prefill.submits[0].prefix_source, decode.submits[0].prefix_source) == ("127.0.0.1:2", "")
         await stream.aclose()
 
 
 async def test_what_another_host_did_not_have_is_not_expected_there_again() -> None:
-    async def find_two_blocks(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
+    async def find_two_blocks(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
         ledger = pb.PhaseLedger(num_cached_tokens=32, num_loaded_tokens=32, num_computed_tokens=68)
-        say.tokens(submit, len(LONG), [1100], ledger=ledger)
+        attach.tokens(submit, len(LONG), [1100], ledger=ledger)
 
     prefill, decode = ScriptedWorker("p", PREFILL, find_two_blocks), ScriptedWorker("d")
-    async with world(prefill, decode) as here:
+    async with harness(prefill, decode) as here:
         here.registry.register(kv_service("kv-1", "127.0.0.1:2", "host-b"), kv_load())
         here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
-        await tokens_of(await here.dispatcher.submit(ask(token_ids=LONG)))
+        await tokens_of(await here.dispatcher.submit(new_request(token_ids=LONG)))
         assert here.router.prefixes.find(blocks_of(here, LONG)).hosts == {"host-a": 6, "host-b": 2}
 
 
 async def test_accounts_do_not_see_each_others_blocks() -> None:
-    async with world(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
-        await tokens_of(await here.dispatcher.submit(ask()))
-        stream = await here.dispatcher.submit(ask(request_id="other", account="other"))
+    async with harness(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
+        await tokens_of(await here.dispatcher.submit(new_request()))
+        stream = await here.dispatcher.submit(new_request(request_id="other", account="other"))
         assert (stream.route["cached_own_tokens"], stream.route["cached_host_tokens"]) == (0, 0)
         await tokens_of(stream)
 
 
 async def test_a_choice_that_moves_goes_where_its_prompt_is() -> None:
-    async def die(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
-        say.accept(submit)
-        say.tokens(submit, len(submit.token_ids), answer(1))
+    async def die(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
+        attach.tokens(submit, len(submit.token_ids), answer(1))
         here.router.prefixes.learn(blocks_of(here, PROMPT), "c-life-0", "")
-        say.events.put_nowait(None)
+        attach.events.put_nowait(None)
 
     dying, other, knowing = ScriptedWorker("a", behave=die), ScriptedWorker("b"), ScriptedWorker("c")
-    async with world(dying, other, knowing) as here:
+    async with harness(dying, other, knowing) as here:
         here.registry.register(kv_service(), pb.LoadReport(state=pb.WORKER_STATE_READY))  # without a store
-        assert await tokens_of(await here.dispatcher.submit(ask())) == [answer()]
+        assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
         assert (len(dying.submits), len(other.submits), len(knowing.submits)) == (1, 0, 1)

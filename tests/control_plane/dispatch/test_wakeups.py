@@ -1,4 +1,4 @@
-"""Are tokens passed on at once while that is cheap, and together once it is not?"""
+"""Tokens are passed on at once while that is cheap, and together once it is not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from control_plane.dispatch.request_stream import RequestStream
 from control_plane.dispatch.wakeups import WakeupScheduler
 from tests.control_plane.dispatch.test_request_stream import ANSWER, NUM_TOKENS, new_stream, output
 
-_DEAR_SECONDS = 0.008
-"""More than a round may take without a rest after it."""
+_LONG_ROUND_SECONDS = 0.008
+"""Longer than the longest round that is followed by no pause."""
 
 
 async def _read(stream: RequestStream, seconds: float) -> list[list[int]]:
-    """Return the tokens by batch; each batch keeps the event loop busy for so long."""
+    """Return the tokens by batch; keep the event loop busy for `seconds` per batch."""
     batches = []
     async for batch in stream.batches():
         batches.append([token_id for delta in batch for token_id in delta.token_ids])
@@ -25,11 +25,11 @@ async def _read(stream: RequestStream, seconds: float) -> list[list[int]]:
 
 
 async def _send(stream: RequestStream) -> None:
-    """Give the stream a token each turn of the event loop, as long as it takes them one by one."""
+    """Give the stream a token every three turns of the event loop."""
     (choice,) = stream.state.choices
     for place in range(NUM_TOKENS):
         stream.state.receive(choice, output(place, place + 1))
-        for _ in range(3):  # to the round, to the reader, and back
+        for _ in range(3):  # to the round, to the reader and back
             await asyncio.sleep(0)
 
 
@@ -43,7 +43,7 @@ async def test_a_token_is_passed_on_at_once_while_nobody_is_busy() -> None:
 
 async def test_tokens_that_come_while_a_long_round_is_rested_from_are_passed_on_together() -> None:
     stream = new_stream()
-    reading = asyncio.create_task(_read(stream, _DEAR_SECONDS))
+    reading = asyncio.create_task(_read(stream, _LONG_ROUND_SECONDS))
     await asyncio.sleep(0)
     await _send(stream)
     batches = await reading

@@ -1,4 +1,4 @@
-"""Do the sums over a request's phases come out as its workers said?"""
+"""The sums over a request's phases agree with its workers' ledgers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_cached_tokens_are_told_apart_by_where_they_were() -> None:
     for expected, split in (
         (estimate(80, 0), (16, 80, 0)),
         (estimate(48, 32), (16, 48, 32)),
-        (estimate(48, 16), (16, 64, 16)),  # more than it was expected to fetch: the store had it after all
+        (estimate(48, 16), (16, 64, 16)),  # more tokens than the fetch was expected to bring: the store had them
         (estimate(96, 16), (16, 80, 0)),
         (None, (16, 80, 0)),
     ):

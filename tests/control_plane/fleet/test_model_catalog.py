@@ -1,4 +1,4 @@
-"""Does a gateway know every served model by its right name, and forget those that are gone?"""
+"""A gateway knows every served model by its names, and forgets models that are gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = b'{"model": {}}'
 
 
 class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
-    """A worker of which only the assets are asked."""
+    """A worker that only serves assets."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -101,7 +101,7 @@ async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
         register(registry, "w", address)
         with pytest.raises(Unavailable, match="does not match its digest"):
             await catalog.get("m")
-        await catalog.prefetch()  # logs it, and goes on
+        await catalog.prefetch()  # logs the failure and continues
     assert catalog.list() == []
 
 
@@ -133,7 +133,7 @@ def test_an_unknown_model_is_refused_naming_those_that_are_served() -> None:
 
 
 async def test_a_model_is_known_while_its_workers_may_come_again() -> None:
-    """Nothing of it is listed then, but a request that comes is not told that there is no such model."""
+    """The model is not listed then, but a request does not fail with ModelNotFound."""
     now = 100.0
     registry = WorkerRegistry(3.0, 5.0)
     catalog = ModelCatalog(registry, clock=lambda: now)
@@ -202,5 +202,5 @@ async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> N
     assert [model.is_fallback for model in (loaded, unknown, newer)] == [False, True, True]
     assert (unknown.wire_format, newer.wire_format) == ("native", "openai")
     with pytest.raises(ModelNotFound):
-        catalog.card("x")  # what routes a request takes no stand-in
+        catalog.card("x")  # routing uses no fallback
     assert catalog.list() == [loaded]

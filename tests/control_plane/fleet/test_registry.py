@@ -1,4 +1,4 @@
-"""Who is known, suspected, gone or replaced, and when? All times are the test's."""
+"""The registry registers, suspects, forgets and replaces workers in time. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tandem_runtime.errors import StaleIncarnation
 READY, DRAINING, LOADING = pb.WORKER_STATE_READY, pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_LOADING
 
 
-class World:
-    """A registry, a clock, and a diary of what listeners heard."""
+class Harness:
+    """A registry, a clock, and a record of what listeners were called with."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
         self.diary: list[str] = []
-        self.registry.listen(self.hear)
+        self.registry.listen(self.changed)
 
-    def hear(self, worker: Worker, is_here: bool) -> None:
+    def changed(self, worker: Worker, is_here: bool) -> None:
         what = "gone" if not is_here else "suspected" if worker.is_suspected else pb.WorkerState.Name(worker.load.state)
         self.diary.append(f"{worker.incarnation} {what.removeprefix('WORKER_STATE_').lower()}")
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass in a process that runs: it sweeps four times a second."""
+        """Let time pass in a running process, which sweeps four times a second."""
         for _ in range(int(seconds * 4)):
             self.now += 0.25
             self.registry.sweep()
@@ -53,100 +53,100 @@ class World:
 
 
 def test_silence_makes_a_worker_suspected_and_then_gone() -> None:
-    world = World()
-    world.register("one")
-    world.pass_time(3.0)
-    assert world.diary == ["one ready"]
-    world.pass_time(0.25)
-    assert world.diary[1:] == ["one suspected"]
-    worker = world.registry.get("w")
+    harness = Harness()
+    harness.register("one")
+    harness.pass_time(3.0)
+    assert harness.diary == ["one ready"]
+    harness.pass_time(0.25)
+    assert harness.diary[1:] == ["one suspected"]
+    worker = harness.registry.get("w")
     assert worker is not None and not worker.is_usable
-    world.pass_time(2.0)
-    assert world.diary[2:] == ["one gone"]
-    assert world.registry.workers() == [] and not world.beat("one")
+    harness.pass_time(2.0)
+    assert harness.diary[2:] == ["one gone"]
+    assert harness.registry.workers() == [] and not harness.beat("one")
 
 
 def test_a_heartbeat_clears_suspicion() -> None:
-    world = World()
-    world.register("one")
-    world.pass_time(4.0)
-    assert world.beat("one")
-    world.pass_time(2.5)
-    assert world.diary == ["one ready", "one suspected", "one ready"]
+    harness = Harness()
+    harness.register("one")
+    harness.pass_time(4.0)
+    assert harness.beat("one")
+    harness.pass_time(2.5)
+    assert harness.diary == ["one ready", "one suspected", "one ready"]
 
 
 def test_time_in_which_we_ourselves_did_not_run_is_nobodys_silence() -> None:
-    world = World()
-    world.register("one")
-    world.now += 60.0  # the gateway's machine slept
-    world.registry.sweep()
-    world.pass_time(2.0)
-    assert world.diary == ["one ready"]
-    world.pass_time(3.25)
-    assert world.diary == ["one ready", "one suspected", "one gone"]
+    harness = Harness()
+    harness.register("one")
+    harness.now += 60.0  # the gateway's machine slept
+    harness.registry.sweep()
+    harness.pass_time(2.0)
+    assert harness.diary == ["one ready"]
+    harness.pass_time(3.25)
+    assert harness.diary == ["one ready", "one suspected", "one gone"]
 
 
 def test_a_new_life_takes_the_place_of_the_old_for_good() -> None:
-    world = World()
-    world.register("one")
-    world.register("two")
-    assert world.diary == ["one ready", "one gone", "two ready"]
+    harness = Harness()
+    harness.register("one")
+    harness.register("two")
+    assert harness.diary == ["one ready", "one gone", "two ready"]
     with pytest.raises(StaleIncarnation):
-        world.beat("one")
+        harness.beat("one")
     with pytest.raises(StaleIncarnation, match="--worker-id"):
-        world.register("one")
-    world.registry.deregister("w", "one")
-    worker = world.registry.get("w")
+        harness.register("one")
+    harness.registry.deregister("w", "one")
+    worker = harness.registry.get("w")
     assert worker is not None and worker.incarnation == "two"
 
 
 def test_what_comes_late_changes_nothing_and_what_was_missed_is_asked_for() -> None:
-    world = World()
-    world.register("one", LOADING, version=0)
-    world.register("one", version=1, kv_address="new")
-    world.register("one", LOADING, version=0)  # a copy, late
-    assert world.beat("one", LOADING, version=0), "so is this: no reason to register again"
-    worker = world.registry.get("w")
+    harness = Harness()
+    harness.register("one", LOADING, version=0)
+    harness.register("one", version=1, kv_address="new")
+    harness.register("one", LOADING, version=0)  # a late copy
+    assert harness.beat("one", LOADING, version=0), "so is this: no reason to register again"
+    worker = harness.registry.get("w")
     assert worker is not None and worker.info.kv_address == "new" and worker.load.state == READY
-    assert not world.beat("one", version=2), "its registration was lost: it is to come again"
-    world.register("one", version=2, kv_address="newer")
-    assert world.beat("one", version=2, kv_address="newer")
-    world.register("two", version=0)
-    worker = world.registry.get("w")
+    assert not harness.beat("one", version=2), "its registration was lost: it is to come again"
+    harness.register("one", version=2, kv_address="newer")
+    assert harness.beat("one", version=2, kv_address="newer")
+    harness.register("two", version=0)
+    worker = harness.registry.get("w")
     assert worker is not None and worker.incarnation == "two", "versions are an incarnation's own"
 
 
 def test_a_worker_that_was_forgotten_registers_again() -> None:
-    world = World()
-    world.register("one")
-    world.pass_time(6.0)
-    world.register("one")
-    assert world.diary[-1] == "one ready"
+    harness = Harness()
+    harness.register("one")
+    harness.pass_time(6.0)
+    harness.register("one")
+    assert harness.diary[-1] == "one ready"
 
 
 def test_listeners_hear_of_states_and_not_of_figures() -> None:
-    world = World()
-    world.register("one", LOADING)
+    harness = Harness()
+    harness.register("one", LOADING)
     for state in (LOADING, READY, READY, DRAINING):
-        world.beat("one", state)
-    assert world.diary == ["one loading", "one ready", "one draining"]
+        harness.beat("one", state)
+    assert harness.diary == ["one loading", "one ready", "one draining"]
 
 
 def test_a_heartbeat_tells_which_kv_service_a_worker_uses() -> None:
-    world = World()
-    world.register("one", kv_address="old")
-    before = world.registry.get("w")
-    world.beat("one", kv_address="new")
-    after = world.registry.get("w")
+    harness = Harness()
+    harness.register("one", kv_address="old")
+    before = harness.registry.get("w")
+    harness.beat("one", kv_address="new")
+    after = harness.registry.get("w")
     assert before is not None and after is not None
     assert (before.info.kv_address, after.info.kv_address) == ("old", "new")  # snapshots do not change
 
 
 def test_kv_services_are_named_by_host_while_they_can_be_used() -> None:
-    world = World()
+    harness = Harness()
     for host in "ab":
         info = pb.WorkerInfo(worker_id=f"kv-{host}", incarnation=host, role=pb.WORKER_ROLE_KV, host_id=host)
-        world.registry.register(info, pb.LoadReport(state=READY))
-    assert [service.incarnation for service in world.registry.kv_services("b")] == ["b"]
-    world.pass_time(3.5)
-    assert world.registry.kv_services() == []
+        harness.registry.register(info, pb.LoadReport(state=READY))
+    assert [service.incarnation for service in harness.registry.kv_services("b")] == ["b"]
+    harness.pass_time(3.5)
+    assert harness.registry.kv_services() == []

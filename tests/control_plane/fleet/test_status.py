@@ -1,4 +1,4 @@
-"""Is all that workers say of themselves shown as plain JSON?"""
+"""All that workers report is shown as plain JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a request hear of its worker whatever becomes of the stream, and others never of it?"""
+"""A call gets its worker's events whatever happens to the stream, and no other call's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError, Unavailable
 from tests.control_plane.scripted_worker import (
     MODEL,
+    AttachStream,
     Behaviour,
-    Say,
     ScriptedWorker,
     lose_after,
     only_accept,
@@ -26,7 +26,7 @@ from tests.control_plane.scripted_worker import (
 
 
 class Heard:
-    """A sink that remembers, and lets a test wait."""
+    """A sink that records its events and lets a test wait."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
@@ -138,7 +138,7 @@ async def test_an_output_that_its_request_cannot_take_costs_that_request_only() 
         link.submit(submit("good"), good)
         await worker.until(lambda worker: len(worker.submits) == 2)
         for one in worker.submits:
-            worker.says[0].tokens(one, 2, [5])
+            worker.streams[0].tokens(one, 2, [5])
         await good.until(lambda words: words == ["accepted", "tokens 1"])
         assert broken.words == ["accepted", "ended"]
         await worker.until(lambda worker: [cancel.request_id for cancel in worker.cancels] == ["broken"])
@@ -146,9 +146,9 @@ async def test_an_output_that_its_request_cannot_take_costs_that_request_only() 
 
 
 async def test_nothing_is_heard_of_a_cancelled_request_even_if_its_answer_was_on_the_way() -> None:
-    async def accept_when_cancelled(worker: ScriptedWorker, say: Say, submit: pb.Submit) -> None:
+    async def accept_when_cancelled(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         await worker.until(lambda worker: bool(worker.cancels) or submit.request_id == "next")
-        await serve(worker, say, submit)
+        await serve(worker, attach, submit)
 
     async with linked(accept_when_cancelled) as (worker, link, _):
         cancelled, following = Heard(), Heard()
@@ -168,8 +168,8 @@ async def test_late_words_of_one_attempt_are_not_taken_for_the_next() -> None:
         link.cancel("r-0", 0)
         link.submit(submit(attempt=1), second)
         await worker.until(lambda worker: len(worker.submits) == 2)
-        worker.says[0].fail(worker.submits[0], Unavailable("the first attempt"))
-        worker.says[0].accept(worker.submits[1])
+        worker.streams[0].fail(worker.submits[0], Unavailable("the first attempt"))
+        worker.streams[0].accept(worker.submits[1])
         await second.until(lambda words: words == ["accepted"])
 
 
@@ -193,7 +193,7 @@ async def test_what_a_drained_worker_still_sends_is_read_after_its_goodbye() -> 
         await worker.until(lambda worker: len(worker.submits) == 1)
         registry.register(worker.info(), worker.load(pb.WORKER_STATE_DRAINING))
         registry.deregister("d", worker.incarnation)
-        worker.says[0].tokens(worker.submits[0], 2, [5, 6])
-        worker.says[0].events.put_nowait(None)
+        worker.streams[0].tokens(worker.submits[0], 2, [5, 6])
+        worker.streams[0].events.put_nowait(None)
         await heard.until(lambda words: "ended" in words)
         assert heard.words == ["accepted", "tokens 2", "ended"]

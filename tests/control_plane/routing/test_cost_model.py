@@ -1,4 +1,4 @@
-"""Does the router go where a prompt's beginning is, unless that would take longer?"""
+"""The router prefers workers that have the prompt cached, unless that would take longer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 100 * BLOCK + 1
 PROMPT = RoutingRequest("m", NUM_TOKENS, 64, CHAIN, BLOCK)
 
 
-class World:
+class Harness:
     """Hosts with a KV service each, their workers at 1,000 prompt tokens per second and 1 MB per block."""
 
     def __init__(self, *hosts: str, local_prefill: Literal["auto", "never"] = "never") -> None:
@@ -56,158 +56,158 @@ def address(host: str) -> str:
     return f"{host}:1"
 
 
-def pair(**options: Any) -> World:
-    world = World("h", **options)
+def pair(**options: Any) -> Harness:
+    harness = Harness("h", **options)
     for name in "ab":
-        world.add(f"p{name}", PREFILL)
-    world.add("d", DECODE)
-    return world
+        harness.add(f"p{name}", PREFILL)
+    harness.add("d", DECODE)
+    return harness
 
 
 def test_the_worker_with_the_cache_wins_unless_its_queue_costs_more() -> None:
-    world = pair()
-    world.learn("pb", 50, "")
-    assert world.prefill_of()[0] == "pb"
-    world.router.in_flight.prefill_tokens["pb-1"] = 799
-    assert world.prefill_of()[0] == "pb"
-    world.router.in_flight.prefill_tokens["pb-1"] = 801
-    assert world.prefill_of()[0] == "pa"
+    harness = pair()
+    harness.learn("pb", 50, "")
+    assert harness.prefill_of()[0] == "pb"
+    harness.router.in_flight.prefill_tokens["pb-1"] = 799
+    assert harness.prefill_of()[0] == "pb"
+    harness.router.in_flight.prefill_tokens["pb-1"] = 801
+    assert harness.prefill_of()[0] == "pa"
 
 
 def test_what_the_host_has_is_nearly_as_good_for_every_worker_there() -> None:
-    world = pair()
-    world.learn("pb", 50)
-    name, route = world.prefill_of()
+    harness = pair()
+    harness.learn("pb", 50)
+    name, route = harness.prefill_of()
     assert (name, route.describe()["cached_own_tokens"], route.describe()["cached_host_tokens"]) == ("pb", 800, 0)
-    world.router.in_flight.prefill_tokens["pb-1"] = 100
-    name, route = world.prefill_of()
+    harness.router.in_flight.prefill_tokens["pb-1"] = 100
+    name, route = harness.prefill_of()
     assert (name, route.describe()["cached_own_tokens"], route.describe()["cached_host_tokens"]) == ("pa", 0, 800)
     assert route.predicted_ms["load"] == pytest.approx(10.0)  # 50 MB at 5 GB/s
     assert route.predicted_ms["compute"] == pytest.approx(801.0)
 
 
 def test_the_last_token_is_always_computed() -> None:
-    world = pair()
-    world.learn("pa", 100)
+    harness = pair()
+    harness.learn("pa", 100)
     request = RoutingRequest("m", 100 * BLOCK, 64, CHAIN, BLOCK)
-    assert world.prefill_of(request)[1].describe()["cached_own_tokens"] == 99 * BLOCK
-    assert world.prefill_of(request)[1].predicted_ms["compute"] == pytest.approx(16.0)
+    assert harness.prefill_of(request)[1].describe()["cached_own_tokens"] == 99 * BLOCK
+    assert harness.prefill_of(request)[1].predicted_ms["compute"] == pytest.approx(16.0)
 
 
 def test_another_hosts_blocks_are_fetched_if_that_is_sooner_than_computing() -> None:
-    world = World("h", "far")
-    world.add("p", PREFILL)
-    world.add("d", DECODE)
-    world.learn("elsewhere", 50, "far")
-    _, route = world.prefill_of()
-    told = route.describe()
-    assert (told["prefix_source"], told["cached_remote_tokens"]) == ("far:1", 800)
+    harness = Harness("h", "far")
+    harness.add("p", PREFILL)
+    harness.add("d", DECODE)
+    harness.learn("elsewhere", 50, "far")
+    _, route = harness.prefill_of()
+    described = route.describe()
+    assert (described["prefix_source"], described["cached_remote_tokens"]) == ("far:1", 800)
     assert route.predicted_ms["load"] == pytest.approx(52.0)  # 50 MB at the assumed 1 GB/s, and 2 ms
     slow = pb.KvLink(address="far:1", bytes_per_second=60 * MEGABYTE, latency_ms=7.0)
-    world.add_kv("h", slow)
-    assert world.prefill_of()[1].describe()["prefix_source"] == ""  # 50 blocks are computed in 800 ms
+    harness.add_kv("h", slow)
+    assert harness.prefill_of()[1].describe()["prefix_source"] == ""  # 50 blocks are computed in 800 ms
     slow.bytes_per_second = 500 * MEGABYTE
-    world.add_kv("h", slow)
-    assert world.prefill_of()[1].predicted_ms["load"] == pytest.approx(107.0)
+    harness.add_kv("h", slow)
+    assert harness.prefill_of()[1].predicted_ms["load"] == pytest.approx(107.0)
 
 
 @pytest.mark.parametrize("missing", ["here", "there"])
 def test_without_a_store_on_either_host_nothing_is_fetched(missing: str) -> None:
-    world = World("h", "far")
-    world.add("p", PREFILL)
-    world.add("d", DECODE)
-    world.learn("elsewhere", 50, "far")
-    world.add_kv("h" if missing == "here" else "far", has_store=False)
-    assert world.prefill_of()[1].describe()["prefix_source"] == ""
+    harness = Harness("h", "far")
+    harness.add("p", PREFILL)
+    harness.add("d", DECODE)
+    harness.learn("elsewhere", 50, "far")
+    harness.add_kv("h" if missing == "here" else "far", has_store=False)
+    assert harness.prefill_of()[1].describe()["prefix_source"] == ""
 
 
 def test_a_store_that_does_not_keep_its_promises_is_believed_less_and_again_once_it_does() -> None:
-    world = pair()
-    world.learn("gone", 50)
-    costs = world.router.costs
-    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801.0)
+    harness = pair()
+    harness.learn("gone", 50)
+    costs = harness.router.costs
+    assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801.0)
     for _ in range(20):
         costs.store_used("h", 800, 0)
-    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(1601, rel=0.02)
+    assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(1601, rel=0.02)
     for _ in range(20):
         costs.store_used("h", 800, 800)
-    assert world.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801, rel=0.02)
+    assert harness.prefill_of()[1].predicted_ms["compute"] == pytest.approx(801, rel=0.02)
 
 
 def test_a_short_prompt_is_read_by_decode_a_busy_one_takes_only_a_shorter_one() -> None:
-    world = pair(local_prefill="auto")
-    assert world.router.choose(PROMPT).prefill is not None
+    harness = pair(local_prefill="auto")
+    assert harness.router.choose(PROMPT).prefill is not None
     assert (
-        world.router.choose(RoutingRequest("m", 15, 64)).prefill is None
+        harness.router.choose(RoutingRequest("m", 15, 64)).prefill is None
     )  # 15 ms and half of it again, against 15 + 8
-    assert world.router.choose(RoutingRequest("m", 17, 64)).prefill is not None
-    world.add("d", DECODE, num_running=4)
-    assert world.router.choose(RoutingRequest("m", 15, 64)).prefill is not None
-    assert world.router.choose(RoutingRequest("m", 3, 64)).prefill is None
+    assert harness.router.choose(RoutingRequest("m", 17, 64)).prefill is not None
+    harness.add("d", DECODE, num_running=4)
+    assert harness.router.choose(RoutingRequest("m", 15, 64)).prefill is not None
+    assert harness.router.choose(RoutingRequest("m", 3, 64)).prefill is None
 
 
 def test_the_break_even_follows_the_measured_hand_over() -> None:
-    world = pair(local_prefill="auto")
-    world.add("d", DECODE, num_running=2)
-    assert world.router.choose(RoutingRequest("m", 50, 64)).prefill is not None
+    harness = pair(local_prefill="auto")
+    harness.add("d", DECODE, num_running=2)
+    assert harness.router.choose(RoutingRequest("m", 50, 64)).prefill is not None
     for _ in range(30):
         prefill = pb.PhaseLedger(first_token_ns=1_000_000_000)
-        world.router.costs.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
-    route = world.router.choose(RoutingRequest("m", 50, 64))
+        harness.router.costs.handed_over(prefill, pb.PhaseLedger(transfer_end_ns=1_100_000_000))
+    route = harness.router.choose(RoutingRequest("m", 50, 64))
     assert route.prefill is None and "decode computes the prompt: d in 50.0 ms" in route.reason
     assert route.predicted_ms["hand_over"] == pytest.approx(150, rel=0.01)
     assert route.predicted_ms["local"] == pytest.approx(100)
 
 
 def test_a_burst_of_short_prompts_is_not_all_read_by_decode() -> None:
-    world = pair(local_prefill="auto")
-    assert world.router.choose(RoutingRequest("m", 12, 64)).prefill is None
-    world.router.in_flight.prefill_tokens["d-1"] = 12
-    assert world.router.choose(RoutingRequest("m", 12, 64)).prefill is not None
+    harness = pair(local_prefill="auto")
+    assert harness.router.choose(RoutingRequest("m", 12, 64)).prefill is None
+    harness.router.in_flight.prefill_tokens["d-1"] = 12
+    assert harness.router.choose(RoutingRequest("m", 12, 64)).prefill is not None
 
 
 def test_the_next_turn_of_a_chat_is_read_where_the_last_answer_was_written() -> None:
-    world = pair(local_prefill="auto")
-    world.add("e", DECODE, num_running=1)
-    world.add("d", DECODE, num_running=1)
-    world.router.prefixes.learn(CHAIN[:99], "e-1", "")
-    route = world.router.choose(PROMPT)
+    harness = pair(local_prefill="auto")
+    harness.add("e", DECODE, num_running=1)
+    harness.add("d", DECODE, num_running=1)
+    harness.router.prefixes.learn(CHAIN[:99], "e-1", "")
+    route = harness.router.choose(PROMPT)
     assert route.prefill is None and route.decodes[0].worker_id == "e"
     assert route.describe()["cached_own_tokens"] == 99 * BLOCK
 
 
 def test_probes_are_handed_over_and_choices_that_move_never_are() -> None:
-    world = pair(local_prefill="auto")
-    assert world.router.choose(RoutingRequest("m", 15, 2, hand_over="always")).prefill is not None
-    world.add("d", DECODE, num_running=9)
-    assert world.router.choose(RoutingRequest("m", 1500, 2, hand_over="never")).prefill is None
+    harness = pair(local_prefill="auto")
+    assert harness.router.choose(RoutingRequest("m", 15, 2, hand_over="always")).prefill is not None
+    harness.add("d", DECODE, num_running=9)
+    assert harness.router.choose(RoutingRequest("m", 1500, 2, hand_over="never")).prefill is None
     never = pair()
     assert never.router.choose(RoutingRequest("m", 15, 2)).prefill is not None
 
 
 def test_decode_is_as_fast_as_it_was_measured_or_else_as_prefill_is() -> None:
-    world = pair(local_prefill="auto")
-    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+    harness = pair(local_prefill="auto")
+    assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
     ledger = pb.PhaseLedger(num_computed_tokens=400, scheduled_ns=1, first_token_ns=100_000_001)
-    world.router.costs.prompt_read("d-1", ledger)
-    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601 / 4)
-    world.registry.deregister("d", "d-1")
-    world.add("d", DECODE)
-    assert world.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
+    harness.router.costs.prompt_read("d-1", ledger)
+    assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601 / 4)
+    harness.registry.deregister("d", "d-1")
+    harness.add("d", DECODE)
+    assert harness.router.choose(PROMPT).predicted_ms["compute"] == pytest.approx(1601.0)
 
 
 def test_a_reason_says_all_of_it_in_milliseconds() -> None:
-    world = pair()
-    world.learn("pa", 50)
-    assert world.prefill_of()[1].reason == (
+    harness = pair()
+    harness.learn("pa", 50)
+    assert harness.prefill_of()[1].reason == (
         "pa in 801.0 ms (queue 0.0, load 0.0, compute 801.0; cached 800 own, 0 host, 0 remote, 801 to compute), "
         "the soonest of 2 prefill workers; 1 decode workers"
     )
-    assert world.prefill_of()[1].describe()["predicted_hand_over_ms"] == 809.0
+    assert harness.prefill_of()[1].describe()["predicted_hand_over_ms"] == 809.0
 
 
 def test_nothing_is_known_of_a_prompt_whose_cache_is_nobodys() -> None:
-    world = pair()
-    world.learn("pb", 50)
-    route = world.prefill_of(RoutingRequest("m", NUM_TOKENS, 64))[1]
+    harness = pair()
+    harness.learn("pb", 50)
+    route = harness.prefill_of(RoutingRequest("m", NUM_TOKENS, 64))[1]
     assert route.estimates["pa-1"].cached == CachedPrefix()

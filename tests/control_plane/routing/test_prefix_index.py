@@ -1,4 +1,4 @@
-"""Does the index know where a prompt's beginning is, and stay within its bound?"""
+"""The index finds the places of a prompt's leading blocks, and stays within its bound."""
 
 from __future__ import annotations
 

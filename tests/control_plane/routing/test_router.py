@@ -1,4 +1,4 @@
-"""Which workers does a request go to, and which never?"""
+"""A request goes to suitable workers only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READY = pb.WORKER_STATE_READY
 KV_ADDRESS = "127.0.0.1:1"
 
 
-class World:
+class Harness:
     def __init__(self) -> None:
         self.now = 0.0
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
@@ -47,120 +47,120 @@ class World:
 
 
 def test_a_burst_is_spread_before_any_worker_has_reported_it() -> None:
-    world = World()
-    world.add_kv()
+    harness = Harness()
+    harness.add_kv()
     for name in "ab":
-        world.add(f"d{name}")
-        world.add(f"p{name}", PREFILL)
+        harness.add(f"d{name}")
+        harness.add(f"p{name}", PREFILL)
     chosen: Counter[str] = Counter()
     for _ in range(20):
-        route = world.router.choose(RoutingRequest("m", 30, 10))
+        route = harness.router.choose(RoutingRequest("m", 30, 10))
         assert route.prefill is not None
-        world.router.in_flight.decode_tokens[route.decodes[0].incarnation] += 40
-        world.router.in_flight.prefill_tokens[route.prefill.incarnation] += 30
+        harness.router.in_flight.decode_tokens[route.decodes[0].incarnation] += 40
+        harness.router.in_flight.prefill_tokens[route.prefill.incarnation] += 30
         chosen.update([route.decodes[0].worker_id, route.prefill.worker_id])
     assert chosen == {"da": 10, "db": 10, "pa": 10, "pb": 10}
 
 
 def test_a_faster_prefill_worker_gets_more() -> None:
-    world = World()
-    world.add_kv()
-    world.add("d")
-    world.add("slow", PREFILL, counters={"prompt_tokens_computed": 100.0, "step_seconds": 1.0})
-    world.add("fast", PREFILL, counters={"prompt_tokens_computed": 1000.0, "step_seconds": 1.0})
-    world.router.in_flight.prefill_tokens["fast-1"] = 500
-    route = world.router.choose(RoutingRequest("m", 100, 10))
+    harness = Harness()
+    harness.add_kv()
+    harness.add("d")
+    harness.add("slow", PREFILL, counters={"prompt_tokens_computed": 100.0, "step_seconds": 1.0})
+    harness.add("fast", PREFILL, counters={"prompt_tokens_computed": 1000.0, "step_seconds": 1.0})
+    harness.router.in_flight.prefill_tokens["fast-1"] = 500
+    route = harness.router.choose(RoutingRequest("m", 100, 10))
     assert route.prefill is not None and route.prefill.worker_id == "fast"
     assert route.predicted_ms["prefill"] == 600.0
 
 
 @pytest.mark.parametrize("state", [pb.WORKER_STATE_LOADING, pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_FAILED])
 def test_workers_that_are_not_ready_get_nothing(state: pb.WorkerState.ValueType) -> None:
-    world = World()
-    world.add("a", state=state)
-    world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
+    harness = Harness()
+    harness.add("a", state=state)
+    harness.add("b")
+    assert [worker.worker_id for worker in harness.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_suspected_workers_get_nothing() -> None:
-    world = World()
-    world.add("a")
+    harness = Harness()
+    harness.add("a")
     for _ in range(13):
-        world.now += 0.25
-        world.registry.sweep()
-    world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
+        harness.now += 0.25
+        harness.registry.sweep()
+    harness.add("b")
+    assert [worker.worker_id for worker in harness.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_workers_of_another_model_get_nothing() -> None:
-    world = World()
-    world.add("a", model="other")
-    world.add("b")
-    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
+    harness = Harness()
+    harness.add("a", model="other")
+    harness.add("b")
+    assert [worker.worker_id for worker in harness.router.choose(RoutingRequest("m", 10, 10)).decodes] == ["b"]
 
 
 def test_an_unknown_model_is_not_found_and_a_known_one_is_not_ready() -> None:
-    world = World()
+    harness = Harness()
     with pytest.raises(ModelNotFound, match="nothing yet"):
-        world.router.choose(RoutingRequest("m", 10, 10))
-    world.add("a", state=pb.WORKER_STATE_DRAINING)
+        harness.router.choose(RoutingRequest("m", 10, 10))
+    harness.add("a", state=pb.WORKER_STATE_DRAINING)
     with pytest.raises(Unavailable):
-        world.router.choose(RoutingRequest("m", 10, 10))
+        harness.router.choose(RoutingRequest("m", 10, 10))
     with pytest.raises(ModelNotFound, match="served here: m"):
-        world.router.choose(RoutingRequest("x", 10, 10))
+        harness.router.choose(RoutingRequest("x", 10, 10))
 
 
 def test_when_all_have_refused_it_is_overload() -> None:
-    world = World()
-    world.add("a")
+    harness = Harness()
+    harness.add("a")
     with pytest.raises(Overloaded) as refused:
-        world.router.choose(RoutingRequest("m", 10, 10), avoid={"a-1"})
+        harness.router.choose(RoutingRequest("m", 10, 10), avoid={"a-1"})
     assert refused.value.http_status == 429
 
 
 def test_the_worker_whose_pool_seems_to_have_room_comes_first() -> None:
-    world = World()
+    harness = Harness()
     tight = pb.KvPool(num_total_blocks=1000, num_free_blocks=1, tokens_per_block=16)
-    world.add("a", kv=tight)
-    world.add("b", num_tokens_in_flight=800)
-    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["b", "a"]
+    harness.add("a", kv=tight)
+    harness.add("b", num_tokens_in_flight=800)
+    assert [worker.worker_id for worker in harness.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["b", "a"]
 
 
 def test_a_pool_that_could_never_hold_a_request_is_not_asked() -> None:
-    world = World()
-    world.add("small", num_blocks=2)
-    world.add("large", num_blocks=20)
-    assert [worker.worker_id for worker in world.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["large"]
-    assert len(world.router.choose(RoutingRequest("m", 32, 1)).decodes) == 2
+    harness = Harness()
+    harness.add("small", num_blocks=2)
+    harness.add("large", num_blocks=20)
+    assert [worker.worker_id for worker in harness.router.choose(RoutingRequest("m", 100, 10)).decodes] == ["large"]
+    assert len(harness.router.choose(RoutingRequest("m", 32, 1)).decodes) == 2
     with pytest.raises(ContextTooLong, match="lower max_tokens"):
-        world.router.choose(RoutingRequest("m", 300, 50))
+        harness.router.choose(RoutingRequest("m", 300, 50))
 
 
 @pytest.mark.parametrize("why", ["no KV service", "prefill is not connected to it", "decode has none"])
 def test_decode_computes_the_prompt_where_no_cache_could_be_passed(why: str) -> None:
-    world = World()
+    harness = Harness()
     if why != "no KV service":
-        world.add_kv()
-    world.add("p", PREFILL, kv_address="" if why == "prefill is not connected to it" else KV_ADDRESS)
-    world.add("d", kv_address="" if why == "decode has none" else KV_ADDRESS)
-    route = world.router.choose(RoutingRequest("m", 10, 10))
+        harness.add_kv()
+    harness.add("p", PREFILL, kv_address="" if why == "prefill is not connected to it" else KV_ADDRESS)
+    harness.add("d", kv_address="" if why == "decode has none" else KV_ADDRESS)
+    route = harness.router.choose(RoutingRequest("m", 10, 10))
     assert route.prefill is None
     assert route.reason == "no KV service: decode computes the prompt"
 
 
 def test_a_session_returns_to_its_workers_unless_they_are_much_busier() -> None:
-    world = World()
-    world.add_kv()
+    harness = Harness()
+    harness.add_kv()
     for name in "ab":
-        world.add(f"d{name}")
-        world.add(f"p{name}", PREFILL)
-    world.router.affinity.remember("mine", SessionRoute("pb-1", "db-1"))
-    in_flight = world.router.in_flight
+        harness.add(f"d{name}")
+        harness.add(f"p{name}", PREFILL)
+    harness.router.affinity.remember("mine", SessionRoute("pb-1", "db-1"))
+    in_flight = harness.router.in_flight
     in_flight.decode_tokens.update({"da-1": 100, "db-1": 120})
     in_flight.prefill_tokens.update({"pa-1": 100, "pb-1": 120})
 
     def places(session_id: str) -> tuple[str, str]:
-        route = world.router.choose(RoutingRequest("m", 10, 10, session_id=session_id))
+        route = harness.router.choose(RoutingRequest("m", 10, 10, session_id=session_id))
         assert route.prefill is not None
         return route.prefill.worker_id, route.decodes[0].worker_id
 

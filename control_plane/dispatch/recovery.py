@@ -30,7 +30,7 @@ from control_plane.dispatch.admission import (
     Quarantine,
     RetryBudget,
 )
-from control_plane.dispatch.request_starter import RequestStarter
+from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
 from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -114,7 +114,7 @@ class Recovery:
         if not running or not all(_waits_for_cache(choice) for choice in running):
             return False
         try:
-            return self._router.choose(state.routing_request(), state.avoid).prefill is not None
+            return self._router.choose(routing_request(state), state.avoid).prefill is not None
         except TandemError:
             return False
 
@@ -202,7 +202,7 @@ class Recovery:
             error=error.message,
         )
         last_refusal: TandemError = error
-        route = self._router.choose(state.routing_request_for(choice), state.avoid)
+        route = self._router.choose(routing_request_for(state, choice), state.avoid)
         for worker in route.decodes:
             if choice.is_over:
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
 from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
@@ -12,6 +13,7 @@ from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.registry import RESTART_SECONDS
+from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavailable
 from tandem_runtime.log import get_logger
@@ -104,7 +106,7 @@ class RequestStarter:
     def _choose_route(self, state: RequestState) -> Route:
         """Return the next route to try. Once all workers have refused, raise the refusal of the first full one."""
         try:
-            route = self._router.choose(state.routing_request(), state.avoid)
+            route = self._router.choose(routing_request(state), state.avoid)
         except Overloaded:
             raise state.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
         except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
@@ -159,3 +161,31 @@ class RequestStarter:
             raise error
         if state.is_last_attempt:
             raise state.refusal or error
+
+
+def routing_request(state: RequestState) -> RoutingRequest:
+    """Return what the router needs to know of the whole request."""
+    request, hashes = state.request, state.hashes
+    return RoutingRequest(
+        request.model_id,
+        len(request.token_ids),
+        request.sampling.max_tokens,
+        hashes.blocks[: hashes.max_found_blocks] if hashes else (),
+        state.card.block_size or 1,
+        request.session_affinity,
+        hand_over="always" if request.is_probe else "if_cheaper",
+    )
+
+
+def routing_request_for(state: RequestState, choice: ChoiceState) -> RoutingRequest:
+    """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt."""
+    whole = routing_request(state)
+    if not choice.tokens:
+        return replace(whole, hand_over="always" if state.handle is not None else "never")
+    return replace(
+        whole,
+        num_prompt_tokens=whole.num_prompt_tokens + len(choice.tokens),
+        max_tokens=max(1, whole.max_tokens - len(choice.tokens)),
+        block_hashes=state.hashes_with(choice.tokens)[: state.hashes.max_found_blocks] if state.hashes else (),
+        hand_over="never",
+    )

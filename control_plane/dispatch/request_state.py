@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from control_plane.dispatch.admission import RetryBudget
@@ -16,7 +16,6 @@ from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
-from control_plane.routing.cost_model import RoutingRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
@@ -212,41 +211,11 @@ class RequestState:
         """Return once both halves were accepted. Until then a failure is retried as a whole."""
         await self._has_started.wait()
 
-    def routing_request(self) -> RoutingRequest:
-        """Return what the router needs to know of the whole request."""
-        request = self.request
-        return RoutingRequest(
-            request.model_id,
-            self._num_prompt_tokens,
-            request.sampling.max_tokens,
-            self._findable(self.hashes.blocks if self.hashes else ()),
-            self.card.block_size or 1,
-            request.session_affinity,
-            hand_over="always" if request.is_probe else "if_cheaper",
-        )
-
-    def routing_request_for(self, choice: ChoiceState) -> RoutingRequest:
-        """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt."""
-        whole = self.routing_request()
-        if not choice.tokens:
-            return replace(whole, hand_over="always" if self._handle is not None else "never")
-        num_tokens = len(choice.tokens)
-        return replace(
-            whole,
-            num_prompt_tokens=whole.num_prompt_tokens + num_tokens,
-            max_tokens=max(1, whole.max_tokens - num_tokens),
-            block_hashes=self._findable(self.hashes_with(choice.tokens)),
-            hand_over="never",
-        )
-
     def hashes_with(self, answer: Sequence[int]) -> Sequence[bytes]:
         """Return the block hashes of the prompt and an answer that has begun."""
         if self.hashes is None or not answer:
             return ()
         return self.hashes.with_answer([*self.request.token_ids, *answer], self.card.block_size)
-
-    def _findable(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
-        return block_hashes[: self.hashes.max_found_blocks] if self.hashes else ()
 
     # ---------------------------------------------------------------------------------------------------- calls
 

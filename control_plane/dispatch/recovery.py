@@ -2,19 +2,22 @@
 
 The cases, in the order that a request meets them:
 
-1. Before both halves have accepted, `RequestStarter` tries the next route; nothing is recovered here.
-2. A prefill worker is lost before it sealed the prompt. `_prefill_lost` starts the request again with another prefill
+1. A worker is lost before both halves have accepted. `RequestStarter` tries the next route. A recovery that has begun
+   waits until the request has started, finds that its call was replaced, and ends.
+2. A prefill worker is lost before its last output. `_prefill_lost` starts the request again with another prefill
    worker, once, if that is predicted to be sooner. Otherwise it aborts the KV handle, which makes decode compute the
    prompt itself.
 3. A decode worker is lost. `_choice_lost` gives the dead reader's lease back and moves the choice. Another decode
    worker computes prompt and tokens so far, and continues with the next token. While no worker has room, or the retry
    budget is spent, the choice waits in front of the admission queue; its client sees a pause.
 4. A worker contradicts tokens that the client has (`Diverged`). The choice moves as in case 3, and may stay at the same
-   worker, since the worker gets those tokens with it.
+   worker, which gets those tokens as input.
 5. A worker drains. As case 2 or 3, but the loss is not counted.
-6. The request ends with an error: on errors that every worker would answer (`FINAL`); after 4 failures of living
-   workers; after 3 deaths without a new token in between, or 10 losses (the prompt is then quarantined); or when no
-   worker had room before the queue's deadline.
+6. The request ends with an error:
+   - the error is one that every worker would answer (`FINAL`);
+   - a living worker failed, and this was the choice's 4th loss;
+   - 3 workers died without a new token in between, or a death was the 10th loss: the prompt is quarantined;
+   - no worker had room before the queue's deadline.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class GrpcServer:
         *,
         insecure: bool = False,
     ) -> None:
-        """`register` adds the servicers; `service_names` are their full names, `tandem.v1.DecodeService`."""
+        """`register` adds the servicers; `service_names` are their full names, `tandem.v1.WorkerService`."""
         self._listen = listen
         self._insecure = insecure
         self._service_names = list(service_names)

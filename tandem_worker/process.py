@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-import grpc
-
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_engine.client import EngineClient
 from tandem_runtime import identity, log, metrics, paths, tracing
@@ -37,12 +36,13 @@ EXIT_CONFIG = 78
 
 _HANG_UP_SECONDS = 1.0
 
+_SERVICE_NAME = "tandem.v1.WorkerService"
+
 MakeHandOver = Callable[[EngineLink, KvLink, EngineRegions, WorkerSettings], HandOver]
-AddService = Callable[[Any, grpc.aio.Server], None]
 
 
-class WorkerService:
-    """The RPCs of both worker services; each role's servicer class inherits the generated base beside it."""
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Serves tandem.v1.WorkerService for either role."""
 
     def __init__(self, front: WorkerFront, assets: AssetStore, info: Callable[[], pb.WorkerInfo]) -> None:
         self._front = front
@@ -67,14 +67,11 @@ class WorkerService:
 def main(
     settings: WorkerSettings,
     role: pb.WorkerRole.ValueType,
-    service_name: str,
     make_hand_over: MakeHandOver,
-    service_type: type[WorkerService],
-    add_service: AddService,
 ) -> int:
     """Run a worker until it is told to drain or its engine dies; return the exit code."""
     name = "prefill" if role == pb.WORKER_ROLE_PREFILL else "decode"
-    worker = _Worker(settings, role, name, service_name, make_hand_over, service_type, add_service)
+    worker = _Worker(settings, role, name, make_hand_over)
     log.configure(f"tandem-{name}", settings.log_json)
     for telemetry in (tracing, metrics):
         telemetry.configure(f"tandem-{name}", settings.otlp_endpoint or None, instance_id=worker.incarnation)
@@ -89,18 +86,12 @@ class _Worker:
         settings: WorkerSettings,
         role: pb.WorkerRole.ValueType,
         name: str,
-        service_name: str,
         make_hand_over: MakeHandOver,
-        service_type: type[WorkerService],
-        add_service: AddService,
     ) -> None:
         self._settings = settings
         self._role = role
         self._name = name
-        self._service_name = service_name
         self._make_hand_over = make_hand_over
-        self._service_type = service_type
-        self._add_service = add_service
         self.incarnation = identity.new_incarnation()
         self._host_id = settings.host_id or identity.default_host_id()
         self._address = ""
@@ -125,11 +116,11 @@ class _Worker:
 
     async def _serve(self, front: WorkerFront, link: KvLink, drain: asyncio.Event) -> int:
         settings, assets = self._settings, AssetStore()
-        service = self._service_type(front, assets, lambda: self._info(front))
+        service = WorkerService(front, assets, lambda: self._info(front))
         server = GrpcServer(
             settings.listen,
-            lambda grpc_server: self._add_service(service, grpc_server),
-            [self._service_name],
+            lambda grpc_server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server),
+            [_SERVICE_NAME],
             insecure=settings.insecure,
         )
         bound = await server.start()

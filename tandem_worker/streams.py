@@ -114,8 +114,6 @@ def _handle(handler: CommandHandler, stream: GatewayStream, command: pb.Command)
             _submit(handler, stream, command.submit)
         case "cancel":
             handler.cancel(stream, command.cancel)
-        case "credit":
-            log.debug("credit_ignored", num_batches=command.credit.num_batches)
 
 
 def _submit(handler: CommandHandler, stream: GatewayStream, submit: pb.Submit) -> None:

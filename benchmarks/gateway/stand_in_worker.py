@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
@@ -176,8 +176,8 @@ class _Gateway:
         self._asked.clear()
 
 
-class StandIn(decode_pb2_grpc.DecodeServiceServicer):
-    """tandem.v1.DecodeService, as a gateway needs it."""
+class StandIn(worker_pb2_grpc.WorkerServiceServicer):
+    """tandem.v1.WorkerService, as a gateway needs it."""
 
     def __init__(self, token_seconds: float) -> None:
         self._token_seconds = token_seconds
@@ -224,9 +224,9 @@ async def serve(control: list[str], token_seconds: float, drain: asyncio.Event) 
     worker = StandIn(token_seconds)
 
     def register(server: Any) -> None:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
 
-    server = GrpcServer("127.0.0.1:0", register, ["tandem.v1.DecodeService"])
+    server = GrpcServer("127.0.0.1:0", register, ["tandem.v1.WorkerService"])
     worker.info.address = await server.start()
     server.set_serving(True)
     registrar = Registrar(control, worker.info, worker.load)

@@ -10,7 +10,7 @@ import grpc
 
 from control_plane.audit.snapshot import AuditedService
 from control_plane.fleet.registry import Worker
-from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.channel import open_channel
@@ -23,11 +23,7 @@ ANSWER_SECONDS = 2.0
 MAX_ROWS = 4096
 """Maximum rows of each table; more rows are only counted. A healthy service never has as many."""
 
-_Stub: TypeAlias = (
-    "kv_transfer_pb2_grpc.KvTransferServiceAsyncStub"
-    "| prefill_pb2_grpc.PrefillServiceAsyncStub"
-    "| decode_pb2_grpc.DecodeServiceAsyncStub"
-)
+_Stub: TypeAlias = "kv_transfer_pb2_grpc.KvTransferServiceAsyncStub | worker_pb2_grpc.WorkerServiceAsyncStub"
 
 
 class TableReader:
@@ -76,6 +72,4 @@ class TableReader:
 def _stub(worker: Worker, channel: grpc.aio.Channel) -> _Stub:
     if worker.role == pb.WORKER_ROLE_KV:
         return kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
-    if worker.role == pb.WORKER_ROLE_PREFILL:
-        return prefill_pb2_grpc.PrefillServiceStub(channel)
-    return decode_pb2_grpc.DecodeServiceStub(channel)
+    return worker_pb2_grpc.WorkerServiceStub(channel)

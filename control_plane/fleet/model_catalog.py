@@ -12,8 +12,8 @@ from typing import Any
 
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from control_plane.generation import ModelDescription
-from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from tandem_runtime.log import get_logger
@@ -187,9 +187,8 @@ def _drop_oldest(kept: dict[Any, Any]) -> None:
 
 
 async def _fetch(worker: Worker, asset: pb.Asset) -> bytes:
-    is_prefill = worker.role == pb.WORKER_ROLE_PREFILL
     async with open_channel(worker.info.address) as channel:
-        stub = (prefill_pb2_grpc.PrefillServiceStub if is_prefill else decode_pb2_grpc.DecodeServiceStub)(channel)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = pb.AssetRequest(digest=asset.digest)
         content = b"".join([chunk.data async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS)])
     if hashlib.blake2b(content, digest_size=16).digest() != asset.digest:

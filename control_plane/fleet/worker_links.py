@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InternalError, TandemError, Unavailable, from_proto
 from tandem_runtime.log import get_logger
@@ -103,8 +103,7 @@ class WorkerLink:
 
     async def _attach(self) -> None:
         async with open_channel(self.worker.info.address) as channel:
-            is_prefill = self.worker.role == pb.WORKER_ROLE_PREFILL
-            stub = (prefill_pb2_grpc.PrefillServiceStub if is_prefill else decode_pb2_grpc.DecodeServiceStub)(channel)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             async for event in stub.Attach(self._outgoing(self._commands)):
                 self._handle(event)
 

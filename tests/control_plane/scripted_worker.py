@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from control_plane.fleet.registry import WorkerRegistry
-from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.errors import KvNotFound, StaleIncarnation, TandemError
 from tandem_runtime.server import GrpcServer
@@ -110,7 +110,7 @@ def fail_after(num_tokens: int, error: TandemError) -> Behaviour:
     return fail
 
 
-class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A prefill or decode worker; `behave` is run for every Submit."""
 
     def __init__(
@@ -131,11 +131,7 @@ class ScriptedWorker(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.Pre
         self.address = ""
 
     async def start(self) -> ScriptedWorker:
-        add = (
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server
-            if self.role == PREFILL
-            else decode_pb2_grpc.add_DecodeServiceServicer_to_server
-        )
+        add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
         self._server = GrpcServer("127.0.0.1:0", lambda server: add(self, server), [])
         self.address = await self._server.start()
         return self

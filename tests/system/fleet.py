@@ -20,15 +20,15 @@ from control_plane.generation import NOTHING, TokenRequest
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings
-from tandem.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_runtime.channel import open_channel
 
 START_SECONDS = 90.0
 _STUBS: dict[str, Any] = {
-    "prefill": prefill_pb2_grpc.PrefillServiceStub,
-    "decode": decode_pb2_grpc.DecodeServiceStub,
+    "prefill": worker_pb2_grpc.WorkerServiceStub,
+    "decode": worker_pb2_grpc.WorkerServiceStub,
     "kv": kv_transfer_pb2_grpc.KvTransferServiceStub,
 }
 _MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "kv": "kv_transfer_svc"}

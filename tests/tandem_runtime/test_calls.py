@@ -11,22 +11,22 @@ import grpc
 import pytest
 import structlog
 
-from tandem.v1 import decode_pb2
 from tandem.v1 import types_pb2 as pb
-from tandem.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
+from tandem.v1 import worker_pb2
 from tandem.v1.tables_pb2 import TablesReply
+from tandem.v1.worker_pb2_grpc import WorkerServiceServicer, WorkerServiceStub, add_WorkerServiceServicer_to_server
 from tandem_runtime import calls, errors, interceptors, log
 from tandem_runtime.channel import call_error, open_channel
 from tandem_runtime.server import GrpcServer
 
-DECODE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
+DECODE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 Stats = Callable[[Any], Awaitable[pb.StatsReply]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
 
 
-class Decode(DecodeServiceServicer):
-    """A DecodeService whose three kinds of call do what a test says."""
+class Decode(WorkerServiceServicer):
+    """A WorkerService whose three kinds of call do what a test says."""
 
     def __init__(self, stats: Stats | None = None, asset: Stream | None = None, attach: Stream | None = None) -> None:
         self._stats, self._asset, self._attach = stats, asset, attach
@@ -51,10 +51,10 @@ class Decode(DecodeServiceServicer):
 
 @asynccontextmanager
 async def decode_stub(servicer: Decode) -> AsyncIterator[Any]:
-    server = GrpcServer("127.0.0.1:0", lambda s: add_DecodeServiceServicer_to_server(servicer, s), [DECODE])
+    server = GrpcServer("127.0.0.1:0", lambda s: add_WorkerServiceServicer_to_server(servicer, s), [DECODE])
     address = await server.start()
     async with open_channel(address) as channel:
-        yield DecodeServiceStub(channel)
+        yield WorkerServiceStub(channel)
     await server.stop(0)
 
 
@@ -235,16 +235,16 @@ async def test_a_unary_call_without_a_deadline_gets_one_on_the_server(monkeypatc
         raise AssertionError
 
     monkeypatch.setattr(interceptors, "DEFAULT_TIMEOUT_SECONDS", 0.05)
-    server = GrpcServer("127.0.0.1:0", lambda s: add_DecodeServiceServicer_to_server(Decode(stats=never), s), [DECODE])
+    server = GrpcServer("127.0.0.1:0", lambda s: add_WorkerServiceServicer_to_server(Decode(stats=never), s), [DECODE])
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = DecodeServiceStub(channel)
+        stub: Any = WorkerServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Stats(pb.StatsRequest())
     await server.stop(0)
     error = call_error(caught.value)
     assert type(error) is errors.DeadlineExceeded
-    assert "/tandem.v1.DecodeService/Stats" in error.message
+    assert "/tandem.v1.WorkerService/Stats" in error.message
 
 
 async def test_a_unary_call_without_a_timeout_gets_one_on_the_client() -> None:
@@ -277,7 +277,7 @@ async def test_nobody_listening_is_unavailable() -> None:
     address = await server.start()
     await server.stop(0)
     async with open_channel(address) as channel:
-        stub: Any = DecodeServiceStub(channel)
+        stub: Any = WorkerServiceStub(channel)
         with pytest.raises(errors.Unavailable):
             await stub.Stats(pb.StatsRequest(), timeout=10)
         with pytest.raises(errors.Unavailable):

@@ -8,12 +8,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tandem.v1 import decode_pb2
+from tandem.v1 import worker_pb2
 from tandem_runtime import errors
 from tandem_runtime.channel import open_channel
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
 
-DECODE = "tandem.v1.DecodeService"
+DECODE = "tandem.v1.WorkerService"
 
 
 async def test_health_follows_set_serving_under_each_name() -> None:
@@ -39,7 +39,7 @@ async def _health(stub: Any, name: str) -> int:
 
 
 async def test_reflection_names_the_services_and_describes_them() -> None:
-    assert decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name == DECODE
+    assert worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name == DECODE
     server = GrpcServer("127.0.0.1:0", lambda _: None, [DECODE])
     async with open_channel(await server.start()) as channel:
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)

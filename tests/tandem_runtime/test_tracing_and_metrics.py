@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tandem.v1 import types_pb2 as pb
-from tandem.v1.decode_pb2_grpc import DecodeServiceServicer, DecodeServiceStub, add_DecodeServiceServicer_to_server
 from tandem.v1.tables_pb2 import TablesReply
+from tandem.v1.worker_pb2_grpc import WorkerServiceServicer, WorkerServiceStub, add_WorkerServiceServicer_to_server
 from tandem_runtime import metrics, tracing
 from tandem_runtime.channel import open_channel
 from tandem_runtime.log import _add_trace
@@ -32,7 +32,7 @@ def off_before_and_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     metrics.shutdown()
 
 
-class Decode(DecodeServiceServicer):
+class Decode(WorkerServiceServicer):
     def __init__(self) -> None:
         self.traceparents: list[str] = []
 
@@ -56,9 +56,9 @@ async def test_spans_on_both_sides_of_a_call_and_recorded_ones_are_one_trace() -
     servicer = Decode()
     async with OtlpSink() as sink:
         tracing.configure("tandem-test", sink.endpoint, instance_id="1f" * 8)
-        server = GrpcServer("127.0.0.1:0", lambda s: add_DecodeServiceServicer_to_server(servicer, s), [])
+        server = GrpcServer("127.0.0.1:0", lambda s: add_WorkerServiceServicer_to_server(servicer, s), [])
         async with open_channel(await server.start()) as channel:
-            stub: Any = DecodeServiceStub(channel)
+            stub: Any = WorkerServiceStub(channel)
             with tracing.tracer().start_as_current_span("request"):
                 parent = tracing.current_traceparent()
                 await stub.Stats(pb.StatsRequest())

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem_engine.messages import AddRequest
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import KvNotFound, StaleIncarnation
@@ -23,19 +23,15 @@ from tests.tandem_worker.scripted_engine import output, step
 from tests.tandem_worker.test_front import World, error_of, kinds, submit, world
 
 
-class Service(WorkerService, decode_pb2_grpc.DecodeServiceServicer):
-    """As decode_svc serves it."""
-
-
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[World, Any]]:
     async with world() as here:
-        service = Service(here.front, AssetStore(), pb.WorkerInfo)
+        service = WorkerService(here.front, AssetStore(), pb.WorkerInfo)
         server = GrpcServer(
-            "127.0.0.1:0", lambda grpc: decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, grpc), []
+            "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc), []
         )
         async with open_channel(await server.start()) as channel:
-            yield here, decode_pb2_grpc.DecodeServiceStub(channel)
+            yield here, worker_pb2_grpc.WorkerServiceStub(channel)
         await server.stop(0)
 
 

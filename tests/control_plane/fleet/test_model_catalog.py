@@ -11,8 +11,8 @@ import pytest
 
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import RESTART_SECONDS, WorkerRegistry
-from tandem.v1 import decode_pb2_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.errors import ModelNotFound, Unavailable, Unsupported
 from tandem_runtime.model_table import ModelTable
@@ -21,7 +21,7 @@ from tandem_runtime.server import GrpcServer
 TOKENIZER = b'{"model": {}}'
 
 
-class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
+class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
     """A worker that only serves assets."""
 
     def __init__(self, content: bytes) -> None:
@@ -48,7 +48,7 @@ class AssetServer(decode_pb2_grpc.DecodeServiceServicer):
 async def serving(content: bytes = TOKENIZER) -> AsyncIterator[tuple[AssetServer, str]]:
     assets = AssetServer(content)
     server = GrpcServer(
-        "127.0.0.1:0", lambda grpc: decode_pb2_grpc.add_DecodeServiceServicer_to_server(assets, grpc), []
+        "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(assets, grpc), []
     )
     address = await server.start()
     try:

@@ -23,9 +23,9 @@ from kv_transfer_svc.service import KvTransferService
 from kv_transfer_svc.store import HandleStore
 from prefill_svc.kv_producer import PrefillHandOver
 from tandem.v1 import control_plane_pb2 as cp
-from tandem.v1 import decode_pb2, prefill_pb2
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2
 from tandem_engine import messages
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
@@ -181,8 +181,7 @@ class WorkerLife(Life):
         self.front.on_ready(self._ready)
         self.link.follow(self._kv_of_host)
         self._pump = asyncio.get_running_loop().create_task(self.front.pump())
-        services = prefill_pb2 if is_prefill else decode_pb2
-        descriptor = services.DESCRIPTOR.services_by_name["PrefillService" if is_prefill else "DecodeService"]
+        descriptor = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
         around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, _Attached(self.front)))
 
     @property

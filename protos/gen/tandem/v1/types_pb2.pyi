@@ -60,7 +60,7 @@ class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------
     Errors
 
-    Why something was refused or failed. runtime/errors.py holds the one table to gRPC and HTTP statuses.
+    Why something was refused or failed. tandem_runtime/errors.py holds the one table to gRPC and HTTP statuses.
     """
 
 ERROR_CODE_UNSPECIFIED: ErrorCode.ValueType  # 0
@@ -915,25 +915,6 @@ class Cancel(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
-class Credit(message.Message):
-    """Allows the worker that many more StepBatches; reserved for bounded links, workers do not wait for it yet."""
-
-    DESCRIPTOR: descriptor.Descriptor
-
-    NUM_BATCHES_FIELD_NUMBER: builtins.int
-    num_batches: builtins.int
-    def __init__(
-        self,
-        *,
-        num_batches: builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["num_batches", b"num_batches"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-@typing.final
 class AttachHello(message.Message):
     """The first command of an Attach stream."""
 
@@ -966,28 +947,24 @@ class Command(message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     SUBMIT_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
-    CREDIT_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
     def submit(self) -> Submit: ...
     @builtins.property
     def cancel(self) -> Cancel: ...
-    @builtins.property
-    def credit(self) -> Credit: ...
     def __init__(
         self,
         *,
         hello: AttachHello | None = ...,
         submit: Submit | None = ...,
         cancel: Cancel | None = ...,
-        credit: Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "credit", b"credit", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "credit", b"credit", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

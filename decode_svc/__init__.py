@@ -1,1 +1,1 @@
-"""The decode worker: KV blocks in, a stream of tokens out."""
+"""The decode worker: reads KV blocks and streams tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from decode_svc.kv_consumer import DecodeHandOver
+from decode_svc.kv_consumer import KVConsumer
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.settings import load_settings
 from tandem_worker import process
@@ -12,7 +12,7 @@ from tandem_worker.settings import WorkerSettings
 
 
 def main() -> int:
-    return process.main(load_settings(WorkerSettings, "decode"), pb.WORKER_ROLE_DECODE, DecodeHandOver)
+    return process.main(load_settings(WorkerSettings, "decode"), pb.WORKER_ROLE_DECODE, KVConsumer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How does decode come by a prompt's KV blocks, and go on at token two?
+"""Decode's side of moving KV: copies the blocks of a prompt into the engine's pool, then starts decoding at token two.
 
-As soon as the engine has reserved the blocks, a `Pull` watches the handle and has each slab copied as it is sealed,
-while prefill still computes. If the cache cannot be had, the engine computes the prompt itself: a token is a pure
-function of its request, so the answer is the same, only later.
+As soon as the engine has reserved the blocks, a `KVPull` watches the handle and has each slab copied when it is sealed,
+while prefill still computes. If the blocks cannot be read, the engine computes the prompt itself. The answer is the
+same, since a token is a pure function of its request, but later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from decode_svc.pull import Pull, RegionReader
+from decode_svc.kv_pull import KVPull, SlabCopier
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import PullRow, TablesReply
@@ -18,74 +18,93 @@ from tandem_engine import messages
 from tandem_runtime.errors import KvCorrupt, TandemError, Unavailable
 from tandem_runtime.kv.tables import fill, prompt_bytes
 from tandem_runtime.log import get_logger
-from tandem_worker.card import kv_layout
-from tandem_worker.engine_link import EngineLink
-from tandem_worker.engine_regions import EngineRegions
-from tandem_worker.front import WorkerFront
-from tandem_worker.kv_link import KvLink, lost_is_unavailable, offer_of
-from tandem_worker.requests import ActiveRequest
+from tandem_runtime.tasks import TaskSet
+from tandem_worker.engine_link import EngineLink, EngineRegions
+from tandem_worker.kv_connector import KVConnector
+from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable
+from tandem_worker.model_card import kv_layout
+from tandem_worker.requests import ActiveRequest, PhaseSpan, RequestTable
 from tandem_worker.settings import WorkerSettings
-from tandem_worker.spans import Phase, PhaseSpans
 
 log = get_logger(__name__)
 
 
-class DecodeHandOver:
-    """Decode's side of the hand-over; implements tandem_worker.front.HandOver."""
+class KVConsumer(KVConnector):
+    """Reads the KV blocks of a decode worker's requests."""
 
-    def __init__(self, engine: EngineLink, link: KvLink, regions: EngineRegions, settings: WorkerSettings) -> None:
-        self.spans = PhaseSpans(phases)
+    def __init__(
+        self,
+        engine: EngineLink,
+        link: KvLink,
+        regions: EngineRegions,
+        requests: RequestTable,
+        settings: WorkerSettings,
+    ) -> None:
+        self.copier = SlabCopier(engine, regions, settings.kv_transport)
         self._engine = engine
         self._link = link
-        self.reader = RegionReader(engine, regions, settings.kv_transport)
-        self._front: WorkerFront | None = None
+        self._requests = requests
         self._layout = pb.KvLayout()
         self._lease_ms = int(settings.lease_seconds * 1000)
-        self._pulls: dict[str, tuple[Pull, asyncio.Task[None]]] = {}
-        self._releases: set[asyncio.Task[None]] = set()
+        self._pulls: dict[str, tuple[KVPull, asyncio.Task[None]]] = {}
+        self._pull_tasks = TaskSet()
+        self._release_tasks = TaskSet()
         self._counters = {"kv_pulls": 0.0, "kv_pull_failures": 0.0, "kv_bytes_pulled": 0.0}
 
     @property
     def kv_address(self) -> str:
         return self._link.address
 
-    def bind(self, front: WorkerFront) -> None:
-        self._front = front
-
     def mode(self, submit: pb.Submit) -> messages.Mode:
         return "decode" if submit.HasField("handle") else "aggregated"
 
-    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+    def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
-        if fds:  # else blocks that are filled here cannot be offered to the store
-            self._link.lend(offer_of(ready, fds[0]))
+        if fds:  # without a region, the blocks filled here cannot be published
+            self._link.lend(lent_pool(ready, fds[0]))
 
-    async def prepared(self) -> None:
-        """Decode can always compute by itself: it waits for no KV service."""
+    async def wait_ready(self) -> None:
+        """Return at once: without a KV service, decode computes the prompts itself."""
 
-    def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
+    def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
         if request.submit.HasField("handle"):
-            pull = Pull(request, self._layout, reserved.num_cached_blocks, self.reader)
-            self._pulls[request.key] = pull, asyncio.create_task(self._pull(request, pull))
+            pull = KVPull(request, self._layout, reserved.num_cached_blocks, self.copier)
+            self._pulls[request.key] = pull, self._pull_tasks.spawn(self._pull(request, pull))
 
-    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
+    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
         log.warning("unexpected_seal", request_id=sealed.request_id)
 
-    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
-        """Note in the last ledger what of a handed-over prompt had to be computed after all."""
+    def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        """Write into the last ledger how many tokens of a prefilled prompt this worker had to compute."""
         if output.is_last and request.submit.HasField("handle"):
             request.ledger.num_reprefill_tokens = output.num_computed_tokens
             wire.ledger.CopyFrom(request.ledger)
 
-    def imported(self, imported: messages.SlabImported) -> None:
-        self.reader.imported(imported)
+    def on_imported(self, imported: messages.SlabImported) -> None:
+        self.copier.on_imported(imported)
 
-    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
-        self.reader.forget(request)
+    def on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
+        self.copier.forget(request)
         pull, task = self._pulls.pop(request.key, (None, None))
         if pull is not None and task is not None and not task.done():
             task.cancel()
             self._release(request, pull, has_failed=True)
+
+    def spans(self, ledger: pb.PhaseLedger) -> Iterator[PhaseSpan]:
+        """Return the spans of a finished request; a request without a handle has no transfer."""
+        pulled: dict[str, str | int] = {
+            "tandem.kv.bytes": ledger.num_bytes_pulled,
+            "tandem.kv.transport": ledger.transport,
+        }
+        yield PhaseSpan("kv.transfer", ledger.transfer_start_ns, ledger.transfer_end_ns, pulled)
+        yield PhaseSpan("decode.queue", ledger.transfer_end_ns or ledger.submitted_ns, ledger.scheduled_ns, {})
+        yield PhaseSpan("decode.first_token", ledger.scheduled_ns, ledger.first_token_ns, {})
+        made: dict[str, str | int] = {
+            "gen_ai.usage.output_tokens": ledger.num_generated_tokens,
+            "tandem.tokens.drafted": ledger.num_draft_tokens,
+            "tandem.tokens.accepted": ledger.num_accepted_tokens,
+        }
+        yield PhaseSpan("decode.stream", ledger.first_token_ns, ledger.finished_ns, made)
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
@@ -105,33 +124,31 @@ class DecodeHandOver:
             deadline_unix_ms=request.submit.deadline_unix_ms,
         )
 
-    async def drained(self) -> None:
-        await asyncio.gather(*self._releases, return_exceptions=True)
+    async def wait_drained(self) -> None:
+        await self._release_tasks.join()
 
     async def close(self) -> None:
-        tasks = [*(task for _, task in self._pulls.values()), *self._releases]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pull_tasks.cancel()
+        await self._release_tasks.cancel()
 
-    async def _pull(self, request: ActiveRequest, pull: Pull) -> None:
-        """Pull every block, set the request going, give the lease back; or let the engine compute the prompt."""
+    async def _pull(self, request: ActiveRequest, pull: KVPull) -> None:
+        """Pull every block, start decoding and release the lease; on failure, have the engine compute the prompt."""
         self._counters["kv_pulls"] += 1
         has_failed = True
         try:
             with lost_is_unavailable():
                 first = await pull.run(self._link.client())
                 if first.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-                    await pull.copied()  # no step to hurry for, and the ledger is to be whole
+                    await pull.wait_copied()  # no step follows, so wait for a complete ledger
         except TandemError as error:
             self._failed(request, error)
             self._engine.send(messages.Recompute(request.key))
         except Exception:
-            log.exception("kv_pull_broke", request_id=request.submit.request_id)
+            log.exception("kv_pull_internal_error", request_id=request.submit.request_id)
             self._counters["kv_pull_failures"] += 1
             self._engine.send(messages.Recompute(request.key))
         else:
-            self._pulls.pop(request.key, None)  # over: `ended` must not cancel it
+            self._pulls.pop(request.key, None)  # this task has finished: `on_end` must not cancel it
             self._start(request, first)
             has_failed = False
         self._release(request, pull, has_failed=has_failed)
@@ -141,29 +158,27 @@ class DecodeHandOver:
         log.warning("kv_pull_failed", request_id=request.submit.request_id, error=error.message)
 
     def _start(self, request: ActiveRequest, first: kv.FirstToken) -> None:
-        """Pass token one on, for prefill may have died before it could, and go on at token two."""
-        assert self._front is not None, "bound before the first request"
+        """Start decoding at token two, and send token one too: prefill may have died before it sent token one."""
         is_finished = first.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         if not is_finished:
-            self._engine.send(messages.StartDecode(request.key, [first.token_id]))  # token two is waited for
-        self._front.emit(request, _first_output(request, first))
+            self._engine.send(messages.StartDecode(request.key, [first.token_id]))  # first, since it delays token two
+        request.stream.add(_first_output(request, first))
+        request.stream.flush(step=0)
         if is_finished:
             self._engine.send(messages.AbortRequest(request.key))
-            self._front.finish(request)
+            self._requests.end(request, None)
 
-    def _release(self, request: ActiveRequest, pull: Pull, *, has_failed: bool) -> None:
-        task = asyncio.create_task(self._give_back(request, pull, has_failed))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+    def _release(self, request: ActiveRequest, pull: KVPull, *, has_failed: bool) -> None:
+        self._release_tasks.spawn(self._release_when_copied(request, pull, has_failed))
 
-    async def _give_back(self, request: ActiveRequest, pull: Pull, has_failed: bool) -> None:
-        """Release the handle, which another choice may still read, once our engine has copied what it will."""
+    async def _release_when_copied(self, request: ActiveRequest, pull: KVPull, has_failed: bool) -> None:
+        """Release our lease of the handle once our engine no longer reads it; other choices may still read."""
         try:
             async with asyncio.timeout(max(1.0, request.seconds_left)):
-                await pull.copied()
+                await pull.wait_copied()
         except TimeoutError:
-            log.error("kv_copy_not_answered", request_id=request.submit.request_id)
-        except KvCorrupt as error:  # the engine has noticed, and computes those blocks
+            log.error("kv_copy_timed_out", request_id=request.submit.request_id)
+        except KvCorrupt as error:  # the engine computes those blocks itself
             if not has_failed:
                 self._failed(request, error)
         self._counters["kv_bytes_pulled"] += request.ledger.num_bytes_pulled
@@ -172,7 +187,7 @@ class DecodeHandOver:
             with lost_is_unavailable():
                 await self._link.client().release(submit.handle, submit.request_id)
         except Unavailable as error:
-            log.info("kv_release_not_delivered", error=error.message)  # the lease runs out by itself
+            log.info("kv_release_not_delivered", error=error.message)  # the lease expires by itself
         except TandemError as error:
             log.info("kv_release_refused", request_id=submit.request_id, error=error.message)
 
@@ -193,17 +208,3 @@ def _first_output(request: ActiveRequest, first: kv.FirstToken) -> pb.TokenOutpu
         request.ledger.num_prompt_tokens = submit.num_prompt_tokens
         output.ledger.CopyFrom(request.ledger)
     return output
-
-
-def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:
-    """Split a decode's ledger into its spans; an aggregated request has no transfer."""
-    pulled: dict[str, str | int] = {"tandem.kv.bytes": ledger.num_bytes_pulled, "tandem.kv.transport": ledger.transport}
-    yield Phase("kv.transfer", ledger.transfer_start_ns, ledger.transfer_end_ns, pulled)
-    yield Phase("decode.queue", ledger.transfer_end_ns or ledger.submitted_ns, ledger.scheduled_ns, {})
-    yield Phase("decode.first_token", ledger.scheduled_ns, ledger.first_token_ns, {})
-    made: dict[str, str | int] = {
-        "gen_ai.usage.output_tokens": ledger.num_generated_tokens,
-        "tandem.tokens.drafted": ledger.num_draft_tokens,
-        "tandem.tokens.accepted": ledger.num_accepted_tokens,
-    }
-    yield Phase("decode.stream", ledger.first_token_ns, ledger.finished_ns, made)

@@ -1,1 +1,1 @@
-"""The prefill worker: a prompt in, sealed KV blocks and the first token out."""
+"""The prefill worker: reads a prompt, seals its KV blocks and samples the first token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from prefill_svc.kv_producer import PrefillHandOver
+from prefill_svc.kv_producer import KVProducer
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.settings import load_settings
 from tandem_worker import process
@@ -12,7 +12,7 @@ from tandem_worker.settings import WorkerSettings
 
 
 def main() -> int:
-    return process.main(load_settings(WorkerSettings, "prefill"), pb.WORKER_ROLE_PREFILL, PrefillHandOver)
+    return process.main(load_settings(WorkerSettings, "prefill"), pb.WORKER_ROLE_PREFILL, KVProducer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What becomes of a prompt's KV blocks once prefill has computed them?
+"""Prefill's side of moving KV: seals the blocks of a prompt at the KV service while the engine computes them.
 
-A request's `Sealer` reserves its handle, seals each run of blocks as the engine completes it, and closes the handle
-with the first tokens. The engine holds the blocks until the KV service says that the handle has ended; `Holds` keeps
-book of that, and gives them back by itself if the KV service is lost.
+A `KVPublisher` per request reserves the handle, seals each run of blocks that the engine completes, and closes the
+handle with the first tokens. The engine keeps the blocks until the handle has ended: see `pinned_blocks`.
 """
 
 from __future__ import annotations
@@ -10,35 +9,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from prefill_svc.kv_publisher import Sealer
-from prefill_svc.pinned_blocks import Holds
+from prefill_svc.pinned_blocks import PinnedBlocks
+from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import HoldRow, TablesReply
 from tandem_engine import messages
 from tandem_runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError, Unsupported
+from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.seal_stream import SealStream, seal_request
 from tandem_runtime.kv.tables import fill, prompt_bytes
 from tandem_runtime.log import get_logger
-from tandem_worker.card import kv_layout
-from tandem_worker.engine_link import EngineLink
-from tandem_worker.engine_regions import EngineRegions
-from tandem_worker.front import WorkerFront
-from tandem_worker.kv_link import KvLink, lost_is_unavailable, offer_of
-from tandem_worker.requests import ActiveRequest
+from tandem_runtime.tasks import TaskSet
+from tandem_worker.engine_link import EngineLink, EngineRegions
+from tandem_worker.kv_connector import KVConnector
+from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable
+from tandem_worker.model_card import kv_layout
+from tandem_worker.requests import ActiveRequest, PhaseSpan, RequestTable
 from tandem_worker.settings import WorkerSettings
-from tandem_worker.spans import Phase, PhaseSpans
 
 log = get_logger(__name__)
 
 
-class PrefillHandOver:
-    """Prefill's side of the hand-over; implements tandem_worker.front.HandOver."""
+class KVProducer(KVConnector):
+    """Publishes the KV blocks of a prefill worker's requests."""
 
-    def __init__(self, engine: EngineLink, link: KvLink, regions: EngineRegions, settings: WorkerSettings) -> None:
-        self.spans = PhaseSpans(phases)
+    def __init__(
+        self,
+        engine: EngineLink,
+        link: KvLink,
+        regions: EngineRegions,
+        requests: RequestTable,
+        settings: WorkerSettings,
+    ) -> None:
+        self._pinned = PinnedBlocks(engine, link)
         self._link = link
-        self._holds = Holds(engine, link)
-        self._sealers: dict[str, Sealer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._publishers: dict[str, KVPublisher] = {}
+        self._tasks = TaskSet()
         self._layout = pb.KvLayout()
         self._region_id = ""
         self._lease_ms = int(settings.lease_seconds * 1000)
@@ -48,59 +54,67 @@ class PrefillHandOver:
     def kv_address(self) -> str:
         return self._link.address
 
-    def bind(self, front: WorkerFront) -> None:
-        """Nothing of the front's is needed here."""
-
     def mode(self, submit: pb.Submit) -> messages.Mode:
         if not submit.HasField("handle"):
             raise InvalidRequest("a prefill request needs a KV handle to fill", field="handle")
         return "prefill"
 
-    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
+    def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         if not fds:
-            raise Unsupported("the engine lends no region of its KV pool, so prefill cannot hand its blocks over")
+            raise Unsupported("the engine lends no region of its KV pool, so decode workers cannot read its blocks")
         self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
-        self._link.lend(offer_of(ready, fds[0]))
-        self._holds.follow(ready.region_id)
+        self._link.lend(lent_pool(ready, fds[0]))
+        self._pinned.follow(ready.region_id)
 
-    async def prepared(self) -> None:
+    async def wait_ready(self) -> None:
         await self._link.wait_lent()
 
-    def reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
+    def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
         handle = request.submit.handle
-        sealer = Sealer(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
-        self._sealers[request.key] = sealer
-        self._holds.add(handle, request.key)
-        sealer.task = asyncio.create_task(self._seal(request, sealer))
-        self._tasks.add(sealer.task)
-        sealer.task.add_done_callback(self._tasks.discard)
+        publisher = KVPublisher(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
+        self._publishers[request.key] = publisher
+        self._pinned.add(handle, request.key)
+        publisher.task = self._tasks.spawn(self._publish(request, publisher))
 
-    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
-        if sealer := self._sealers.get(request.key):
-            sealer.blocks(sealed)
+    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
+        if publisher := self._publishers.get(request.key):
+            publisher.add_blocks(sealed)
 
-    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
-        if sealer := self._sealers.get(request.key):
-            sealer.first_token(wire)
+    def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        if publisher := self._publishers.get(request.key):
+            publisher.add_first_token(wire)
 
-    def imported(self, imported: messages.SlabImported) -> None:
-        log.warning("unexpected_import", request_id=imported.request_id)
+    def on_imported(self, imported: messages.SlabImported) -> None:
+        log.warning("unexpected_slab_import", request_id=imported.request_id)
 
-    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
-        """A request that ended well is sealed to its end; one that broke is aborted, for its reader to know at once."""
-        sealer = self._sealers.pop(request.key, None)
-        if sealer is None or error is None:
+    def on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
+        """Let the publisher of a finished request complete; abort the handle of a failed one, for its readers."""
+        publisher = self._publishers.pop(request.key, None)
+        if publisher is None or error is None:
             return
-        assert sealer.task is not None, "set as the sealer was made"
-        sealer.task.cancel()
-        self._holds.abort(request.submit.handle, error)
+        assert publisher.task is not None, "set when the publisher was created"
+        publisher.task.cancel()
+        self._pinned.abort(request.submit.handle, error)
+
+    def spans(self, ledger: pb.PhaseLedger) -> Iterator[PhaseSpan]:
+        yield PhaseSpan("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
+        yield PhaseSpan(
+            "prefill.compute",
+            ledger.scheduled_ns,
+            ledger.first_token_ns,
+            {
+                "tandem.tokens.computed": ledger.num_computed_tokens,
+                "tandem.tokens.cached": ledger.num_cached_tokens,
+                "gen_ai.usage.input_tokens": ledger.num_prompt_tokens,
+            },
+        )
 
     def counters(self) -> dict[str, float]:
         return dict(self._counters)
 
     def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
         reply.lease_ms = self._lease_ms
-        reply.num_left_out += fill(reply.holds, self._holds.handles(), self._hold_row, max_rows)
+        reply.num_left_out += fill(reply.holds, self._pinned.handles(), self._hold_row, max_rows)
 
     def _hold_row(self, handle: pb.KvHandle) -> HoldRow:
         return HoldRow(
@@ -112,46 +126,116 @@ class PrefillHandOver:
             deadline_unix_ms=handle.deadline_unix_ms,
         )
 
-    async def drained(self) -> None:
-        await self._holds.wait_empty()
+    async def wait_drained(self) -> None:
+        await self._pinned.wait_empty()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._holds.close()
+        await self._tasks.cancel()
+        await self._pinned.close()
 
-    async def _seal(self, request: ActiveRequest, sealer: Sealer) -> None:
-        """Seal until the handle is closed; without a KV service the blocks go back, and decode computes by itself."""
+    async def _publish(self, request: ActiveRequest, publisher: KVPublisher) -> None:
+        """Seal until the handle is closed; without a KV service, release the blocks: decode computes the prompt."""
         try:
             async with asyncio.timeout(max(0.0, request.seconds_left)):
                 with lost_is_unavailable():
-                    await sealer.run(self._link.client())
-            self._counters["kv_slabs_sealed"] += sealer.num_slabs
+                    await publisher.run(self._link.client())
+            self._counters["kv_slabs_sealed"] += publisher.num_slabs
         except TandemError as error:
-            self._seal_failed(request, error)
+            self._publish_failed(request, error)
         except TimeoutError:
-            self._seal_failed(request, DeadlineExceeded("the request's deadline passed before its KV cache was sealed"))
+            late = DeadlineExceeded("the request's deadline passed before its KV cache was sealed")
+            self._publish_failed(request, late)
         except Exception as error:
-            log.exception("kv_seal_broke", request_id=request.submit.request_id)
-            self._seal_failed(request, InternalError(f"prefill could not seal: {error!r}"))
+            log.exception("kv_seal_internal_error", request_id=request.submit.request_id)
+            self._publish_failed(request, InternalError(f"prefill could not seal: {error!r}"))
 
-    def _seal_failed(self, request: ActiveRequest, error: TandemError) -> None:
+    def _publish_failed(self, request: ActiveRequest, error: TandemError) -> None:
         self._counters["kv_seal_failures"] += 1
         log.warning("kv_seal_failed", request_id=request.submit.request_id, error=error.message)
-        self._holds.abort(request.submit.handle, error)
+        self._pinned.abort(request.submit.handle, error)
 
 
-def phases(ledger: pb.PhaseLedger) -> Iterator[Phase]:
-    """Split a prefill's ledger into its spans."""
-    yield Phase("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
-    yield Phase(
-        "prefill.compute",
-        ledger.scheduled_ns,
-        ledger.first_token_ns,
-        {
-            "tandem.tokens.computed": ledger.num_computed_tokens,
-            "tandem.tokens.cached": ledger.num_cached_tokens,
-            "gen_ai.usage.input_tokens": ledger.num_prompt_tokens,
-        },
-    )
+class KVPublisher:
+    """Publishes the KV cache of one prompt: turns SealedBlocks and first tokens into Reserve and Seal calls, in order.
+
+    Blocks that complete during a call are sealed together by the next call.
+    """
+
+    def __init__(self, handle: pb.KvHandle, layout: pb.KvLayout, region_id: str, num_choices: int) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.num_slabs = 0
+        self._handle = handle
+        self._layout = layout
+        self._region_id = region_id
+        self._num_choices = num_choices
+        self._slabs: list[kv.Slab] = []
+        self._num_blocks = 0
+        self._has_all_blocks = False
+        self._first_tokens: dict[int, kv.FirstToken] = {}
+        self._changed = asyncio.Event()
+
+    def add_blocks(self, sealed: messages.SealedBlocks) -> None:
+        """Add a run of completed blocks; the last run may be empty."""
+        if sealed.slots:
+            self._slabs.append(self._slab(sealed))
+        self._num_blocks = max(self._num_blocks, sealed.first_block + len(sealed.slots))
+        self._has_all_blocks = self._has_all_blocks or sealed.is_last
+        self._changed.set()
+
+    def add_first_token(self, output: pb.TokenOutput) -> None:
+        token = kv.FirstToken(token_id=output.token_ids[0], finish_reason=output.finish_reason)
+        if output.logprobs:
+            token.logprobs.CopyFrom(output.logprobs[0])
+        self._first_tokens[output.choice_index] = token
+        self._changed.set()
+
+    async def run(self, client: KvClient) -> None:
+        """Reserve the handle, then seal until the handle is closed; raises TandemError if the KV service refuses."""
+        await client.reserve(self._handle, self._region_id, self._layout)
+        stream = client.seal_stream()
+        try:
+            while not await self._seal_next(stream):
+                pass
+        finally:
+            stream.close()
+
+    async def _seal_next(self, stream: SealStream) -> bool:
+        """Seal the blocks added since the last call; return True once the handle is closed."""
+        await self._changed.wait()
+        self._changed.clear()
+        slabs, self._slabs = self._slabs, []
+        is_complete = self._has_all_blocks and len(self._first_tokens) == self._num_choices
+        if not slabs and not is_complete:
+            return False
+        await stream.seal(seal_request(self._handle, slabs, self._closed() if is_complete else None))
+        return is_complete
+
+    def _closed(self) -> kv.Closed:
+        first_tokens = [self._first_tokens[index] for index in range(self._num_choices)]
+        return kv.Closed(num_slabs=self.num_slabs, num_blocks=self._num_blocks, first_tokens=first_tokens)
+
+    def _slab(self, sealed: messages.SealedBlocks) -> kv.Slab:
+        group = self._layout.groups[sealed.group]
+        size = group.bytes_per_block
+        slab = kv.Slab(
+            index=self.num_slabs,
+            group=sealed.group,
+            first_block=sealed.first_block,
+            num_blocks=len(sealed.slots),
+            first_layer=group.layers[0],
+            num_layers=len(group.layers),
+            extents=[
+                pb.Extent(
+                    kind=pb.MEMORY_KIND_HOST,
+                    region_id=self._region_id,
+                    offset=slot * size,
+                    num_bytes=size,
+                    slot=slot,
+                    generation=generation,
+                )
+                for slot, generation in zip(sealed.slots, sealed.generations, strict=True)
+            ],
+            checksums=sealed.checksums,
+        )
+        self.num_slabs += 1
+        return slab

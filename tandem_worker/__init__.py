@@ -1,1 +1,1 @@
-"""What the prefill and the decode worker share: an engine process behind a gRPC front. No torch."""
+"""What prefill and decode workers share: an engine process behind a gRPC front. Imports no torch."""

@@ -1,4 +1,4 @@
-"""How do requests and tokens look on the wire, and how to the engine process?"""
+"""Converts requests and tokens between the wire (protobuf) and the engine process (tandem_engine.messages)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSALS: dict[str, type[TandemError]] = {
 
 
 def sampling_from_proto(params: pb.SamplingParams) -> SamplingParams:
-    """Return the engine's sampling parameters; raises InvalidRequest naming the field that is out of range."""
+    """Return the engine's sampling parameters; raises InvalidRequest naming a field that is out of range."""
     try:
         return SamplingParams(
             max_tokens=params.max_tokens,
@@ -55,7 +55,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> SamplingParams:
 
 def _grammar(grammar: pb.Grammar) -> Grammar:
     if grammar.kind not in _GRAMMAR_KINDS:
-        raise ValueError(f"grammar.kind is {grammar.kind}, which this worker does not know")
+        raise ValueError(f"grammar.kind is {grammar.kind}, which this worker does not support")
     return Grammar(_GRAMMAR_KINDS[grammar.kind], grammar.text)
 
 
@@ -78,13 +78,13 @@ def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> mess
 
 
 def refusal(refused: messages.Refused) -> TandemError:
-    """Return the error behind the engine's refusal; an overloaded worker asks to be tried again in a second."""
+    """Return the error for an engine's refusal; an overloaded worker asks for a retry after 1 s."""
     kind = _REFUSALS.get(refused.reason, InternalError)
     return kind(refused.message, retry_after_seconds=1.0 if kind is Overloaded else None)
 
 
 def output_to_proto(output: messages.RequestOutput, submit: pb.Submit) -> pb.TokenOutput:
-    """Return the wire form of new tokens, without a ledger."""
+    """Return new tokens in wire form, without a ledger."""
     return pb.TokenOutput(
         request_id=submit.request_id,
         attempt=submit.attempt,
@@ -97,7 +97,7 @@ def output_to_proto(output: messages.RequestOutput, submit: pb.Submit) -> pb.Tok
 
 
 def ledger(output: messages.RequestOutput, submit: pb.Submit) -> pb.PhaseLedger:
-    """Return what the engine did for a request, read off its last output."""
+    """Return the ledger of a request from the last output of the engine."""
     return pb.PhaseLedger(
         num_prompt_tokens=submit.num_prompt_tokens,
         num_computed_tokens=output.num_computed_tokens,

@@ -1,21 +1,30 @@
-"""How do commands reach the engine process in order, from code that must not wait?"""
+"""Commands to the engine process, and the regions of other processes that the engine has mapped."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 
+from tandem_engine import messages
 from tandem_engine.channel import ChannelClosed, Received
 from tandem_engine.client import EngineClient
-from tandem_engine.messages import Command
 from tandem_runtime.log import get_logger
+from tandem_worker.kv_link import KvLink
 
 log = get_logger(__name__)
 
+_IDLE_SECONDS = 60.0
+"""Seconds without a read before a region is unmapped. A mapping keeps the owner's memory allocated, even after the
+owner's death. Mapping a region again takes a millisecond."""
+
 
 class EngineLink:
-    """Sends commands to one engine process and hands out its events; `send` never blocks and never fails.
+    """Sends commands to one engine process and yields its events; `send` never blocks and never fails.
 
-    A command to an engine that has died is dropped: its death arrives as an event and ends every request anyway.
+    A command to a dead engine is dropped: the engine's death arrives as an event and ends every request.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -25,13 +34,13 @@ class EngineLink:
     def pid(self) -> int:
         return self._client.pid
 
-    def send(self, command: Command, fd: int | None = None) -> None:
-        """Send a command, behind those sent before it; a descriptor is duplicated and stays the caller's."""
+    def send(self, command: messages.Command, fd: int | None = None) -> None:
+        """Send a command after those sent before. A descriptor is duplicated and stays the caller's."""
         try:
             self._client.send(command, fd)
         except ChannelClosed:
-            log.debug("command_to_a_dead_engine_dropped", command=type(command).__name__)
-        except Exception:  # one command that cannot be sent must not hold up all that follow
+            log.debug("command_dropped_engine_dead", command=type(command).__name__)
+        except Exception:  # a command that cannot be sent must not stop the commands after it
             log.exception("command_not_sent", command=type(command).__name__)
 
     def events(self) -> AsyncIterator[Received]:
@@ -40,3 +49,64 @@ class EngineLink:
 
     async def stop(self) -> None:
         await self._client.stop()
+
+
+@dataclass(eq=False)
+class _Mapping:
+    """A region that the engine has mapped, or is about to map."""
+
+    task: asyncio.Task[None]
+    expiry: asyncio.TimerHandle | None = None
+
+    def unmap_later(self, seconds: float, unmap: Callable[[], None]) -> None:
+        self.cancel_expiry()
+        self.expiry = asyncio.get_running_loop().call_later(seconds, unmap)
+
+    def cancel_expiry(self) -> None:
+        if self.expiry is not None:
+            self.expiry.cancel()
+
+
+class EngineRegions:
+    """Has the engine map regions when they are needed, and unmap them when they have been idle."""
+
+    def __init__(self, engine: EngineLink, link: KvLink, idle_seconds: float = _IDLE_SECONDS) -> None:
+        self.idle_seconds = idle_seconds
+        self._engine = engine
+        self._link = link
+        self._mapped: dict[str, _Mapping] = {}
+
+    async def map(self, region_ids: Iterable[str]) -> None:
+        """Have the engine map these regions; raises Unavailable or KvNotFound."""
+        for region_id in set(region_ids):
+            mapping = self._mapped.get(region_id)
+            if mapping is None:
+                mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
+            try:
+                await asyncio.shield(mapping.task)
+            except Exception:
+                if self._mapped.get(region_id) is mapping:  # the next caller tries again
+                    del self._mapped[region_id]
+                raise
+            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
+
+    def unmap(self, region_ids: Iterable[str]) -> None:
+        """Have the engine unmap regions that are idle or could not be read; their owner may be dead."""
+        for region_id in region_ids:
+            if (mapping := self._mapped.pop(region_id, None)) is not None:
+                mapping.cancel_expiry()
+                self._engine.send(messages.UnmapRegion(region_id))
+
+    def close(self) -> None:
+        for mapping in self._mapped.values():
+            mapping.cancel_expiry()
+            mapping.task.cancel()
+
+    async def _map(self, region_id: str) -> None:
+        grant = await self._link.fetch_region(region_id)
+        try:
+            self._engine.send(
+                messages.MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset), grant.fd
+            )
+        finally:
+            os.close(grant.fd)

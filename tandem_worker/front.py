@@ -1,10 +1,15 @@
-"""What happens between a gateway's command and the engine process, and back? One `WorkerFront` per worker process."""
+"""The front of a worker process: passes commands of gateways to the engine process, and its outputs back.
+
+The gRPC service calls a `WorkerFront`. A request goes submit -> KVOffload.add -> engine, then through the engine's
+events: Reserved or Refused, StepDone for each step, and its end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply
@@ -20,38 +25,35 @@ from tandem_runtime.errors import (
 )
 from tandem_runtime.log import get_logger
 from tandem_runtime.memory import MemoryProbe
-from tandem_worker import card as cards
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
-from tandem_worker.kv_connector import HandOver
-from tandem_worker.kv_offload import PromptCache
-from tandem_worker.requests import ActiveRequest, RequestTable
-from tandem_worker.streams import GatewayStream
-from tandem_worker.tables import worker_tables
+from tandem_worker.kv_connector import KVConnector
+from tandem_worker.kv_offload import KVOffload
+from tandem_worker.model_card import check_model, model_card
+from tandem_worker.requests import ActiveRequest, GatewayStream, RequestTable, record_spans
 
 log = get_logger(__name__)
 
 
 class WorkerFront:
-    """Owns the table of requests and the engine's events; every method runs on the event loop."""
+    """Handles the commands of gateways and the events of the engine; every method runs on the event loop."""
 
     def __init__(
         self,
-        role: pb.WorkerRole.ValueType,
         incarnation: str,
         engine: EngineLink,
-        hand_over: HandOver,
-        prompt_cache: PromptCache,
+        requests: RequestTable,
+        connector: KVConnector,
+        offload: KVOffload,
     ) -> None:
-        self.role = role
         self.incarnation = incarnation
         self.card: pb.ModelCard | None = None
         self.engine_failure: TandemError | None = None
         self.stopped = asyncio.Event()
         self._engine = engine
-        self._hand_over = hand_over
-        self._prompt_cache = prompt_cache
-        self._requests = RequestTable()
+        self._requests = requests
+        self._connector = connector
+        self._offload = offload
         self._streams: set[GatewayStream] = set()
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
@@ -63,8 +65,8 @@ class WorkerFront:
         self._when_ready: Callable[[dict[str, str]], None] = lambda paths: None
         self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
 
-    def on_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
-        """Have `callback` called with the assets' paths once the engine has loaded."""
+    def when_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
+        """Call `callback` with the paths of the assets once the worker is ready."""
         self._when_ready = callback
 
     # ------------------------------------------------------------------------------------- commands of gateways
@@ -80,18 +82,19 @@ class WorkerFront:
             log.warning("duplicate_submit_ignored", request_id=submit.request_id, attempt=submit.attempt)
             return
         self._watch_deadline(request)
-        self._prompt_cache.add(request, command)
+        request.on_end.append(partial(self._on_end, request))
+        self._offload.add(request, command)
 
     def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None:
         request = self._requests.get(f"{cancel.request_id}.{cancel.attempt}")
         if request is not None and request.stream is stream:
             self.abort(request, Cancelled("the gateway cancelled the request"))
 
-    def attached(self, stream: GatewayStream) -> None:
+    def attach(self, stream: GatewayStream) -> None:
         self._streams.add(stream)
         self._has_no_streams.clear()
 
-    def detached(self, stream: GatewayStream) -> None:
+    def detach(self, stream: GatewayStream) -> None:
         self._streams.discard(stream)
         if not self._streams:
             self._has_no_streams.set()
@@ -100,20 +103,10 @@ class WorkerFront:
                 self.abort(request, Cancelled("the gateway's stream ended"))
 
     def abort(self, request: ActiveRequest, error: TandemError) -> None:
-        """End a request that still runs: the engine forgets it, the gateway is told why."""
+        """End a request that still runs, in the engine and at the gateway."""
         self._engine.send(messages.AbortRequest(request.key))
         request.stream.fail(request.submit, error)
-        self._end(request, error)
-
-    def emit(self, request: ActiveRequest, output: pb.TokenOutput) -> None:
-        """Send an output that the engine did not make."""
-        request.stream.add(output)
-        request.stream.flush(step=0)
-
-    def finish(self, request: ActiveRequest) -> None:
-        """End a request whose last output has been emitted."""
-        self._hand_over.spans.record(request)
-        self._end(request, None)
+        self._requests.end(request, error)
 
     def _command(self, request: ActiveRequest) -> messages.AddRequest:
         if self.engine_failure is not None:
@@ -122,33 +115,34 @@ class WorkerFront:
             raise Draining("the worker is draining and takes no new requests", retry_after_seconds=1.0)
         if self.card is None:
             raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
-        cards.check_model(self.card, request.submit.model)
+        check_model(self.card, request.submit.model)
         if request.seconds_left <= 0:
             raise DeadlineExceeded("the request's deadline had passed when it arrived")
-        return convert.add_request(request.submit, request.key, self._hand_over.mode(request.submit))
+        return convert.add_request(request.submit, request.key, self._connector.mode(request.submit))
 
     def _watch_deadline(self, request: ActiveRequest) -> None:
         def expire() -> None:
             self.abort(request, DeadlineExceeded("the request's deadline passed while it ran; ask for fewer tokens"))
 
         timer = asyncio.get_running_loop().call_later(request.seconds_left, expire)
-        request.on_end.append(timer.cancel)
+        request.on_end.append(lambda error: timer.cancel())
 
-    def _end(self, request: ActiveRequest, error: TandemError | None) -> None:
-        self._requests.end(request)
-        self._hand_over.ended(request, error)
+    def _on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
+        if error is None:
+            record_spans(request, self._connector.spans(request.ledger))
+        self._connector.on_end(request, error)
 
     # ------------------------------------------------------------------------------------- events of the engine
 
     async def pump(self) -> None:
-        """Handle the engine's events until it ends; then fail what is left, and set `stopped`."""
+        """Handle the engine's events until the engine ends; then fail the requests left, and set `stopped`."""
         try:
             async for event, fds in self._engine.events():
                 self._handle(event, fds)
         except TandemError as error:
             self._failed(error)
         except Exception as error:
-            log.exception("engine_event_broke")
+            log.exception("engine_event_failed")
             self._failed(InternalError(f"an event of the engine could not be handled: {error!r}"))
         finally:
             why = self.engine_failure.message if self.engine_failure else "it was stopped"
@@ -163,11 +157,11 @@ class WorkerFront:
                 self._sealed(event.sealed)
             case messages.Reserved() if request := self._requests.get(event.request_id):
                 request.stream.accept(request.submit, self._stats.num_waiting if self._stats else 0)
-                self._hand_over.reserved(request, event)
+                self._connector.on_reserved(request, event)
             case messages.Refused() if request := self._requests.get(event.request_id):
                 self._refuse(request, convert.refusal(event))
             case messages.SlabImported():
-                self._hand_over.imported(event)
+                self._connector.on_imported(event)
             case messages.RequestFailed() if request := self._requests.get(event.request_id):
                 kind = InvalidRequest if event.is_callers_fault else InternalError
                 self.abort(request, kind(event.message))
@@ -179,7 +173,7 @@ class WorkerFront:
             case messages.EngineFailed():
                 self._engine_failed(event)
             case _:
-                log.debug("event_of_an_ended_request", kind=type(event).__name__)
+                log.debug("event_for_ended_request", kind=type(event).__name__)
 
     def _step(self, done: messages.StepDone) -> None:
         self._stats = done.stats
@@ -191,13 +185,10 @@ class WorkerFront:
         self._sealed(done.sealed)
         for stream in streams:
             stream.flush(done.step)
-        self._prompt_cache.admitted(done.admitted)
-        for key, block_hashes in done.preempted.items():
-            if request := self._requests.get(key):
-                self._prompt_cache.preempted(request, block_hashes)
+        self._offload.on_admitted(done.admitted)
         for filled in done.filled:
             if request := self._requests.get(filled.request_id):
-                self._prompt_cache.filled(request, filled)
+                self._offload.on_filled(request, filled)
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)
@@ -205,46 +196,46 @@ class WorkerFront:
     def _sealed(self, blocks: Sequence[messages.SealedBlocks]) -> None:
         for sealed in blocks:
             if request := self._requests.get(sealed.request_id):
-                self._hand_over.sealed(request, sealed)
+                self._connector.on_sealed(request, sealed)
 
     def _output(self, request: ActiveRequest, output: messages.RequestOutput) -> None:
         wire = convert.output_to_proto(output, request.submit)
         if output.is_last:
             request.ledger.MergeFrom(convert.ledger(output, request.submit))
             wire.ledger.CopyFrom(request.ledger)
-        self._hand_over.sampled(request, output, wire)
+        self._connector.on_output(request, output, wire)
         request.stream.add(wire)
 
     def _choice_ended(self, request: ActiveRequest) -> None:
         request.num_choices_open -= 1
         if request.num_choices_open == 0:
-            self.finish(request)
+            self._requests.end(request, None)
 
     def _refuse(self, request: ActiveRequest, error: TandemError) -> None:
         request.stream.refuse(request.submit, error)
-        self._end(request, error)
+        self._requests.end(request, error)
 
     def _ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._bytes_per_block = ready.layout.bytes_per_block
-        self._stats = stats.empty_pool(ready.num_blocks)
-        self._hand_over.ready(ready, fds)
-        self._prompt_cache.ready(ready)
+        self._stats = stats.stats_of_empty_pool(ready.num_blocks)
+        self._connector.on_ready(ready, fds)
+        self._offload.on_ready(ready)
         self._preparing = asyncio.create_task(self._prepare(ready))
 
     async def _prepare(self, ready: messages.Ready) -> None:
-        """Get ready for requests; a worker that cannot ends, rather than load for ever."""
+        """Get ready for requests; a worker that cannot get ready ends."""
         try:
             await self._get_ready(ready)
         except Exception as error:
-            log.exception("getting_ready_broke")
-            self._failed(error if isinstance(error, TandemError) else InternalError(f"getting ready broke: {error!r}"))
+            log.exception("startup_failed")
+            self._failed(error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {error!r}"))
             self.stopped.set()
 
     async def _get_ready(self, ready: messages.Ready) -> None:
         self._progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
-        await self._hand_over.prepared()
-        self.card = cards.model_card(ready)
-        if self._state == pb.WORKER_STATE_LOADING:  # else it drains already
+        await self._connector.wait_ready()
+        self.card = model_card(ready)
+        if self._state == pb.WORKER_STATE_LOADING:  # a worker that drains already stays so
             self._state = pb.WORKER_STATE_READY
         self._progress = messages.LoadProgress(stage="ready", fraction=1.0)
         self._when_ready(ready.model.asset_paths)
@@ -262,73 +253,73 @@ class WorkerFront:
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:
             request.stream.fail(request.submit, error)
-            self._end(request, error)
+            self._requests.end(request, error)
 
     # ------------------------------------------------------------------------------------------------- reports
 
     @property
     def kv_address(self) -> str:
-        return self._hand_over.kv_address
+        return self._connector.kv_address
 
     @property
     def stats(self) -> messages.EngineStats | None:
-        """The engine's figures as of its last step; None before it has loaded."""
+        """The engine's stats after its last step; None before it has loaded."""
         return self._stats
 
     def load(self) -> pb.LoadReport:
-        """Return the worker's figures as of its engine's last step."""
+        """Return the worker's load after the engine's last step."""
         report = pb.LoadReport(
             state=self._state,
             memory=self._memory.report(),
             load_progress=self._progress.fraction,
             load_stage=self._progress.stage,
-            counters={**self._hand_over.counters(), **self._prompt_cache.counters},
+            counters={**self._connector.counters(), **self._offload.counters},
             error=str(self.engine_failure or ""),
         )
         self._fill(report)
         return report
 
     def tables(self, max_rows: int) -> TablesReply:
-        """Return what this worker believes it holds, for the auditor."""
+        """Return the requests, handles and blocks that this worker keeps, for the auditor."""
         self._fill(now := pb.LoadReport())
-        return worker_tables(self.incarnation, self._requests, self._hand_over, now.kv, max_rows)
+        return stats.worker_tables(self.incarnation, self._requests, self._connector, now.kv, max_rows)
 
     def _fill(self, report: pb.LoadReport) -> None:
         if self._stats is not None:
-            stats.fill(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
+            stats.fill_load(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
 
     # -------------------------------------------------------------------------------------------------- ending
 
-    def refuse_new(self) -> None:
-        """Take no new requests from now on; what is known of us says so."""
+    def start_draining(self) -> None:
+        """Refuse new requests from now on, and report the state DRAINING."""
         if self._state != pb.WORKER_STATE_FAILED:
             self._state = pb.WORKER_STATE_DRAINING
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Let what runs finish, and wait until nobody needs our blocks; at most `timeout_seconds`."""
+        """Wait until the running requests and the readers of our blocks have finished; at most `timeout_seconds`."""
         log.info("draining", num_requests=len(self._requests))
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._requests.wait_idle()
-                await self._hand_over.drained()
+                await self._connector.wait_drained()
         except TimeoutError:
             log.warning("drain_timed_out", num_requests=len(self._requests), seconds=timeout_seconds)
             self._fail_all(Draining("the worker stopped before the request was finished"))
 
-    async def hang_up(self, timeout_seconds: float) -> None:
-        """End every gateway's stream behind its last event: whoever hears of our leaving has all of its tokens."""
+    async def end_streams(self, timeout_seconds: float) -> None:
+        """End every gateway's stream after its last event, so that each gateway has all its tokens before we leave."""
         for stream in self._streams:
             stream.close()
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._has_no_streams.wait()
         except TimeoutError:
-            log.warning("gateways_did_not_read", num_streams=len(self._streams))
+            log.warning("gateway_streams_not_drained", num_streams=len(self._streams))
 
     async def close(self) -> None:
         if self._preparing is not None:
             self._preparing.cancel()
             await asyncio.gather(self._preparing, return_exceptions=True)
-        await self._prompt_cache.close()
-        await self._hand_over.close()
+        await self._offload.close()
+        await self._connector.close()
         await self._engine.stop()

@@ -1,4 +1,4 @@
-"""Which KV service does this worker use now, and which regions has it lent and borrowed?"""
+"""The worker's connection to the KV service of its host: follows restarts, lends the pool's region, fetches others."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class RegionOffer:
-    """This worker's pool, as it is lent to the KV service; `fd` stays open as long as the worker lives."""
+class LentPool:
+    """The region of this worker's pool, for the KV service; `fd` stays open as long as the worker lives."""
 
     region_id: str
     num_bytes: int
@@ -36,14 +36,14 @@ class RegionOffer:
     fd: int
 
 
-def offer_of(ready: messages.Ready, fd: int) -> RegionOffer:
-    """Return the engine's pool as it is lent; `fd` is the link's from now on."""
+def lent_pool(ready: messages.Ready, fd: int) -> LentPool:
+    """Return the engine's pool for `KvLink.lend`; the link owns `fd` from then on."""
     num_bytes = ready.layout.bytes_per_block
-    return RegionOffer(ready.region_id, ready.region_bytes, ready.num_blocks, num_bytes, ready.generations_offset, fd)
+    return LentPool(ready.region_id, ready.region_bytes, ready.num_blocks, num_bytes, ready.generations_offset, fd)
 
 
 class KvLink:
-    """Follows the KV service of this host through its restarts; offers our region to each of its lives."""
+    """Follows the KV service of this host through restarts, and lends our region to each incarnation of it."""
 
     def __init__(self, incarnation: str, lease_seconds: float) -> None:
         self._incarnation = incarnation
@@ -52,8 +52,8 @@ class KvLink:
         self._client: KvClient | None = None
         self._regions: RegionClient | None = None
         self._known: KnownBlocks | None = None
-        self._offer: RegionOffer | None = None
-        self._lent: RegionOffer | None = None
+        self._offer: LentPool | None = None
+        self._lent: LentPool | None = None
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -66,46 +66,46 @@ class KvLink:
     def follow(
         self, lookup: Callable[[], cp.KvServiceAddress | None], on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """Start watching which KV service the control plane names for this host; `on_change`: `address` is another."""
+        """Start following the KV service that `lookup` returns; `on_change` is called when `address` changes."""
         self._on_change = on_change
         self._follower = asyncio.create_task(self._follow(lookup))
 
-    def lend(self, offer: RegionOffer) -> None:
-        """Offer our region to the KV service, now and whenever another one takes its place."""
+    def lend(self, offer: LentPool) -> None:
+        """Offer our region to the KV service, now and after each change of service."""
         self._offer = offer
         self._wake.set()
 
     async def wait_lent(self) -> None:
-        """Return once the region given to `lend` has been taken by a KV service."""
+        """Return once a KV service has accepted the region passed to `lend`."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._offer is not None and self._lent is self._offer)
 
     def client(self) -> KvClient:
-        """Return the client of the present KV service; raises Unavailable if there is none."""
+        """Return the client of the current KV service; raises Unavailable if there is none."""
         if self._client is None:
             raise Unavailable("no KV service is known for this host; start one with `python -m kv_transfer_svc`")
         return self._client
 
     async def wait_client(self) -> tuple[KvClient, str]:
-        """Return the client of a KV service as soon as there is one, and that service's incarnation."""
+        """Wait for a KV service; return its client and its incarnation."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._client is not None)
             assert self._client is not None and self._current is not None, "both are set together"
             return self._client, self._current.incarnation
 
     async def wait_gone(self, client: KvClient) -> None:
-        """Return once `client` is no longer the present one."""
+        """Return once `client` is no longer the current client."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._client is not client)
 
-    async def fetch(self, region_id: str) -> RegionGrant:
+    async def fetch_region(self, region_id: str) -> RegionGrant:
         """Return a region that was lent to the KV service; raises Unavailable or KvNotFound."""
         if self._regions is None:
             raise Unavailable("no KV service is known for this host, so its regions cannot be mapped")
         return await self._regions.fetch(region_id)
 
     def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
-        """Whether asking the host's store for a block could be worth it; False: it had none such a moment ago."""
+        """Return False if the host's store had no such block a moment ago, so that a lookup is not worth its time."""
         return self._known is None or self._known.may_have(layout_digest, block_hash)
 
     async def close(self) -> None:
@@ -131,8 +131,8 @@ class KvLink:
                     await self.disconnect()
             except (TandemError, OSError) as error:
                 log.warning("kv_service_unreachable", address=found.address if found else "", error=str(error))
-            except Exception:  # without this task no KV would ever move again
-                log.exception("kv_link_broke")
+            except Exception:  # without this task no KV block would move again
+                log.exception("kv_link_failed")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
 
@@ -158,7 +158,7 @@ class KvLink:
         self._on_change()
         log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=offer is not None)
 
-    async def _lend(self, regions: RegionClient, offer: RegionOffer) -> None:
+    async def _lend(self, regions: RegionClient, offer: LentPool) -> None:
         await regions.offer(
             offer.region_id,
             self._incarnation,
@@ -185,15 +185,15 @@ class KvLink:
 
 
 async def _known_blocks(regions: RegionClient) -> KnownBlocks | None:
-    """Return what the service's store says it has; None if it does not say, and then it is asked each time."""
+    """Return the table of blocks in the service's store; None if there is none: each lookup is then a call."""
     try:
         grant = await regions.fetch(REGION_ID)
-    except TandemError as error:  # KvNotFound: it has no store
+    except TandemError as error:  # KvNotFound: the service has no store
         log.info("kv_known_blocks_not_mapped", reason=error.message)
         return None
     try:
         return KnownBlocks.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
-    except (TandemError, OSError, ValueError) as error:  # asking each time is slower, nothing worse
+    except (TandemError, OSError, ValueError) as error:  # a call for each lookup is slower, nothing worse
         log.warning("kv_known_blocks_not_mapped", reason=str(error))
         return None
     finally:
@@ -202,9 +202,9 @@ async def _known_blocks(regions: RegionClient) -> KnownBlocks | None:
 
 @contextlib.contextmanager
 def lost_is_unavailable() -> Iterator[None]:
-    """Make an error of a client that is closed while we use it, because its KV service was lost.
+    """Raise Unavailable if the client is closed during a call because its KV service was lost.
 
-    gRPC cancels the calls of a channel that is closed, and so the task that waits for one, as if its owner had.
+    gRPC cancels the calls of a closed channel, and with them the waiting task, as if the task's owner had cancelled it.
     """
     try:
         yield

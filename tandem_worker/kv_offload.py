@@ -1,8 +1,8 @@
-"""What does a worker take from its host's store of KV blocks, and what does it give?
+"""Reads blocks of a prompt from the KV service's store, and publishes the blocks that the engine fills.
 
-A prompt that comes in is looked up before the engine hears of it; the engine copies what is there as the request leaves
-its queue. Blocks that the engine fills are offered to the store in the background. Neither is ever waited for: without
-a store, or with one that is slow, the engine computes the prompt itself.
+A prompt is looked up before the engine receives it; the engine copies the blocks found when the request leaves the
+engine's queue. Blocks that the engine fills are published in the background. Neither waits long for the store: without
+an answer in time, the engine computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -20,28 +21,29 @@ from tandem_engine import messages
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import record_span
-from tandem_worker.card import kv_layout
-from tandem_worker.engine_link import EngineLink
-from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.kv_link import KvLink, lost_is_unavailable
-from tandem_worker.longest_prefix import longest_prefix
+from tandem_worker.model_card import kv_layout
 from tandem_worker.requests import ActiveRequest
 
 log = get_logger(__name__)
 
-_ASK_SECONDS = 0.25
-"""What a store may take to answer: longer, and computing the prompt would often have been faster."""
-_ASK_FAR_SECONDS = 2.0
-"""The same where another host's store is to be asked too."""
+_LOOKUP_SECONDS = 0.25
+"""The deadline of a lookup; computing the prompt is often faster than a slower answer."""
+_REMOTE_LOOKUP_SECONDS = 2.0
+"""The deadline of a lookup that includes another host's store."""
+_MAX_LOOKUP_ROUNDS = 3
+"""A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
 _MAX_BLOCKS_PER_CALL = 256
 _PUBLIC_TAG = b"public"
-"""What all accounts share is counted as if it were an account's of its own; accounts' tags are longer."""
+"""The tag of blocks that all accounts share. Tags of accounts are longer."""
 _Hash = TypeVar("_Hash", str, bytes)
 
 COUNTERS = (
-    "prompt_cache_asked",
+    "prompt_cache_lookups",
     "prompt_cache_blocks_found",
     "prompt_cache_failures",
     "prompt_cache_blocks_published",
@@ -51,7 +53,7 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class _Run:
-    """Filled blocks in a row, on their way to the store."""
+    """Consecutive filled blocks that are to be published."""
 
     group: int
     account_tag: bytes
@@ -59,8 +61,8 @@ class _Run:
     blocks: tuple[kv.StoredBlock, ...]
 
 
-class PromptCache:
-    """One worker's dealings with the store; every method runs on the event loop."""
+class KVOffload:
+    """Loads blocks from the store and publishes blocks to it; every method runs on the event loop."""
 
     def __init__(
         self, engine: EngineLink, link: KvLink, regions: EngineRegions, incarnation: str, *, is_enabled: bool = True
@@ -75,15 +77,15 @@ class PromptCache:
         self._region_id = ""
         self._bytes_per_block = 0
         self._block_size = 0
-        self._windows: dict[int, int] = {}  # by group, how many blocks its window reaches back
-        self._lent: set[str] = set()
+        self._windows: dict[int, int] = {}  # group -> the number of blocks that its window spans
+        self._leased: set[str] = set()  # keys of requests that may have a lease at the store
         self._unpublished: deque[_Run] = deque()
         self._num_unpublished = 0
         self._publishing: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
-    def ready(self, ready: messages.Ready) -> None:
-        """The engine has loaded: from now on blocks have a form."""
+    def on_ready(self, ready: messages.Ready) -> None:
+        """Take over the layout and the pool of the loaded engine."""
         layout = kv_layout(ready.layout)
         self._digest = layout_digest(layout)
         self._windows = {
@@ -95,90 +97,69 @@ class PromptCache:
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
-    # ------------------------------------------------------------------------------------------------- taking
+    # ------------------------------------------------------------------------------------------------ loading
 
     def add(self, request: ActiveRequest, command: messages.AddRequest) -> None:
-        """Send a request to the engine: at once, or with what the store has of its prompt."""
-        if not self._can_ask(command):
+        """Send a request to the engine: at once, or after a lookup with the blocks that the store lends."""
+        if not self._can_look_up(command):
             self._engine.send(command)
             return
-        if not self._is_known(request.submit):
+        if not self._may_be_stored(request.submit):
             self._engine.send(command)
             self._record_lookup(request.submit, time.time_ns(), 0)
             return
-        task = self._spawn(self._add_with_prefix(request, command))
-        request.on_end.append(lambda: self._ended(request, task))
+        task = self._tasks.spawn(self._add_with_prefix(request, command))
+        request.on_end.append(lambda error: self._on_end(request, task))
 
-    def admitted(self, request_ids: Iterable[str]) -> None:
-        """The engine has taken what it wanted of these requests' prefixes."""
+    def on_admitted(self, request_ids: Iterable[str]) -> None:
+        """Release the leases of requests whose prefixes the engine has copied."""
         for request_id in request_ids:
-            if request_id in self._lent:
-                self._lent.discard(request_id)
-                self._spawn(self._give_back(request_id))
+            if request_id in self._leased:
+                self._leased.discard(request_id)
+                self._tasks.spawn(self._unload(request_id))
 
-    def _ended(self, request: ActiveRequest, task: asyncio.Task[None]) -> None:
+    def _on_end(self, request: ActiveRequest, task: asyncio.Task[None]) -> None:
         task.cancel()
-        self.admitted([request.key])
+        self.on_admitted([request.key])
 
-    def _can_ask(self, command: messages.AddRequest) -> bool:
-        """Whether the store could save anything: one token is computed always."""
+    def _can_look_up(self, command: messages.AddRequest) -> bool:
+        """Return whether the store could save work; the last token is always computed."""
         has_store = self._is_enabled and bool(self._link.address)
         return has_store and bool(self._useful(command.block_hashes, command)) and command.mode != "decode"
 
-    def _is_known(self, submit: pb.Submit) -> bool:
-        """Whether the store may have the first block, without which it lends none; another host's is to be asked."""
+    def _may_be_stored(self, submit: pb.Submit) -> bool:
+        """Return whether a store may have the first block; without the first block it lends none."""
         return bool(submit.prefix_source) or self._link.may_have(self._digest, submit.block_hashes[0])
 
     def _useful(self, block_hashes: Sequence[_Hash], command: messages.AddRequest) -> Sequence[_Hash]:
-        """Return those of a request's blocks that may come from the store, and not the last token's."""
+        """Return the blocks that may come from the store; the block of the last token may not."""
         if not self._block_size:
             return ()
         num_useful = (len(command.token_ids) - 1) // self._block_size
         return block_hashes[:num_useful][: command.max_found_blocks]
 
     async def _add_with_prefix(self, request: ActiveRequest, command: messages.AddRequest) -> None:
-        self.counters["prompt_cache_asked"] += 1
-        self._lent.add(request.key)  # from now on: a reply that we do not wait for any more may have lent something
-        asked_ns = time.time_ns()
-        try:
-            async with asyncio.timeout(_ASK_FAR_SECONDS if request.submit.prefix_source else _ASK_SECONDS):
-                with lost_is_unavailable():
-                    prefix = await self._prefix(request, self._useful(request.submit.block_hashes, command))
-        except (TandemError, TimeoutError) as error:
-            self.counters["prompt_cache_failures"] += 1
-            log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
-            prefix = []
-        self._engine.send(replace(command, prefix=prefix))
-        self._record_lookup(request.submit, asked_ns, len(prefix))
-
-    def _record_lookup(self, submit: pb.Submit, asked_ns: int, num_blocks: int) -> None:
-        """Record the only wait for the KV service that a first token has."""
-        attributes: dict[str, str | int] = {"tandem.request.id": submit.request_id, "tandem.kv.blocks": num_blocks}
-        record_span("kv.lookup", submit.traceparent, asked_ns, time.time_ns(), attributes)
-
-    def preempted(self, request: ActiveRequest, block_hashes: Sequence[str]) -> None:
-        """The engine took a request's blocks back; tell it where the store has them, if it has and is not slow."""
-        if self._is_enabled and self._link.address:
-            task = self._spawn(self._offer(request, [bytes.fromhex(each) for each in block_hashes]))
-            request.on_end.append(lambda: self._ended(request, task))
-
-    async def _offer(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> None:
-        self._lent.add(request.key)
+        self.counters["prompt_cache_lookups"] += 1
+        self._leased.add(request.key)  # before the call: a reply after our deadline may still have leased blocks
+        start_ns = time.time_ns()
         prefix: list[messages.PrefixBlock] = []
         try:
-            async with asyncio.timeout(_ASK_SECONDS):
+            async with asyncio.timeout(_REMOTE_LOOKUP_SECONDS if request.submit.prefix_source else _LOOKUP_SECONDS):
                 with lost_is_unavailable():
-                    prefix = await self._prefix(request, block_hashes)
+                    prefix = await self._load_prefix(request, self._useful(request.submit.block_hashes, command))
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
-            log.info("prompt_cache_silent", request_id=request.submit.request_id, error=str(error) or "no answer")
-        self._lent.add(request.key)  # again: the engine may have admitted the request while the store was asked
-        if prefix:
-            self._engine.send(messages.OfferPrefix(request.key, prefix))  # what follows says when it is not needed
-        else:
-            self.admitted([request.key])
+            reason = str(error) or "no answer"
+            log.info("prompt_cache_lookup_failed", request_id=request.submit.request_id, error=reason)
+        self._engine.send(replace(command, prefix=prefix))
+        self._record_lookup(request.submit, start_ns, len(prefix))
 
-    async def _prefix(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> list[messages.PrefixBlock]:
+    def _record_lookup(self, submit: pb.Submit, start_ns: int, num_blocks: int) -> None:
+        """Record the lookup as a span: the only call to the KV service before a first token."""
+        attributes: dict[str, str | int] = {"tandem.request.id": submit.request_id, "tandem.kv.blocks": num_blocks}
+        record_span("kv.lookup", submit.traceparent, start_ns, time.time_ns(), attributes)
+
+    async def _load_prefix(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> list[messages.PrefixBlock]:
         def load(group: int, first: int, end: int) -> Awaitable[list[messages.PrefixBlock]]:
             return self._load(request, group, block_hashes[first:end], first)
 
@@ -190,7 +171,7 @@ class PromptCache:
     async def _load(
         self, request: ActiveRequest, group: int, block_hashes: Sequence[bytes], first: int
     ) -> list[messages.PrefixBlock]:
-        """Ask for blocks of a group, from `first` on; return the leading ones that can be had."""
+        """Load blocks of a group, numbered from `first` on; return the leading blocks that the store lends."""
         reply = await self._link.client().load(
             kv.LoadRequest(
                 layout_digest=self._digest,
@@ -204,20 +185,20 @@ class PromptCache:
         )
         return [messages.PrefixBlock(first + block.index, _extent_ref(block), group) for block in reply.blocks]
 
-    async def _give_back(self, request_id: str) -> None:
+    async def _unload(self, request_id: str) -> None:
         try:
             with lost_is_unavailable():
                 await self._link.client().unload(self._reader_id(request_id))
-        except TandemError as error:  # the lease runs out by itself
-            log.debug("prefix_not_given_back", request_id=request_id, error=error.message)
+        except TandemError as error:  # the lease expires by itself
+            log.debug("prefix_lease_not_released", request_id=request_id, error=error.message)
 
     def _reader_id(self, request_id: str) -> str:
         return f"{self._incarnation}/{request_id}"
 
-    # -------------------------------------------------------------------------------------------------- giving
+    # -------------------------------------------------------------------------------------------------- publishing
 
-    def filled(self, request: ActiveRequest, filled: messages.FilledBlocks) -> None:
-        """Offer blocks to the store, soon; what it is too slow for is dropped."""
+    def on_filled(self, request: ActiveRequest, filled: messages.FilledBlocks) -> None:
+        """Queue filled blocks for publication; blocks beyond the queue's bound are dropped."""
         if not (self._is_enabled and self._link.address):
             return
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
@@ -226,10 +207,10 @@ class PromptCache:
         self._unpublished += self._runs(request.submit, filled)
         self._num_unpublished += len(filled.slots)
         if self._publishing is None or self._publishing.done():
-            self._publishing = self._spawn(self._publish())
+            self._publishing = self._tasks.spawn(self._publish())
 
     def _runs(self, submit: pb.Submit, filled: messages.FilledBlocks) -> Iterable[_Run]:
-        """Cut blocks into what one call takes; public ones count towards no account's quota."""
+        """Cut blocks into runs of one call each; public blocks count towards no account's quota."""
         blocks = [
             kv.StoredBlock(
                 block_hash=bytes.fromhex(block_hash), extent=self._extent(slot, generation), checksum=checksum
@@ -290,17 +271,8 @@ class PromptCache:
     # -------------------------------------------------------------------------------------------------- ending
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._regions.close()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _extent_ref(block: kv.StoredBlock) -> messages.ExtentRef:
@@ -308,3 +280,26 @@ def _extent_ref(block: kv.StoredBlock) -> messages.ExtentRef:
     return messages.ExtentRef(
         extent.region_id, extent.offset, extent.num_bytes, extent.slot, extent.generation, block.checksum
     )
+
+
+LoadBlocks = Callable[[int, int, int], Awaitable[list[messages.PrefixBlock]]]
+"""Loads blocks [first, end) of a group; returns the leading blocks that the store lends."""
+
+
+async def longest_prefix(load: LoadBlocks, num_blocks: int, windows: Mapping[int, int]) -> list[messages.PrefixBlock]:
+    """Return the blocks of the longest cached prefix of a prompt of `num_blocks`.
+
+    Group 0 needs all blocks of the prefix. A group in `windows` needs only as many of the last blocks as given there.
+    """
+    found = await load(0, 0, num_blocks)
+    end = len(found)
+    for _ in range(_MAX_LOOKUP_ROUNDS if windows else 0):
+        if not end:
+            break
+        firsts = {group: max(0, end - num_needed) for group, num_needed in windows.items() if num_needed}
+        parts = await asyncio.gather(*(load(group, first, end) for group, first in firsts.items()))
+        reached = min((first + len(part) for first, part in zip(firsts.values(), parts, strict=True)), default=end)
+        if reached == end:
+            return [*found[:end], *chain.from_iterable(parts)]
+        end = reached
+    return [] if windows else found

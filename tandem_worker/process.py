@@ -1,16 +1,15 @@
-"""How does a worker process live: load, register, serve, drain?"""
+"""The life of a worker process: load, register, serve, drain."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
-from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_engine.client import EngineClient
 from tandem_runtime import identity, log, metrics, paths, tracing
 from tandem_runtime.errors import InvalidRequest
@@ -18,60 +17,37 @@ from tandem_runtime.lifecycle import run
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 from tandem_runtime.settings import describe
-from tandem_worker import gauges
-from tandem_worker.assets import AssetStore
-from tandem_worker.engine_link import EngineLink
-from tandem_worker.engine_regions import EngineRegions
+from tandem_worker import stats
+from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.front import WorkerFront
-from tandem_worker.kv_connector import HandOver
+from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
-from tandem_worker.kv_offload import PromptCache
+from tandem_worker.kv_offload import KVOffload
+from tandem_worker.model_card import AssetStore
+from tandem_worker.requests import RequestTable
+from tandem_worker.service import WorkerService
 from tandem_worker.settings import WorkerSettings
-from tandem_worker.streams import serve_attach
 
 logger = log.get_logger(__name__)
 
 EXIT_CONFIG = 78
-"""EX_CONFIG of sysexits.h: starting again would fail again."""
+"""EX_CONFIG of sysexits.h: a restart would fail for the same reason."""
 
-_HANG_UP_SECONDS = 1.0
+_END_STREAMS_SECONDS = 1.0
 
 _SERVICE_NAME = "tandem.v1.WorkerService"
 
-MakeHandOver = Callable[[EngineLink, KvLink, EngineRegions, WorkerSettings], HandOver]
-
-
-class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves tandem.v1.WorkerService for either role."""
-
-    def __init__(self, front: WorkerFront, assets: AssetStore, info: Callable[[], pb.WorkerInfo]) -> None:
-        self._front = front
-        self._assets = assets
-        self._info = info
-
-    async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        async for event in serve_attach(self._front, request_iterator, context):
-            yield event
-
-    async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
-        async for chunk in self._assets.chunks(request.digest):
-            yield chunk
-
-    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
-        return pb.StatsReply(info=self._info(), load=self._front.load())
-
-    async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
-        return self._front.tables(request.max_rows)
+MakeConnector = Callable[[EngineLink, KvLink, EngineRegions, RequestTable, WorkerSettings], KVConnector]
 
 
 def main(
     settings: WorkerSettings,
     role: pb.WorkerRole.ValueType,
-    make_hand_over: MakeHandOver,
+    make_connector: MakeConnector,
 ) -> int:
-    """Run a worker until it is told to drain or its engine dies; return the exit code."""
+    """Run a worker until a signal drains it or its engine dies; return the exit code."""
     name = "prefill" if role == pb.WORKER_ROLE_PREFILL else "decode"
-    worker = _Worker(settings, role, name, make_hand_over)
+    worker = _Worker(settings, role, name, make_connector)
     log.configure(f"tandem-{name}", settings.log_json)
     for telemetry in (tracing, metrics):
         telemetry.configure(f"tandem-{name}", settings.otlp_endpoint or None, instance_id=worker.incarnation)
@@ -86,12 +62,12 @@ class _Worker:
         settings: WorkerSettings,
         role: pb.WorkerRole.ValueType,
         name: str,
-        make_hand_over: MakeHandOver,
+        make_connector: MakeConnector,
     ) -> None:
         self._settings = settings
         self._role = role
         self._name = name
-        self._make_hand_over = make_hand_over
+        self._make_connector = make_connector
         self.incarnation = identity.new_incarnation()
         self._host_id = settings.host_id or identity.default_host_id()
         self._address = ""
@@ -107,11 +83,11 @@ class _Worker:
         engine = EngineLink(await EngineClient.start(config))
         link = KvLink(self.incarnation, settings.lease_seconds)
         regions = EngineRegions(engine, link)
-        hand_over = self._make_hand_over(engine, link, regions, settings)
-        prompt_cache = PromptCache(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
-        front = WorkerFront(self._role, self.incarnation, engine, hand_over, prompt_cache)
-        hand_over.bind(front)
-        gauges.export(lambda: front.stats)
+        requests = RequestTable()
+        connector = self._make_connector(engine, link, regions, requests, settings)
+        offload = KVOffload(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
+        front = WorkerFront(self.incarnation, engine, requests, connector, offload)
+        stats.export_metrics(lambda: front.stats)
         return await self._serve(front, link, drain)
 
     async def _serve(self, front: WorkerFront, link: KvLink, drain: asyncio.Event) -> int:
@@ -126,17 +102,17 @@ class _Worker:
         bound = await server.start()
         self._address = settings.advertise or bound
         registrar = Registrar(settings.control, self._info(front), front.load)
-        front.on_ready(lambda paths: self._ready(front, assets, paths, registrar, server))
+        front.when_ready(lambda paths: self._ready(front, assets, paths, registrar, server))
         link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(self._info(front)))
         registrar.start()
         pump = asyncio.create_task(front.pump())
         await _first(drain.wait(), front.stopped.wait())
         server.set_serving(False)
         if not front.stopped.is_set():
-            front.refuse_new()
+            front.start_draining()
             registrar.beat_now()
             await front.drain(settings.drain_seconds)
-        await front.hang_up(_HANG_UP_SECONDS)
+        await front.end_streams(_END_STREAMS_SECONDS)
         await registrar.stop()
         await server.stop(grace_seconds=1.0)
         await front.close()
@@ -147,7 +123,7 @@ class _Worker:
     def _ready(
         self, front: WorkerFront, assets: AssetStore, paths: dict[str, str], registrar: Registrar, server: GrpcServer
     ) -> None:
-        assert front.card is not None, "the engine is ready, so there is a card"
+        assert front.card is not None, "a worker that is ready has a model card"
         assets.offer(front.card, paths)
         registrar.update_info(self._info(front))
         server.set_serving(True)
@@ -168,14 +144,14 @@ class _Worker:
 
 
 def exit_code(front: WorkerFront) -> int:
-    """Return what a supervisor goes by: 0 drained, 1 broke, EXIT_CONFIG would break again."""
+    """Return the exit code for a supervisor: 0 drained, 1 failed, EXIT_CONFIG if a restart would fail again."""
     if front.engine_failure is None:
         return 0
     return EXIT_CONFIG if isinstance(front.engine_failure, InvalidRequest) else 1
 
 
 async def _first(*waits: Any) -> None:
-    """Return when the first of `waits` does; the others are cancelled."""
+    """Return when the first of `waits` returns; cancel the others."""
     tasks: Sequence[asyncio.Task[Any]] = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,14 +1,63 @@
-"""Which requests does a worker have, and what is known of each?"""
+"""The requests that run on a worker, and the streams that carry their answers to gateways."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tandem.v1 import types_pb2 as pb
-from tandem_worker.streams import GatewayStream
+from tandem_runtime.errors import TandemError
+from tandem_runtime.tracing import record_span
+
+
+class GatewayStream:
+    """The answers to one gateway. The outputs of one step leave as one StepBatch.
+
+    The queue needs no bound of its own: it holds at most the tokens that accepted requests may still produce. The
+    engine's queue and each request's max_tokens bound those.
+    """
+
+    def __init__(self, gateway_id: str = "") -> None:
+        self.gateway_id = gateway_id
+        self._queue: asyncio.Queue[pb.Event | Exception | None] = asyncio.Queue()
+        self._batch: list[pb.TokenOutput] = []
+
+    def send(self, event: pb.Event) -> None:
+        self._queue.put_nowait(event)
+
+    def accept(self, submit: pb.Submit, num_queued: int) -> None:
+        accepted = pb.Accepted(request_id=submit.request_id, attempt=submit.attempt, num_queued=num_queued)
+        self.send(pb.Event(accepted=accepted))
+
+    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
+        refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto())
+        self.send(pb.Event(refused=refused))
+
+    def fail(self, submit: pb.Submit, error: TandemError) -> None:
+        failed = pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto())
+        self.send(pb.Event(failed=failed))
+
+    def add(self, output: pb.TokenOutput) -> None:
+        """Add an output to the batch that `flush` sends."""
+        self._batch.append(output)
+
+    def flush(self, step: int) -> None:
+        if self._batch:
+            self.send(pb.Event(step=pb.StepBatch(step=step, outputs=self._batch)))
+            self._batch = []
+
+    def close(self, error: Exception | None = None) -> None:
+        """End the stream after the events sent so far; with an error if there is one."""
+        self._queue.put_nowait(error)
+
+    async def events(self) -> AsyncIterator[pb.Event]:
+        """Yield the events until `close`; raises its error."""
+        while (event := await self._queue.get()) is not None:
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
 
 @dataclass(eq=False)
@@ -18,9 +67,10 @@ class ActiveRequest:
     submit: pb.Submit
     stream: GatewayStream
     ledger: pb.PhaseLedger = field(default_factory=pb.PhaseLedger)
-    """Adds what the hand-over did (bytes, transport, times) to what the engine reports."""
+    """The KV connector adds bytes, transport and times here; the engine reports the rest."""
     num_choices_open: int = 1
-    on_end: list[Callable[[], None]] = field(default_factory=list)
+    on_end: list[Callable[[TandemError | None], None]] = field(default_factory=list)
+    """Called once each, in order, with the error that ended the request; None if the request finished."""
 
     @property
     def key(self) -> str:
@@ -45,13 +95,14 @@ class RequestTable:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[ActiveRequest]:
+        """Iterate over a copy: requests may end meanwhile."""
         return iter(list(self._requests.values()))
 
     def get(self, key: str) -> ActiveRequest | None:
         return self._requests.get(key)
 
     def add(self, request: ActiveRequest) -> bool:
-        """Return False, and change nothing, if the request is already here."""
+        """Return False and change nothing if the request is in the table already."""
         if request.key in self._requests:
             return False
         self._requests[request.key] = request
@@ -59,15 +110,36 @@ class RequestTable:
         self._idle.clear()
         return True
 
-    def end(self, request: ActiveRequest) -> None:
-        """Forget a request and run its `on_end` callbacks, once."""
+    def end(self, request: ActiveRequest, error: TandemError | None) -> None:
+        """Remove a request and run its `on_end` callbacks; does nothing for a request that has ended."""
         if self._requests.pop(request.key, None) is None:
             return
         callbacks, request.on_end = request.on_end, []
         for callback in callbacks:
-            callback()
+            callback(error)
         if not self._requests:
             self._idle.set()
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """One span of a request's trace, between two moments of its ledger (Unix nanoseconds, 0: did not happen)."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, str | int]
+
+
+def record_spans(request: ActiveRequest, spans: Iterable[PhaseSpan]) -> None:
+    """Record the phases that happened, as children of the gateway's span."""
+    submit = request.submit
+    if not submit.traceparent:
+        return
+    for span in spans:
+        if span.start_ns and span.end_ns:
+            attributes = {"tandem.request.id": submit.request_id, **span.attributes}
+            record_span(span.name, submit.traceparent, span.start_ns, max(span.start_ns, span.end_ns), attributes)

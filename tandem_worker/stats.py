@@ -1,13 +1,23 @@
-"""How do the engine's figures look in a worker's report?"""
+"""What a worker reports: its load to the control plane, its tables to the auditor, its metrics to a backend."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
+
+from opentelemetry.metrics import CallbackOptions, Observation
+
 from tandem.v1 import types_pb2 as pb
-from tandem_engine import messages
+from tandem.v1.tables_pb2 import RequestRow, TablesReply
+from tandem_engine.messages import EngineStats
+from tandem_runtime import metrics
+from tandem_runtime.kv import tables
+from tandem_worker.kv_connector import KVConnector
+from tandem_worker.requests import ActiveRequest, RequestTable
 
 
-def fill(report: pb.LoadReport, stats: messages.EngineStats, block_size: int, bytes_per_block: int) -> None:
-    """Put an engine's figures into a report."""
+def fill_load(report: pb.LoadReport, stats: EngineStats, block_size: int, bytes_per_block: int) -> None:
+    """Write the engine's stats into a report."""
     report.num_running = stats.num_running
     report.num_waiting = stats.num_waiting
     report.num_tokens_in_flight = stats.num_tokens_in_flight
@@ -21,9 +31,9 @@ def fill(report: pb.LoadReport, stats: messages.EngineStats, block_size: int, by
     report.kv.bytes_per_block = bytes_per_block
 
 
-def empty_pool(num_blocks: int) -> messages.EngineStats:
-    """Return the figures of an engine that has not run a step yet."""
-    return messages.EngineStats(
+def stats_of_empty_pool(num_blocks: int) -> EngineStats:
+    """Return the stats of an engine that has not run a step yet."""
+    return EngineStats(
         num_running=0,
         num_waiting=0,
         num_tokens_in_flight=0,
@@ -34,3 +44,60 @@ def empty_pool(num_blocks: int) -> messages.EngineStats:
         num_held_blocks=0,
         counters={},
     )
+
+
+def worker_tables(
+    incarnation: str, requests: RequestTable, connector: KVConnector, pool: pb.KvPool, max_rows: int
+) -> TablesReply:
+    """Return the requests, handles and pulls, at most `max_rows` of each, and the pool after the last step."""
+    reply = TablesReply(
+        incarnation=incarnation,
+        now_unix_ms=int(time.time() * 1000),
+        pool=pool,
+        num_requests_so_far=requests.num_so_far,
+    )
+    active = list(requests)
+    reply.num_left_out = tables.fill(reply.requests, active, lambda request: _row(request, pool), max_rows)
+    connector.fill_tables(reply, active, max_rows)
+    return reply
+
+
+def _row(request: ActiveRequest, pool: pb.KvPool) -> RequestRow:
+    submit = request.submit
+    num_blocks = -(-len(submit.token_ids) // max(1, pool.tokens_per_block))
+    return RequestRow(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        gateway_id=request.stream.gateway_id,
+        num_bytes=num_blocks * pool.bytes_per_block,
+        deadline_unix_ms=submit.deadline_unix_ms,
+        handle_id=submit.handle.handle_id,
+    )
+
+
+def export_metrics(stats: Callable[[], EngineStats | None]) -> None:
+    """Export the engine's stats after its last step; costs nothing if no endpoint is configured.
+
+    `stats` is called on the exporter's thread and returns a frozen value.
+    """
+    meter = metrics.meter()
+
+    def requests(options: CallbackOptions) -> Iterable[Observation]:
+        if (now := stats()) is not None:
+            yield Observation(now.num_running, {"state": "running"})
+            yield Observation(now.num_waiting, {"state": "waiting"})
+
+    def blocks(options: CallbackOptions) -> Iterable[Observation]:
+        if (now := stats()) is not None:
+            yield Observation(now.num_free_blocks, {"state": "free"})
+            yield Observation(now.num_cached_blocks, {"state": "cached"})
+            yield Observation(now.num_used_blocks, {"state": "used"})
+
+    def totals(options: CallbackOptions) -> Iterable[Observation]:
+        if (now := stats()) is not None:
+            for name, value in now.counters.items():
+                yield Observation(value, {"name": name})
+
+    meter.create_observable_gauge("tandem.worker.requests", [requests], "{request}", "Requests here, by state.")
+    meter.create_observable_gauge("tandem.worker.kv_blocks", [blocks], "{block}", "Blocks of the KV pool, by state.")
+    meter.create_observable_counter("tandem.worker.totals", [totals], "1", "The engine's totals since start, by name.")

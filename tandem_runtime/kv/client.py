@@ -22,7 +22,7 @@ from tandem_runtime.errors import KvCorrupt, StaleIncarnation, TandemError, Unav
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.kv.leases import LeaseKeeper
 from tandem_runtime.kv.receiving import checksums_in, fill_blocks, messages_of, split_blocks
-from tandem_runtime.kv.seal_stream import SealLine, seal_request
+from tandem_runtime.kv.seal_stream import SealStream, seal_request
 from tandem_runtime.kv.slabs import first_missing_block
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.log import get_logger
@@ -71,9 +71,11 @@ class KvClient:
         """Make slabs visible. With `closed` (num_blocks, first_tokens) these slabs are the last."""
         return HandleState((await self._call(self._stub.Seal, seal_request(handle, slabs, closed))).state)
 
-    def seal_line(self) -> SealLine:
+    def seal_stream(self) -> SealStream:
         """Open a stream for the seals of one handle; the caller closes it."""
-        return SealLine(self._stub.SealStream, lambda request: self._call(self._stub.Seal, request), self._call_seconds)
+        return SealStream(
+            self._stub.SealStream, lambda request: self._call(self._stub.Seal, request), self._call_seconds
+        )
 
     async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended, None]:
         """Yield each handle of the region that has ended, for as long as the caller iterates.

@@ -1,4 +1,4 @@
-"""How does a prefill's last seal reach the KV service without waiting for a call to be set up?"""
+"""The stream of seals from a prefill worker to the KV service, which saves the set-up of a call for each seal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = get_logger(__name__)
 
 
 def seal_request(handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> kv.SealRequest:
-    """Return what makes slabs visible; with `closed` (num_blocks, first_tokens) they are the last ones."""
+    """Return the request that seals slabs; `closed` (num_blocks, first_tokens) closes the handle with them."""
     request = kv.SealRequest(handle=handle, slabs=slabs)
     if closed is not None:
         request.close, request.num_blocks = True, closed.num_blocks
@@ -23,12 +23,12 @@ def seal_request(handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Close
     return request
 
 
-class SealLine:
-    """One handle's stream of seals, open while it is filled; `close` it.
+class SealStream:
+    """The seals of one handle, open while the handle is filled; call `close` at the end.
 
-    A message of a stream that is under way takes half the time of a call of its own (measured: 0.5 against 1.0 ms from
-    one process to another that sleeps). Once the stream has broken, each seal is a call of its own, which is repeated
-    while the service cannot be reached: a seal that came twice changes nothing.
+    A message on an open stream takes half the time of a call (measured: 0.5 ms against 1.0 ms, from one process to
+    another that sleeps). After the stream has failed, each seal is a call of its own, repeated while the service cannot
+    be reached: a repeated seal changes nothing.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class SealLine:
         self._stream = start()
         self._call = call
         self._seconds = seconds
-        self._is_broken = False
+        self._has_failed = False
 
     async def seal(self, request: kv.SealRequest) -> kv.SealReply:
-        """Return once the service has taken the seal; raises TandemError as `KvClient.seal` does."""
-        if not self._is_broken:
+        """Return once the service has accepted the seal; raises TandemError as `KvClient.seal` does."""
+        if not self._has_failed:
             try:
                 async with asyncio.timeout(self._seconds):
                     await self._stream.write(request)
@@ -52,12 +52,12 @@ class SealLine:
                 if isinstance(reply, kv.SealReply):
                     return reply
             except Unavailable as error:
-                log.debug("seal_stream_broken", reason=error.message)
+                log.debug("seal_stream_failed", reason=error.message)
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the KV service has not answered a seal for {self._seconds:g} s") from error
-            self._is_broken = True
+            self._has_failed = True
         return await self._call(request)
 
     def close(self) -> None:
-        """Hang up; also right after the stream has broken."""
+        """Cancel the stream; allowed after the stream has failed."""
         self._stream.cancel()

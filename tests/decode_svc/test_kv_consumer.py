@@ -1,4 +1,4 @@
-"""Does a decode request go on at token two once its blocks are here, and by itself if they cannot be had?"""
+"""Decode starts at token two once the blocks are copied, and computes the prompt if they cannot be read."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from decode_svc.kv_consumer import DecodeHandOver
+from decode_svc.kv_consumer import KVConsumer
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_engine.messages import AbortRequest, ImportSlab, MapRegion, Recompute, Reserved, StartDecode, UnmapRegion
 from tandem_runtime.errors import Cancelled, InternalError, KvCorrupt
 from tandem_runtime.kv.client import KvClient
-from tandem_worker.card import kv_layout
-from tandem_worker.engine_regions import EngineRegions
-from tandem_worker.front import WorkerFront
-from tandem_worker.requests import ActiveRequest
+from tandem_worker.engine_link import EngineRegions
+from tandem_worker.model_card import kv_layout
+from tandem_worker.requests import ActiveRequest, GatewayStream, RequestTable
 from tandem_worker.settings import WorkerSettings
 from tests.kv_transfer_svc.host import Host, nothing_is_left, running_host, running_writer
 from tests.kv_transfer_svc.writer import Writer
@@ -29,21 +28,18 @@ from tests.tandem_worker.kv_harness import NUM_TOKENS, FollowedLink, a_handle, a
 from tests.tandem_worker.scripted_engine import LAYOUT, ScriptedEngine, output, ready
 
 
-class Front:
-    """Remembers what the hand-over says to gateways."""
+class RecordingStream(GatewayStream):
+    """Records the outputs sent to a gateway."""
 
-    def __init__(self) -> None:
-        self.emitted: list[pb.TokenOutput] = []
-        self.finished: list[str] = []
+    def __init__(self, sent: list[pb.TokenOutput]) -> None:
+        super().__init__()
+        self._sent = sent
 
-    def emit(self, request: ActiveRequest, output: pb.TokenOutput) -> None:
-        self.emitted.append(output)
-
-    def finish(self, request: ActiveRequest) -> None:
-        self.finished.append(request.key)
+    def send(self, event: pb.Event) -> None:
+        self._sent.extend(event.step.outputs)
 
 
-class World:
+class Harness:
     def __init__(self, host: Host, writer: Writer, settings: WorkerSettings) -> None:
         self.host = host
         self.writer = writer
@@ -51,17 +47,19 @@ class World:
         self.engine.answer = self.answer
         self.import_error = ""
         self.link = FollowedLink(host)
-        self.front = Front()
-        self.hand_over = DecodeHandOver(self.engine, self.link, EngineRegions(self.engine, self.link), settings)
-        self.hand_over.bind(cast(WorkerFront, self.front))
-        self.hand_over.ready(ready(), ())
+        self.requests = RequestTable()
+        self.emitted: list[pb.TokenOutput] = []
+        self.finished: list[str] = []
+        regions = EngineRegions(self.engine, self.link)
+        self.connector = KVConsumer(self.engine, self.link, regions, self.requests, settings)
+        self.connector.on_ready(ready(), ())
 
     def answer(self, command: messages.Command) -> None:
-        """Import every slab, as the engine would, or say why not."""
+        """Report every slab as imported, or `import_error`."""
         if isinstance(command, ImportSlab):
             num_bytes = 0 if self.import_error else sum(extent.num_bytes for extent in command.extents)
             imported = messages.SlabImported(command.request_id, command.slab_index, num_bytes, self.import_error)
-            asyncio.get_running_loop().call_soon(self.hand_over.imported, imported)
+            asyncio.get_running_loop().call_soon(self.connector.on_imported, imported)
 
     async def reserve(self, **handle: Any) -> pb.KvHandle:
         made = a_handle(self.writer, **handle)
@@ -74,7 +72,10 @@ class World:
         await self.writer.client.seal(handle, slabs, closing)
 
     def begin(self, request: ActiveRequest, num_cached_blocks: int = 0) -> ActiveRequest:
-        self.hand_over.reserved(request, Reserved(request.key, num_cached_blocks))
+        request.stream = RecordingStream(self.emitted)
+        request.on_end.append(lambda error: self.finished.append(request.key) if error is None else None)
+        self.requests.add(request)
+        self.connector.on_reserved(request, Reserved(request.key, num_cached_blocks))
         return request
 
     async def sent(self, kind: type[Any]) -> Any:
@@ -84,33 +85,33 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, **settings: Any) -> AsyncIterator[World]:
+async def harness(folder: Path, **settings: Any) -> AsyncIterator[Harness]:
     async with running_host(folder) as host, running_writer(host) as writer:
-        here = World(host, writer, replace(WorkerSettings(), **settings))
+        here = Harness(host, writer, replace(WorkerSettings(), **settings))
         await here.link.wait_client()
         try:
             yield here
         finally:
-            await here.hand_over.close()
+            await here.connector.close()
             await here.link.close()
 
 
 async def test_the_last_block_sets_the_request_going_at_token_two(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         handle = await here.reserve()
         request = here.begin(a_request(handle))
         await here.seal_all(handle)
         assert await here.sent(StartDecode) == StartDecode("r.0", [7])
         kinds = [type(command).__name__ for command in here.engine.sent]
         assert kinds == ["MapRegion", "ImportSlab", "ImportSlab", "StartDecode"]
-        (first,) = here.front.emitted
+        (first,) = here.emitted
         assert (list(first.token_ids), first.position) == ([7], NUM_TOKENS)
         assert (request.ledger.num_bytes_pulled, request.ledger.transport) == (4 * 8192, "shm")
         await until(lambda: nothing_is_left(here.host))
 
 
 async def test_blocks_that_are_cached_here_are_not_pulled(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         handle = await here.reserve()
         request = here.begin(a_request(handle), num_cached_blocks=3)
         await here.seal_all(handle)
@@ -121,43 +122,43 @@ async def test_blocks_that_are_cached_here_are_not_pulled(tmp_path: Path) -> Non
 
 
 async def test_an_answer_that_is_over_with_its_first_token_never_runs(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         handle = await here.reserve()
         here.begin(a_request(handle))
         await here.seal_all(handle, finish_reason=pb.FINISH_REASON_STOP)
         assert await here.sent(AbortRequest) == AbortRequest("r.0")
-        assert here.front.finished == ["r.0"] and here.front.emitted[0].HasField("ledger")
+        assert here.finished == ["r.0"] and here.emitted[0].HasField("ledger")
         await until(lambda: nothing_is_left(here.host))
 
 
 async def test_what_had_to_be_computed_after_all_is_in_the_ledger(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         request = a_request(await here.reserve())
         wire = pb.TokenOutput()
         last = replace(output("r.0", NUM_TOKENS, [7], is_last=True), num_computed_tokens=16)
-        here.hand_over.sampled(request, last, wire)
+        here.connector.on_output(request, last, wire)
         assert wire.ledger.num_reprefill_tokens == 16
 
 
 @pytest.mark.parametrize("failure", ["the writer aborts", "a slot was reused", "no such choice"])
 async def test_a_cache_that_cannot_be_had_is_computed_here(tmp_path: Path, failure: str) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         handle = await here.reserve()
         if failure == "a slot was reused":
             here.import_error = "generation 2, sealed was 1"
         here.begin(a_request(handle, choice_index=1 if failure == "no such choice" else 0))
         if failure == "the writer aborts":
-            await here.writer.client.abort(handle, InternalError("prefill broke"))
+            await here.writer.client.abort(handle, InternalError("prefill failed"))
         else:
             await here.seal_all(handle)
         assert await here.sent(Recompute) == Recompute("r.0")
-        assert here.engine.sent_of(StartDecode) == [] and here.front.emitted == []
-        assert here.hand_over.counters()["kv_pull_failures"] == 1
+        assert here.engine.sent_of(StartDecode) == [] and here.emitted == []
+        assert here.connector.counters()["kv_pull_failures"] == 1
         await until(lambda: nothing_is_left(here.host))
 
 
 async def test_a_region_that_could_not_be_read_is_mapped_anew(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         here.import_error = "region is not mapped"
         handle = await here.reserve()
         here.begin(a_request(handle, "first"))
@@ -173,8 +174,8 @@ async def test_a_region_that_could_not_be_read_is_mapped_anew(tmp_path: Path) ->
 
 
 async def test_a_request_does_not_wait_for_a_kv_service_that_was_lost(tmp_path: Path) -> None:
-    """Its client is closed under the watch, which gRPC tells as if the pull itself had been cancelled."""
-    async with world(tmp_path) as here, running_host(tmp_path) as other:
+    """The client is closed during the watch, which gRPC reports as a cancellation of the pull's task."""
+    async with harness(tmp_path) as here, running_host(tmp_path) as other:
         handle = await here.reserve()
         here.begin(a_request(handle))
         await until(lambda: here.host.store.num_live == 1 and _num_readers(here.host) == 1)
@@ -183,29 +184,29 @@ async def test_a_request_does_not_wait_for_a_kv_service_that_was_lost(tmp_path: 
 
 
 async def test_without_a_kv_service_the_prompt_is_computed_at_once(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         nobody = FollowedLink(None)
-        alone = DecodeHandOver(here.engine, nobody, EngineRegions(here.engine, nobody), WorkerSettings())
-        alone.reserved(a_request(a_handle(here.writer)), Reserved("r.0", 0))
+        alone = KVConsumer(here.engine, nobody, EngineRegions(here.engine, nobody), RequestTable(), WorkerSettings())
+        alone.on_reserved(a_request(a_handle(here.writer)), Reserved("r.0", 0))
         assert await here.sent(Recompute) == Recompute("r.0")
         await alone.close()
 
 
 async def test_a_request_that_ends_while_it_pulls_gives_its_lease_back(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         handle = await here.reserve()
         request = here.begin(a_request(handle))
         await until(lambda: _num_readers(here.host) == 1)
-        here.hand_over.ended(request, Cancelled("the client left"))
-        await asyncio.wait_for(here.hand_over.drained(), 10)
+        here.connector.on_end(request, Cancelled("the client left"))
+        await asyncio.wait_for(here.connector.wait_drained(), 10)
         await until(lambda: nothing_is_left(here.host))
         assert here.engine.sent == []
 
 
 async def test_a_region_nobody_reads_any_more_is_unmapped(tmp_path: Path) -> None:
-    """Its owner may be dead: the mapping alone would keep all of its memory."""
-    async with world(tmp_path) as here:
-        here.hand_over.reader.regions.idle_seconds = 0.05
+    """The owner may be dead: the mapping alone would keep all of its memory."""
+    async with harness(tmp_path) as here:
+        here.connector.copier.regions.idle_seconds = 0.05
         handle = await here.reserve()
         here.begin(a_request(handle))
         await here.seal_all(handle)
@@ -222,7 +223,7 @@ async def test_over_grpc_the_bytes_pass_through_a_region_of_our_own(
 
     if is_corrupt:
         monkeypatch.setattr(KvClient, "read", corrupt)
-    async with world(tmp_path, kv_transport="grpc") as here:
+    async with harness(tmp_path, kv_transport="grpc") as here:
         handle = await here.reserve()
         request = here.begin(a_request(handle))
         await here.seal_all(handle)
@@ -239,7 +240,7 @@ async def test_over_grpc_the_bytes_pass_through_a_region_of_our_own(
 
 
 def _num_staged() -> int:
-    """How many regions of the staged kind are open in this process."""
+    """Return the number of staging regions that are open in this process."""
     folder = Path("/proc/self/fd")
     links = [str(entry.readlink()) for entry in folder.iterdir() if entry.is_symlink()]
     return sum("tandem-staged" in link for link in links)
@@ -250,7 +251,7 @@ def _num_readers(host: Host) -> int:
 
 
 async def test_decode_goes_on_before_the_engine_has_answered_and_the_lease_ends_after(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         here.engine.answer = lambda command: None
         handle = await here.reserve()
         request = here.begin(a_request(handle))
@@ -261,11 +262,11 @@ async def test_decode_goes_on_before_the_engine_has_answered_and_the_lease_ends_
         for command in here.engine.sent_of(ImportSlab):
             here.answer(command)
         await until(lambda: nothing_is_left(here.host))
-        assert here.hand_over.counters() == {"kv_pulls": 1, "kv_pull_failures": 0, "kv_bytes_pulled": 4 * 8192}
+        assert here.connector.counters() == {"kv_pulls": 1, "kv_pull_failures": 0, "kv_bytes_pulled": 4 * 8192}
 
 
 async def test_a_copy_that_fails_after_the_start_is_counted_once_and_moves_nothing(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         here.engine.answer = lambda command: None
         handle = await here.reserve()
         request = here.begin(a_request(handle))
@@ -275,19 +276,19 @@ async def test_a_copy_that_fails_after_the_start_is_counted_once_and_moves_nothi
         for command in here.engine.sent_of(ImportSlab):
             here.answer(command)
         await until(lambda: nothing_is_left(here.host))
-        assert here.hand_over.counters() == {"kv_pulls": 1, "kv_pull_failures": 1, "kv_bytes_pulled": 0}
+        assert here.connector.counters() == {"kv_pulls": 1, "kv_pull_failures": 1, "kv_bytes_pulled": 0}
         assert not here.engine.sent_of(Recompute)
         assert request.ledger.num_bytes_pulled == 0
 
 
 async def test_an_engine_that_dies_with_copies_unanswered_keeps_no_lease(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         here.engine.answer = lambda command: None
         handle = await here.reserve()
         request = here.begin(a_request(handle))
         await here.seal_all(handle)
         await here.sent(StartDecode)
-        here.hand_over.ended(request, InternalError("the engine has ended"))
+        here.connector.on_end(request, InternalError("the engine has ended"))
         await until(lambda: nothing_is_left(here.host))
-        await here.hand_over.drained()
-        assert here.hand_over.counters()["kv_pull_failures"] == 0
+        await here.connector.wait_drained()
+        assert here.connector.counters()["kv_pull_failures"] == 0

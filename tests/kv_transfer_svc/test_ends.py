@@ -76,7 +76,7 @@ async def test_a_stream_of_seals_is_the_same_as_calls(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         handle = writer.handle(num_blocks=2)
         await writer.client.reserve(handle, writer.region_id, a_layout())
-        line = writer.client.seal_line()
+        line = writer.client.seal_stream()
         for request in (
             seal_request(handle, [writer.slab(0, 0, [0])], None),
             seal_request(handle, [writer.slab(1, 1, [1])], closed(2)),

@@ -1,4 +1,4 @@
-"""Is every block that prefill computed sealed and kept for its reader, and given back whatever happens?"""
+"""Prefill seals every computed block, keeps it for its readers, and releases it in every case."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prefill_svc.kv_producer import PrefillHandOver
+import prefill_svc
+from prefill_svc.kv_producer import KVProducer
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
@@ -18,9 +20,9 @@ from tandem_engine.messages import ReleaseHeld, Reserved, SealedBlocks
 from tandem_runtime.errors import Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.server import GrpcServer
-from tandem_worker.card import kv_layout
-from tandem_worker.engine_regions import EngineRegions
-from tandem_worker.requests import ActiveRequest
+from tandem_worker.engine_link import EngineRegions
+from tandem_worker.model_card import kv_layout
+from tandem_worker.requests import ActiveRequest, RequestTable
 from tandem_worker.settings import WorkerSettings
 from tests.kv_transfer_svc.host import Host, a_client, nothing_is_left, running_host, running_writer
 from tests.kv_transfer_svc.writer import Writer
@@ -28,57 +30,57 @@ from tests.tandem_worker.kv_harness import NUM_TOKENS, FollowedLink, a_handle, a
 from tests.tandem_worker.scripted_engine import LAYOUT, ScriptedEngine, output, ready
 
 
-class World:
+class Harness:
     def __init__(self, host: Host, writer: Writer) -> None:
         self.host = host
         self.writer = writer
         self.engine = ScriptedEngine()
         self.link = FollowedLink(host)
-        self.hand_over = PrefillHandOver(
-            self.engine, self.link, EngineRegions(self.engine, self.link), WorkerSettings()
+        self.connector = KVProducer(
+            self.engine, self.link, EngineRegions(self.engine, self.link), RequestTable(), WorkerSettings()
         )
 
     async def load(self) -> None:
         region = self.writer.region
         loaded = ready(region_id="life")
-        self.hand_over.ready(loaded, [os.dup(region.fd)])
-        await asyncio.wait_for(self.hand_over.prepared(), 10)
+        self.connector.on_ready(loaded, [os.dup(region.fd)])
+        await asyncio.wait_for(self.connector.wait_ready(), 10)
 
     def handle(self, num_readers: int = 1, seconds: float = 60.0) -> pb.KvHandle:
         return a_handle(self.writer, num_readers, seconds, prefill="life")
 
     def begin(self, handle: pb.KvHandle, name: str = "r", num_choices: int = 1) -> ActiveRequest:
         request = a_request(handle, name, choice_seeds=range(num_choices))
-        self.hand_over.reserved(request, Reserved(request.key, 0))
+        self.connector.on_reserved(request, Reserved(request.key, 0))
         return request
 
     def compute(self, request: ActiveRequest, first_block: int, slots: list[int], *, is_last: bool = False) -> None:
         sealed = SealedBlocks(request.key, first_block, slots, [0] * len(slots), is_last)
-        self.hand_over.sealed(request, sealed)
+        self.connector.on_sealed(request, sealed)
 
     def sample(self, request: ActiveRequest, token_id: int = 7, choice_index: int = 0) -> None:
         wire = pb.TokenOutput(token_ids=[token_id], choice_index=choice_index)
-        self.hand_over.sampled(request, output(request.key, NUM_TOKENS, [token_id], is_last=True), wire)
+        self.connector.on_output(request, output(request.key, NUM_TOKENS, [token_id], is_last=True), wire)
 
     def finish(self, request: ActiveRequest) -> None:
         self.sample(request)
         self.compute(request, 0, [0, 1, 2, 3], is_last=True)
-        self.hand_over.ended(request, None)
+        self.connector.on_end(request, None)
 
     async def released(self, *keys: str) -> None:
         await until(lambda: {command.request_id for command in self.engine.sent_of(ReleaseHeld)} == set(keys))
 
 
 @asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[World]:
-    """A prefill worker that has lent its region to a real KV service."""
+async def harness(folder: Path) -> AsyncIterator[Harness]:
+    """Yield a prefill worker that has lent its region to a real KV service."""
     async with running_host(folder) as host, running_writer(host) as writer:
-        here = World(host, writer)
+        here = Harness(host, writer)
         await here.load()
         try:
             yield here
         finally:
-            await here.hand_over.close()
+            await here.connector.close()
             await here.link.close()
 
 
@@ -88,7 +90,7 @@ async def watch(client: KvClient, handle: pb.KvHandle) -> list[kv.WatchEvent]:
 
 
 async def test_blocks_are_seen_as_they_come_and_given_back_when_their_reader_releases(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, a_client(here.host) as reader:
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
         handle = here.handle(num_readers=1)
         request = here.begin(handle, num_choices=2)
         events = reader.watch(handle, "reader", kv_layout(LAYOUT))
@@ -100,7 +102,7 @@ async def test_blocks_are_seen_as_they_come_and_given_back_when_their_reader_rel
         here.sample(request, 7, choice_index=1)
         here.sample(request, 6, choice_index=0)
         here.compute(request, 2, [3, 1], is_last=True)
-        here.hand_over.ended(request, None)
+        here.connector.on_end(request, None)
         rest = [event async for event in events]
         assert rest[0].slab.first_block == 2
         assert [token.token_id for token in rest[1].closed.first_tokens] == [6, 7]
@@ -108,18 +110,18 @@ async def test_blocks_are_seen_as_they_come_and_given_back_when_their_reader_rel
         assert here.engine.sent == []
         await reader.release(handle, "reader")
         await here.released("r.0")
-        await asyncio.wait_for(here.hand_over.drained(), 10)
+        await asyncio.wait_for(here.connector.wait_drained(), 10)
         await until(lambda: nothing_is_left(here.host))
 
 
 async def test_a_prompt_that_broke_is_told_to_its_reader_at_once(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, a_client(here.host) as reader:
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
         handle = here.handle()
         request = here.begin(handle)
         here.compute(request, 0, [5])
         watching = asyncio.create_task(watch(reader, handle))
         await until(lambda: here.host.store.num_live == 1)
-        here.hand_over.ended(request, InternalError("the step broke"))
+        here.connector.on_end(request, InternalError("the step broke"))
         with pytest.raises(TandemError, match="the step broke"):
             await watching
         await here.released("r.0")
@@ -127,29 +129,29 @@ async def test_a_prompt_that_broke_is_told_to_its_reader_at_once(tmp_path: Path)
 
 
 async def test_a_handle_that_ended_before_it_was_reserved_gives_its_blocks_back(tmp_path: Path) -> None:
-    """The client left in the moment between: the gateway's release came first."""
-    async with world(tmp_path) as here, a_client(here.host) as gateway:
+    """The client left before the reservation: the gateway's release came first."""
+    async with harness(tmp_path) as here, a_client(here.host) as gateway:
         handle = here.handle()
         await gateway.release_all(handle)
         request = here.begin(handle)
         await here.released("r.0")
-        here.hand_over.ended(request, Cancelled("the client left"))
+        here.connector.on_end(request, Cancelled("the client left"))
         await until(lambda: nothing_is_left(here.host))
 
 
 async def test_the_gateways_release_of_all_gives_the_blocks_back(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, a_client(here.host) as gateway:
+    async with harness(tmp_path) as here, a_client(here.host) as gateway:
         handle = here.handle(num_readers=3)
         here.finish(here.begin(handle))
-        await until(lambda: here.hand_over.counters()["kv_slabs_sealed"] == 1)
+        await until(lambda: here.connector.counters()["kv_slabs_sealed"] == 1)
         await gateway.release_all(handle)
         await here.released("r.0")
 
 
 async def test_blocks_go_back_when_the_kv_service_is_another_and_new_prompts_are_sealed_there(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, running_host(tmp_path) as other:
+    async with harness(tmp_path) as here, running_host(tmp_path) as other:
         here.finish(here.begin(here.handle(), "old"))
-        await until(lambda: here.hand_over.counters()["kv_slabs_sealed"] == 1)
+        await until(lambda: here.connector.counters()["kv_slabs_sealed"] == 1)
         here.link.move(other)
         await here.released("old.0")
         async with running_writer(other) as elsewhere, a_client(other) as reader:
@@ -159,7 +161,7 @@ async def test_blocks_go_back_when_the_kv_service_is_another_and_new_prompts_are
 
 
 class Hanging(kv_grpc.KvTransferServiceServicer):
-    """A KV service that takes calls and answers none."""
+    """A KV service that accepts calls and never replies."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -171,10 +173,10 @@ class Hanging(kv_grpc.KvTransferServiceServicer):
 
 
 async def test_a_seal_under_way_when_the_kv_service_is_lost_gives_its_blocks_back(tmp_path: Path) -> None:
-    """The client is closed under the call, which gRPC tells as if the sealer itself had been cancelled."""
+    """The client is closed during the call, which gRPC reports as a cancellation of the publisher's task."""
     hanging = Hanging()  # type: ignore[abstract]
     server = GrpcServer("127.0.0.1:0", lambda grpc: kv_grpc.add_KvTransferServiceServicer_to_server(hanging, grpc), [])
-    async with world(tmp_path) as here, running_host(tmp_path) as asleep, running_host(tmp_path) as other:
+    async with harness(tmp_path) as here, running_host(tmp_path) as asleep, running_host(tmp_path) as other:
         asleep.address = await server.start()
         here.link.move(asleep)
         await until(lambda: here.link.address == asleep.address)
@@ -182,20 +184,20 @@ async def test_a_seal_under_way_when_the_kv_service_is_lost_gives_its_blocks_bac
         await asyncio.wait_for(hanging.entered.wait(), 10)
         here.link.move(other)
         await here.released("r.0")
-        assert here.hand_over.counters()["kv_seal_failures"] == 1
-        here.hand_over.ended(request, None)
+        assert here.connector.counters()["kv_seal_failures"] == 1
+        here.connector.on_end(request, None)
         await server.stop(0)
 
 
 async def test_an_abort_that_cannot_be_delivered_now_is_delivered_later(tmp_path: Path) -> None:
-    """Else its reader would wait for blocks that never come, until the deadline."""
-    async with world(tmp_path) as here, a_client(here.host) as reader:
+    """Otherwise its reader would wait until the deadline."""
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
         handle = here.handle()
         host, here.link.host = here.host, None
         await here.link.disconnect()
         request = here.begin(handle)
         await here.released("r.0")  # it could not seal
-        here.hand_over.ended(request, None)
+        here.connector.on_end(request, None)
         here.link.move(host)
         await here.link.wait_lent()
         with pytest.raises(TandemError, match="no KV service"):
@@ -203,7 +205,7 @@ async def test_an_abort_that_cannot_be_delivered_now_is_delivered_later(tmp_path
 
 
 async def test_a_reader_is_told_at_once_that_the_writer_has_hung_up(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, a_client(here.host) as reader:
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
         watching = asyncio.create_task(watch(reader, here.handle()))
         await until(lambda: here.host.store.num_live == 1)
         here.link.host = None
@@ -213,31 +215,36 @@ async def test_a_reader_is_told_at_once_that_the_writer_has_hung_up(tmp_path: Pa
 
 
 async def test_a_prompt_whose_seal_outlives_its_deadline_gives_its_blocks_back(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         request = a_request(here.handle(), seconds=0.1)
-        here.hand_over.reserved(request, Reserved(request.key, 0))
+        here.connector.on_reserved(request, Reserved(request.key, 0))
         await here.released("r.0")
 
 
 async def test_a_request_without_handle_is_refused(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         with pytest.raises(InvalidRequest, match="handle"):
-            here.hand_over.mode(pb.Submit())
+            here.connector.mode(pb.Submit())
 
 
 async def test_an_engine_that_lends_no_region_is_refused_by_name() -> None:
     engine, link = ScriptedEngine(), FollowedLink(None)
-    hand_over = PrefillHandOver(engine, link, EngineRegions(engine, link), WorkerSettings())
+    connector = KVProducer(engine, link, EngineRegions(engine, link), RequestTable(), WorkerSettings())
     with pytest.raises(Unsupported, match="region"):
-        hand_over.ready(ready(), [])
+        connector.on_ready(ready(), [])
 
 
 async def test_closing_leaves_no_task_behind(tmp_path: Path) -> None:
-    async with world(tmp_path) as here:
+    async with harness(tmp_path) as here:
         here.begin(here.handle())
-        await here.hand_over.close()
+        await here.connector.close()
         await here.link.close()
-        left = [task for task in asyncio.all_tasks() if "prefill" in repr(task.get_coro())]
+        left = [task for task in asyncio.all_tasks() if _is_of_prefill(task)]
         assert left == []
         with pytest.raises(TandemError):
             here.link.client()
+
+
+def _is_of_prefill(task: asyncio.Task[Any]) -> bool:
+    code = getattr(task.get_coro(), "cr_code", None)
+    return code is not None and Path(code.co_filename).parent == Path(prefill_svc.__file__).parent

@@ -1,4 +1,4 @@
-"""What does a hand-over need around it? A real KV service, a real link to it, and a request."""
+"""Helpers for tests of KV connectors: a link to a real KV service, handles and requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.mac import sign_handle
-from tandem_worker.card import kv_layout
 from tandem_worker.kv_link import KvLink
-from tandem_worker.requests import ActiveRequest
-from tandem_worker.streams import GatewayStream
+from tandem_worker.model_card import kv_layout
+from tandem_worker.requests import ActiveRequest, GatewayStream
 from tests.kv_transfer_svc.host import Host
 from tests.kv_transfer_svc.layout import KEY
 from tests.kv_transfer_svc.writer import Writer
@@ -24,7 +23,7 @@ NUM_TOKENS = 64
 
 
 class FollowedLink(KvLink):
-    """A link to whichever host a test names."""
+    """A link to the host that a test sets."""
 
     def __init__(self, host: Host | None, on_change: Callable[[], None] = lambda: None) -> None:
         super().__init__("life", lease_seconds=10.0)
@@ -32,7 +31,7 @@ class FollowedLink(KvLink):
         self.follow(self._found, on_change)
 
     def move(self, host: Host) -> None:
-        """The KV service was started again: another life, elsewhere."""
+        """Follow another KV service, as after a restart."""
         self.host = host
         self._wake.set()
 
@@ -44,7 +43,7 @@ class FollowedLink(KvLink):
 
 
 def a_handle(writer: Writer, num_readers: int = 1, seconds: float = 60.0, prefill: str = "") -> pb.KvHandle:
-    """Return a signed handle; `prefill` fills it, else the writer does."""
+    """Return a signed handle that the worker `prefill` fills; by default, the writer fills it."""
     handle = writer.handle(num_blocks=4, num_readers=num_readers, seconds=seconds)
     handle.prefill_incarnation = prefill or writer.incarnation
     handle.layout_digest = layout_digest(kv_layout(LAYOUT))
@@ -65,5 +64,5 @@ def a_request(handle: pb.KvHandle, name: str = "r", seconds: float = 60.0, **fie
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process's word
+        while not condition():  # noqa: ASYNC110 - the condition depends on another process
             await asyncio.sleep(0.005)

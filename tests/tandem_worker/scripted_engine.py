@@ -1,4 +1,4 @@
-"""Who plays the engine process? A link that remembers commands and says what a test tells it to."""
+"""A stand-in for the engine process: an EngineLink that records commands and yields the events of a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem_worker.engine_link import EngineLink
 
 
 class ScriptedEngine(EngineLink):
-    """Speaks the whole of EngineLink; `answer`, if set, sees every command as it is sent."""
+    """Implements all of EngineLink; `answer` is called with every command sent."""
 
     def __init__(self) -> None:
         self.sent: list[messages.Command] = []
@@ -27,14 +27,14 @@ class ScriptedEngine(EngineLink):
 
     def send(self, command: messages.Command, fd: int | None = None) -> None:
         if fd is not None:
-            os.close(os.dup(fd))  # as the real one, it fails for a descriptor that is closed
+            os.close(os.dup(fd))  # fails for a closed descriptor, like the real link
         self.sent.append(command)
         self.answer(command)
 
     def sent_of(self, kind: type[Any]) -> list[Any]:
         return [command for command in self.sent if isinstance(command, kind)]
 
-    def say(self, event: Any, fds: tuple[int, ...] = ()) -> None:
+    def emit(self, event: Any, fds: tuple[int, ...] = ()) -> None:
         self._events.put_nowait(Received(event, fds))
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Does every request that a worker was given end in its last token or in an error, and leave nothing behind?"""
+"""Every request of a worker ends with its last token or with an error, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,55 +15,53 @@ from tandem.v1.tables_pb2 import TablesReply
 from tandem_engine import messages
 from tandem_engine.messages import AbortRequest, AddRequest, EngineFailed, RequestFailed, Reserved
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
-from tandem_worker.card import fingerprint
-from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.engine_link import EngineRegions
 from tandem_worker.front import WorkerFront
-from tandem_worker.kv_connector import HandOver
+from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
-from tandem_worker.kv_offload import PromptCache
+from tandem_worker.kv_offload import KVOffload
+from tandem_worker.model_card import fingerprint
 from tandem_worker.process import EXIT_CONFIG, exit_code
-from tandem_worker.requests import ActiveRequest
-from tandem_worker.spans import PhaseSpans
-from tandem_worker.streams import GatewayStream
+from tandem_worker.requests import ActiveRequest, GatewayStream, PhaseSpan, RequestTable
 from tests.tandem_worker.scripted_engine import ScriptedEngine, output, ready, step
 
 MODEL = pb.ModelRef(model_id="m", fingerprint=fingerprint(ready().model).digest)
 
 
-class NoHandOver(HandOver):
-    """Moves no KV; remembers how requests ended."""
+class FakeConnector(KVConnector):
+    """Moves no KV blocks; records how requests ended."""
 
     def __init__(self) -> None:
-        self.spans = PhaseSpans(lambda ledger: [])
         self.ends: list[TandemError | None] = []
-        self.bug: Exception | None = None
-        self.unprepared: Exception | None = None
-        self.needed = asyncio.Event()
-        self.needed.set()
-
-    def bind(self, front: WorkerFront) -> None: ...
+        self.output_error: Exception | None = None
+        self.ready_error: Exception | None = None
+        self.is_drained = asyncio.Event()
+        self.is_drained.set()
 
     def mode(self, submit: pb.Submit) -> messages.Mode:
         return "aggregated"
 
-    def ready(self, ready: messages.Ready, fds: Sequence[int]) -> None: ...
+    def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None: ...
 
-    async def prepared(self) -> None:
-        if self.unprepared is not None:
-            raise self.unprepared
+    async def wait_ready(self) -> None:
+        if self.ready_error is not None:
+            raise self.ready_error
 
-    def reserved(self, request: ActiveRequest, reserved: Reserved) -> None: ...
+    def on_reserved(self, request: ActiveRequest, reserved: Reserved) -> None: ...
 
-    def sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
+    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
 
-    def sampled(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
-        if self.bug is not None:
-            raise self.bug
+    def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
+        if self.output_error is not None:
+            raise self.output_error
 
-    def imported(self, imported: messages.SlabImported) -> None: ...
+    def on_imported(self, imported: messages.SlabImported) -> None: ...
 
-    def ended(self, request: ActiveRequest, error: TandemError | None) -> None:
+    def on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
         self.ends.append(error)
+
+    def spans(self, ledger: pb.PhaseLedger) -> Sequence[PhaseSpan]:
+        return []
 
     def counters(self) -> dict[str, float]:
         return {}
@@ -74,32 +72,32 @@ class NoHandOver(HandOver):
     def kv_address(self) -> str:
         return ""
 
-    async def drained(self) -> None:
-        await self.needed.wait()
+    async def wait_drained(self) -> None:
+        await self.is_drained.wait()
 
     async def close(self) -> None: ...
 
 
-class World:
+class Harness:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
-        self.hand_over = NoHandOver()
+        self.connector = FakeConnector()
         link = KvLink("life", lease_seconds=10.0)  # to no KV service
-        cache = PromptCache(self.engine, link, EngineRegions(self.engine, link), "life")
-        self.front = WorkerFront(pb.WORKER_ROLE_DECODE, "life", self.engine, self.hand_over, cache)
+        offload = KVOffload(self.engine, link, EngineRegions(self.engine, link), "life")
+        self.front = WorkerFront("life", self.engine, RequestTable(), self.connector, offload)
         self.pump = asyncio.create_task(self.front.pump())
         self.is_ready = asyncio.Event()
-        self.front.on_ready(lambda paths: self.is_ready.set())
+        self.front.when_ready(lambda paths: self.is_ready.set())
 
     async def load(self) -> None:
-        self.engine.say(ready())
+        self.engine.emit(ready())
         await asyncio.wait_for(self.is_ready.wait(), 10)
 
 
 @asynccontextmanager
-async def world() -> AsyncIterator[World]:
-    """A front over a scripted engine that has loaded."""
-    here = World()
+async def harness() -> AsyncIterator[Harness]:
+    """Yield a front over a scripted engine that has loaded."""
+    here = Harness()
     await here.load()
     try:
         yield here
@@ -122,7 +120,7 @@ def submit(name: str = "r", seconds: float = 60.0, **fields: Any) -> pb.Submit:
     )
 
 
-async def heard(stream: GatewayStream, num_events: int) -> list[pb.Event]:
+async def received(stream: GatewayStream, num_events: int) -> list[pb.Event]:
     events = stream.events()
     async with asyncio.timeout(10):
         return [await anext(events) for _ in range(num_events)]
@@ -138,34 +136,34 @@ def kinds(events: Sequence[pb.Event]) -> list[str | None]:
 
 
 async def test_a_request_is_accepted_answered_and_over() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit(attempt=2))
         (added,) = here.engine.sent_of(AddRequest)
         assert (added.request_id, added.token_ids) == ("r.2", [1, 2, 3])
-        here.engine.say(Reserved("r.2", 0))
-        here.engine.say(step([output("r.2", 3, [7])]))
-        here.engine.say(step([output("r.2", 4, [8, 9], is_last=True)]))
-        events = await heard(stream, 3)
+        here.engine.emit(Reserved("r.2", 0))
+        here.engine.emit(step([output("r.2", 3, [7])]))
+        here.engine.emit(step([output("r.2", 4, [8, 9], is_last=True)]))
+        events = await received(stream, 3)
         assert kinds(events) == ["accepted", "step", "step"]
         last = events[2].step.outputs[0]
         assert (last.attempt, list(last.token_ids), last.position) == (2, [8, 9], 4)
         assert last.HasField("ledger") and last.finish_reason == pb.FINISH_REASON_LENGTH
         await asyncio.wait_for(here.front.drain(10), 10)
-        assert here.hand_over.ends == [None]
+        assert here.connector.ends == [None]
 
 
 async def test_one_step_is_one_batch_for_each_gateway() -> None:
-    async with world() as here:
+    async with harness() as here:
         one, other = GatewayStream(), GatewayStream()
         for stream, name in ((one, "a"), (one, "b"), (other, "c")):
             here.front.submit(stream, submit(name))
-        here.engine.say(step([output(f"{name}.0", 3, [7]) for name in "abc"]))
-        assert [len(event.step.outputs) for event in [*await heard(one, 1), *await heard(other, 1)]] == [2, 1]
+        here.engine.emit(step([output(f"{name}.0", 3, [7]) for name in "abc"]))
+        assert [len(event.step.outputs) for event in [*await received(one, 1), *await received(other, 1)]] == [2, 1]
 
 
 async def test_a_request_sent_twice_is_run_once() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit())
         here.front.submit(stream, submit())
@@ -173,12 +171,12 @@ async def test_a_request_sent_twice_is_run_once() -> None:
 
 
 async def test_the_engines_refusal_reaches_the_gateway_as_its_kind() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         for reason in ("kv_full", "context"):
             here.front.submit(stream, submit(reason))
-            here.engine.say(messages.Refused(f"{reason}.0", reason, "why"))
-        events = await heard(stream, 2)
+            here.engine.emit(messages.Refused(f"{reason}.0", reason, "why"))
+        events = await received(stream, 2)
         assert [error_of(event) for event in events] == ["Overloaded", "ContextTooLong"]
         assert events[0].refused.error.retry_after_ms == 1000
 
@@ -195,27 +193,27 @@ async def test_the_engines_refusal_reaches_the_gateway_as_its_kind() -> None:
 async def test_what_cannot_be_served_is_refused_before_the_engine_hears_of_it(
     fields: dict[str, Any], error: str
 ) -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit(**fields))
-        assert [error_of(event) for event in await heard(stream, 1)] == [error]
+        assert [error_of(event) for event in await received(stream, 1)] == [error]
         assert here.engine.sent == []
 
 
 async def test_a_request_ends_at_its_deadline() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit(seconds=0.05))
-        assert [error_of(event) for event in await heard(stream, 1)] == ["DeadlineExceeded"]
+        assert [error_of(event) for event in await received(stream, 1)] == ["DeadlineExceeded"]
         assert here.engine.sent[-1] == AbortRequest("r.0")
-        here.engine.say(step([output("r.0", 3, [7])]))  # it was on its way: nobody hears of it
+        here.engine.emit(step([output("r.0", 3, [7])]))  # sent before the abort: the front drops it
         here.front.submit(stream, submit("next"))
-        here.engine.say(Reserved("next.0", 0))
-        assert kinds(await heard(stream, 1)) == ["accepted"]
+        here.engine.emit(Reserved("next.0", 0))
+        assert kinds(await received(stream, 1)) == ["accepted"]
 
 
 async def test_only_the_gateway_that_asked_can_cancel() -> None:
-    async with world() as here:
+    async with harness() as here:
         mine, other = GatewayStream(), GatewayStream()
         here.front.submit(mine, submit())
         here.front.cancel(other, pb.Cancel(request_id="r"))
@@ -224,61 +222,61 @@ async def test_only_the_gateway_that_asked_can_cancel() -> None:
         here.front.cancel(mine, pb.Cancel(request_id="r"))
         here.front.cancel(mine, pb.Cancel(request_id="r"))
         assert here.engine.sent_of(AbortRequest) == [AbortRequest("r.0")]
-        assert [type(error).__name__ for error in here.hand_over.ends] == ["Cancelled"]
+        assert [type(error).__name__ for error in here.connector.ends] == ["Cancelled"]
 
 
 async def test_a_gateway_that_is_gone_takes_its_requests_with_it_and_no_others() -> None:
-    async with world() as here:
+    async with harness() as here:
         gone, other = GatewayStream(), GatewayStream()
         for stream, name in ((gone, "a"), (gone, "b"), (other, "c")):
-            here.front.attached(stream)
+            here.front.attach(stream)
             here.front.submit(stream, submit(name))
-        here.front.detached(gone)
+        here.front.detach(gone)
         assert here.engine.sent_of(AbortRequest) == [AbortRequest("a.0"), AbortRequest("b.0")]
 
 
 async def test_a_request_that_breaks_the_engines_step_fails_alone() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit("bad"))
         here.front.submit(stream, submit("good"))
-        here.engine.say(RequestFailed("bad.0", "nan"))
-        here.engine.say(step([output("good.0", 3, [7], is_last=True)]))
-        assert kinds(await heard(stream, 2)) == ["failed", "step"]
+        here.engine.emit(RequestFailed("bad.0", "nan"))
+        here.engine.emit(step([output("good.0", 3, [7], is_last=True)]))
+        assert kinds(await received(stream, 2)) == ["failed", "step"]
 
 
 @pytest.mark.parametrize(("kind", "code"), [("internal", 1), ("invalid", EXIT_CONFIG), ("unsupported", EXIT_CONFIG)])
 async def test_a_dead_engine_fails_all_requests_so_that_they_go_on_elsewhere(kind: Any, code: int) -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         for name in "ab":
             here.front.submit(stream, submit(name))
-        here.engine.say(EngineFailed("out of memory", kind))
+        here.engine.emit(EngineFailed("out of memory", kind))
         here.engine.end()
         await asyncio.wait_for(here.front.stopped.wait(), 10)
         here.front.submit(stream, submit("late"))
-        events = await heard(stream, 3)
+        events = await received(stream, 3)
         assert kinds(events) == ["failed", "failed", "refused"]
         assert {error_of(event) for event in events} == {"Unavailable"}  # never the caller's fault
         assert (here.front.load().state, exit_code(here.front)) == (pb.WORKER_STATE_FAILED, code)
 
 
 async def test_a_bug_of_the_fronts_ends_the_worker_and_says_so() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
-        here.hand_over.bug = KeyError("ours")
+        here.connector.output_error = KeyError("front")
         here.front.submit(stream, submit())
-        here.engine.say(step([output("r.0", 3, [7])]))
+        here.engine.emit(step([output("r.0", 3, [7])]))
         await asyncio.wait_for(here.front.stopped.wait(), 10)
-        assert [error_of(event) for event in await heard(stream, 1)] == ["Unavailable"]
+        assert [error_of(event) for event in await received(stream, 1)] == ["Unavailable"]
         assert isinstance(here.front.engine_failure, InternalError) and exit_code(here.front) == 1
 
 
 @pytest.mark.parametrize(("error", "code"), [(OSError("no tokenizer"), 1), (InvalidRequest("no"), EXIT_CONFIG)])
 async def test_a_worker_that_cannot_get_ready_ends_rather_than_load_for_ever(error: Exception, code: int) -> None:
-    here = World()
-    here.hand_over.unprepared = error
-    here.engine.say(ready())
+    here = Harness()
+    here.connector.ready_error = error
+    here.engine.emit(ready())
     await asyncio.wait_for(here.front.stopped.wait(), 10)
     assert exit_code(here.front) == code
     await here.front.close()
@@ -286,45 +284,45 @@ async def test_a_worker_that_cannot_get_ready_ends_rather_than_load_for_ever(err
 
 
 async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit("old"))
-        here.front.refuse_new()
+        here.front.start_draining()
         here.front.submit(stream, submit("new"))
         draining = asyncio.create_task(here.front.drain(30))
-        assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+        assert [error_of(event) for event in await received(stream, 1)] == ["Draining"]
         assert not draining.done()
-        here.hand_over.needed.clear()
-        here.engine.say(step([output("old.0", 3, [7], is_last=True)]))
-        assert kinds(await heard(stream, 1)) == ["step"]
-        assert not draining.done()  # somebody still needs our blocks
-        here.hand_over.needed.set()
+        here.connector.is_drained.clear()
+        here.engine.emit(step([output("old.0", 3, [7], is_last=True)]))
+        assert kinds(await received(stream, 1)) == ["step"]
+        assert not draining.done()  # another process still reads our blocks
+        here.connector.is_drained.set()
         await asyncio.wait_for(draining, 10)
         assert here.front.load().state == pb.WORKER_STATE_DRAINING
 
 
 async def test_a_drain_that_takes_too_long_lets_requests_go_on_elsewhere() -> None:
-    async with world() as here:
+    async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit())
-        here.front.refuse_new()
+        here.front.start_draining()
         await here.front.drain(0.05)
-        assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+        assert [error_of(event) for event in await received(stream, 1)] == ["Draining"]
 
 
 async def test_a_worker_told_to_drain_while_it_loads_never_says_it_is_ready() -> None:
-    here = World()
-    here.front.refuse_new()
+    here = Harness()
+    here.front.start_draining()
     await here.load()
     assert here.front.load().state == pb.WORKER_STATE_DRAINING
     stream = GatewayStream()
     here.front.submit(stream, submit())
-    assert [error_of(event) for event in await heard(stream, 1)] == ["Draining"]
+    assert [error_of(event) for event in await received(stream, 1)] == ["Draining"]
     await here.front.close()
     await here.pump
 
 
 async def test_the_pool_is_reported_before_the_first_step() -> None:
-    async with world() as here:
+    async with harness() as here:
         report = here.front.load()
         assert (report.kv.num_total_blocks, report.kv.num_free_blocks, report.kv.tokens_per_block) == (8, 8, 16)

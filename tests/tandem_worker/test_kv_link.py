@@ -1,4 +1,4 @@
-"""Does a worker follow its host's KV service through restarts, and know when it is without?"""
+"""A worker follows the KV service of its host through restarts, and detects its loss."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from tandem_runtime.errors import Unavailable
 from tandem_runtime.kv.shared_region import SharedRegion
-from tandem_worker.kv_link import RegionOffer, lost_is_unavailable
+from tandem_worker.kv_link import LentPool, lost_is_unavailable
 from tests.kv_transfer_svc.host import running_host
 from tests.tandem_worker.kv_harness import FollowedLink, until
 
 
 async def test_a_region_is_lent_to_every_life_of_the_kv_service(tmp_path: Path) -> None:
     region = SharedRegion.create("test-pool", 8192, 1)
-    offer = RegionOffer("mine", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd))
+    offer = LentPool("mine", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd))
     async with running_host(tmp_path) as first, running_host(tmp_path) as second:
         link = FollowedLink(first)
         link.lend(offer)
@@ -27,7 +27,7 @@ async def test_a_region_is_lent_to_every_life_of_the_kv_service(tmp_path: Path) 
         link.move(second)
         await asyncio.wait_for(link.wait_gone(client), 10)
         await asyncio.wait_for(link.wait_lent(), 10)
-        grant = await link.fetch("mine")
+        grant = await link.fetch_region("mine")
         os.close(grant.fd)
         assert (grant.num_slots, link.address) == (1, second.address)
         await link.close()
@@ -49,13 +49,13 @@ async def test_whoever_asks_hears_of_every_change_of_address(tmp_path: Path) -> 
 async def test_a_kv_service_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host:
         link = FollowedLink(host)
-        link.lend(RegionOffer("bad", 1, 1, 1, 0, os.open(os.devnull, os.O_RDONLY)))
+        link.lend(LentPool("bad", 1, 1, 1, 0, os.open(os.devnull, os.O_RDONLY)))
         with pytest.raises(Unavailable):
             link.client()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(link.wait_lent(), 0.5)
         region = SharedRegion.create("test-pool", 8192, 1)
-        link.lend(RegionOffer("good", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd)))
+        link.lend(LentPool("good", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd)))
         await asyncio.wait_for(link.wait_lent(), 10)
         await link.close()
         region.close()

@@ -25,7 +25,7 @@ from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_runtime.errors import InvalidRequest, Overloaded, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.mac import sign_handle
-from tandem_worker.card import fingerprint, kv_layout
+from tandem_worker.model_card import fingerprint, kv_layout
 from tests.kv_transfer_svc.simulation.client_requests import Choice, SimulatedRequest, Submission
 from tests.kv_transfer_svc.simulation.engine import LAYOUT, MODEL
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, Fleet

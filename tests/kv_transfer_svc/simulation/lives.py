@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from decode_svc.kv_consumer import DecodeHandOver
+from decode_svc.kv_consumer import KVConsumer
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.blocks.allocator import BlockAllocator
 from kv_transfer_svc.handle_record import HandleRecord
 from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.service import KvTransferService
 from kv_transfer_svc.store import HandleStore
-from prefill_svc.kv_producer import PrefillHandOver
+from prefill_svc.kv_producer import KVProducer
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -29,12 +29,14 @@ from tandem.v1 import worker_pb2
 from tandem_engine import messages
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
-from tandem_worker.engine_regions import EngineRegions
+from tandem_worker.engine_link import EngineRegions
 from tandem_worker.front import WorkerFront
 from tandem_worker.kv_link import KvLink
-from tandem_worker.kv_offload import PromptCache
+from tandem_worker.kv_offload import KVOffload
+from tandem_worker.model_card import AssetStore
+from tandem_worker.requests import RequestTable
+from tandem_worker.service import WorkerService
 from tandem_worker.settings import WorkerSettings
-from tandem_worker.streams import serve_attach
 from tests.kv_transfer_svc.simulation.engine import SimulatedEngine
 from tests.kv_transfer_svc.simulation.network import Network, Server
 from tests.kv_transfer_svc.simulation.packets import SocketFolder
@@ -172,22 +174,22 @@ class WorkerLife(Life):
         self.link = KvLink(incarnation, LEASE_SECONDS)
         regions = EngineRegions(self.engine, self.link)
         settings = WorkerSettings(kv_transport="auto" if around.rng.random() < 0.8 else "grpc")
-        is_prefill = self.info.role == pb.WORKER_ROLE_PREFILL
-        make = PrefillHandOver if is_prefill else DecodeHandOver
-        self.hand_over: Any = make(self.engine, self.link, regions, settings)
-        cache = PromptCache(self.engine, self.link, regions, incarnation)
-        self.front = WorkerFront(self.info.role, incarnation, self.engine, self.hand_over, cache)
-        self.hand_over.bind(self.front)
-        self.front.on_ready(self._ready)
+        requests = RequestTable()
+        make = KVProducer if self.info.role == pb.WORKER_ROLE_PREFILL else KVConsumer
+        self.connector = make(self.engine, self.link, regions, requests, settings)
+        offload = KVOffload(self.engine, self.link, regions, incarnation)
+        self.front = WorkerFront(incarnation, self.engine, requests, self.connector, offload)
+        self.front.when_ready(self._ready)
         self.link.follow(self._kv_of_host)
         self._pump = asyncio.get_running_loop().create_task(self.front.pump())
+        service = WorkerService(self.front, AssetStore(), lambda: self.info)
         descriptor = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
-        around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, _Attached(self.front)))
+        around.network.servers[self.info.address] = Server(self.process, methods_of(descriptor, service))
 
     @property
     def holds(self) -> dict[bytes, tuple[str, str]]:
         """The handles for whose readers a prefill worker keeps blocks: the engine's request and the holder of each."""
-        return self.hand_over._holds._held if isinstance(self.hand_over, PrefillHandOver) else {}
+        return self.connector._pinned._pinned if isinstance(self.connector, KVProducer) else {}
 
     @property
     def kv_address(self) -> str:
@@ -206,11 +208,3 @@ class WorkerLife(Life):
             extent = pb.Extent(region_id=runner.region_id, offset=slot * len(content), num_bytes=len(content))
             extent.slot, extent.generation = slot, generation
             self.around.truth.sealed(extent, content)
-
-
-class _Attached:
-    def __init__(self, front: WorkerFront) -> None:
-        self._front = front
-
-    def Attach(self, requests: Any, context: Any) -> Any:
-        return serve_attach(self._front, requests, context)

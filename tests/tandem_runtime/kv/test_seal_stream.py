@@ -12,7 +12,7 @@ import pytest
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from tandem_runtime.kv.seal_stream import SealLine, seal_request
+from tandem_runtime.kv.seal_stream import SealStream, seal_request
 
 
 class Stream:
@@ -55,13 +55,13 @@ LAST = seal_request(pb.KvHandle(handle_id=b"h"), [], kv.Closed(num_blocks=1, fir
 FILLING, SEALED = (kv.SealReply(state=state) for state in (kv.HANDLE_STATE_FILLING, kv.HANDLE_STATE_SEALED))
 
 
-async def states(line: SealLine) -> Sequence[int]:
+async def states(line: SealStream) -> Sequence[int]:
     return [(await line.seal(request)).state for request in (FIRST, LAST)]
 
 
 async def test_all_seals_of_a_handle_take_one_stream() -> None:
     stream, calls = Stream(FILLING, SEALED), Calls()
-    line = SealLine(lambda: stream, calls, 5)
+    line = SealStream(lambda: stream, calls, 5)
     assert await states(line) == [kv.HANDLE_STATE_FILLING, kv.HANDLE_STATE_SEALED]
     assert stream.written == [FIRST, LAST] and calls.requests == []
     assert LAST.close and LAST.num_blocks == 1 and LAST.first_tokens[0].token_id == 7
@@ -76,7 +76,7 @@ async def test_all_seals_of_a_handle_take_one_stream() -> None:
 )
 async def test_once_the_stream_is_broken_seals_are_calls(stream: Stream) -> None:
     calls = Calls()
-    line = SealLine(lambda: stream, calls, 5)
+    line = SealStream(lambda: stream, calls, 5)
     await states(line)
     num_before = len(calls.requests)
     await line.seal(LAST)
@@ -85,7 +85,7 @@ async def test_once_the_stream_is_broken_seals_are_calls(stream: Stream) -> None
 
 async def test_a_refusal_is_raised_and_not_asked_again() -> None:
     calls = Calls()
-    line = SealLine(lambda: Stream(InvalidRequest("slab 0 is sealed and cannot change")), calls, 5)
+    line = SealStream(lambda: Stream(InvalidRequest("slab 0 is sealed and cannot change")), calls, 5)
     with pytest.raises(InvalidRequest, match="slab 0 is sealed"):
         await line.seal(FIRST)
     assert calls.requests == []
@@ -93,4 +93,4 @@ async def test_a_refusal_is_raised_and_not_asked_again() -> None:
 
 async def test_a_service_that_is_silent_is_a_typed_error() -> None:
     with pytest.raises(DeadlineExceeded, match=r"not answered a seal for 0\.01 s"):
-        await SealLine(lambda: Stream(), Calls(), 0.01).seal(FIRST)
+        await SealStream(lambda: Stream(), Calls(), 0.01).seal(FIRST)

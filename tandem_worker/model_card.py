@@ -1,18 +1,22 @@
-"""Which model does this worker serve, and how does its KV cache lie in memory?"""
+"""The model card of a worker: the model, its KV layout, and the checkpoint's files that gateways may fetch."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
-from tandem_runtime.errors import FingerprintMismatch, ModelNotFound
+from tandem_runtime.errors import FingerprintMismatch, KvNotFound, ModelNotFound
+
+_CHUNK_BYTES = 1 << 20
 
 
 def model_card(ready: messages.Ready) -> pb.ModelCard:
-    """Return what clients and other workers need to know of a loaded model; reads the assets' digests."""
+    """Return the description of a loaded model for gateways and other workers; reads the asset files for digests."""
     model, layout = ready.model, kv_layout(ready.layout)
     return pb.ModelCard(
         model_id=model.model_id,
@@ -34,7 +38,7 @@ def model_card(ready: messages.Ready) -> pb.ModelCard:
 
 
 def kv_layout(layout: messages.LayoutInfo) -> pb.KvLayout:
-    """Return the pool's layout, not sharded: one FULL group over all layers, or one and WINDOW groups beside it."""
+    """Return the layout of the unsharded pool: one FULL group, and WINDOW groups for layers with a window."""
     parts = [(part.layers, part.window) for part in layout.groups] or [(list(range(layout.num_layers)), None)]
     groups = [
         pb.KvGroup(
@@ -55,7 +59,7 @@ def kv_layout(layout: messages.LayoutInfo) -> pb.KvLayout:
 
 
 def fingerprint(model: messages.ModelInfo) -> pb.Fingerprint:
-    """Return what must agree between workers; `digest` is 16 bytes of BLAKE2b over the other fields."""
+    """Return the values that two workers must share; `digest` is 16 bytes of BLAKE2b over the other fields."""
     result = pb.Fingerprint(
         weights_digest=model.weights_digest,
         quantization=model.quantization,
@@ -74,23 +78,43 @@ def asset(name: str, path: Path) -> pb.Asset:
     return pb.Asset(name=name, digest=digest, num_bytes=len(content))
 
 
-def check_model(card: pb.ModelCard, wanted: pb.ModelRef) -> None:
-    """Raise unless a request means the model that this worker serves, to the last weight."""
-    if wanted.model_id != card.model_id:
-        raise ModelNotFound(f"this worker serves {card.model_id!r}, the request names {wanted.model_id!r}")
-    if wanted.fingerprint != card.fingerprint.digest:
+def check_model(card: pb.ModelCard, requested: pb.ModelRef) -> None:
+    """Raise ModelNotFound or FingerprintMismatch unless a request names this worker's model and weights."""
+    if requested.model_id != card.model_id:
+        raise ModelNotFound(f"this worker serves {card.model_id!r}, the request names {requested.model_id!r}")
+    if requested.fingerprint != card.fingerprint.digest:
         raise FingerprintMismatch(
-            f"the request was made for fingerprint {wanted.fingerprint.hex()} of {card.model_id!r}, "
+            f"the request was made for fingerprint {requested.fingerprint.hex()} of {card.model_id!r}, "
             f"this worker has {card.fingerprint.digest.hex()}; restart the workers on the same weights",
             field="model.fingerprint",
         )
 
 
-def _generation_defaults(given: dict[str, float]) -> pb.GenerationDefaults:
+def _generation_defaults(values: dict[str, float]) -> pb.GenerationDefaults:
     defaults = pb.GenerationDefaults()
-    for name, value in given.items():
+    for name, value in values.items():
         if name in ("top_k", "max_tokens"):
             setattr(defaults, name, int(value))
         elif name in defaults.DESCRIPTOR.fields_by_name:
             setattr(defaults, name, value)
     return defaults
+
+
+class AssetStore:
+    """The checkpoint's files that gateways may fetch, by digest."""
+
+    def __init__(self) -> None:
+        self._paths: dict[bytes, Path] = {}
+
+    def offer(self, card: pb.ModelCard, paths: Mapping[str, str]) -> None:
+        """Make the assets of a model card available; `paths` holds the file of each asset, by name."""
+        self._paths = {asset.digest: Path(paths[asset.name]) for asset in card.assets}
+
+    async def chunks(self, digest: bytes) -> AsyncIterator[pb.Chunk]:
+        """Yield a file in chunks of 1 MiB; raises KvNotFound for an unknown digest."""
+        path = self._paths.get(digest)
+        if path is None:
+            raise KvNotFound(f"no asset {digest.hex()} here; the worker may have been restarted on another model")
+        content = await asyncio.to_thread(path.read_bytes)
+        for offset in range(0, len(content), _CHUNK_BYTES):
+            yield pb.Chunk(offset=offset, data=content[offset : offset + _CHUNK_BYTES])

@@ -1,4 +1,4 @@
-"""What does a gateway hear over a real Attach stream, and when does the stream end?"""
+"""The events of a real Attach stream, and its end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tandem_engine.messages import AddRequest
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import KvNotFound, StaleIncarnation
 from tandem_runtime.server import GrpcServer
-from tandem_worker.assets import AssetStore
-from tandem_worker.process import WorkerService
+from tandem_worker.model_card import AssetStore
+from tandem_worker.service import WorkerService
 from tests.tandem_worker.kv_harness import until
 from tests.tandem_worker.scripted_engine import output, step
-from tests.tandem_worker.test_front import World, error_of, kinds, submit, world
+from tests.tandem_worker.test_front import Harness, error_of, harness, kinds, submit
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[World, Any]]:
-    async with world() as here:
+async def served() -> AsyncIterator[tuple[Harness, Any]]:
+    async with harness() as here:
         service = WorkerService(here.front, AssetStore(), pb.WorkerInfo)
         server = GrpcServer(
             "127.0.0.1:0", lambda grpc: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc), []
@@ -57,11 +57,11 @@ async def test_a_gateway_that_hangs_up_takes_its_requests_with_it() -> None:
         await call.write(hello())
         await command(call, submit=submit())
         assert (await call.read()).HasField("hello")
-        here.engine.say(step([output("r.0", 3, [7])]))
+        here.engine.emit(step([output("r.0", 3, [7])]))
         assert (await call.read()).HasField("step")
         call.cancel()
         await asyncio.wait_for(here.front.drain(10), 10)
-        assert [type(error).__name__ for error in here.hand_over.ends] == ["Cancelled"]
+        assert [type(error).__name__ for error in here.connector.ends] == ["Cancelled"]
 
 
 async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> None:
@@ -71,11 +71,11 @@ async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> N
         await command(call, submit=submit())
         assert (await call.read()).HasField("hello")
         await until(lambda: bool(here.engine.sent_of(AddRequest)))
-        here.front.refuse_new()
+        here.front.start_draining()
         for position in range(3, 103):
-            here.engine.say(step([output("r.0", position, [7], is_last=position == 102)]))
+            here.engine.emit(step([output("r.0", position, [7], is_last=position == 102)]))
         await here.front.drain(10)
-        await here.front.hang_up(10)
+        await here.front.end_streams(10)
         events = [event async for event in _rest(call)]
         assert kinds(events) == ["step"] * 100
 
@@ -90,7 +90,7 @@ async def test_a_request_that_breaks_us_is_refused_and_the_next_one_runs(monkeyp
 
         def break_once(*args: Any) -> None:
             monkeypatch.undo()
-            raise KeyError("a bug of ours")
+            raise KeyError("an error in the front")
 
         monkeypatch.setattr(here.front, "submit", break_once)
         call = stub.Attach()
@@ -99,7 +99,7 @@ async def test_a_request_that_breaks_us_is_refused_and_the_next_one_runs(monkeyp
         await command(call, submit=submit("good"))
         assert (await call.read()).HasField("hello")
         assert error_of(await call.read()) == "InternalError"
-        here.engine.say(step([output("good.0", 3, [7], is_last=True)]))
+        here.engine.emit(step([output("good.0", 3, [7], is_last=True)]))
         assert (await call.read()).step.outputs[0].request_id == "good"
 
 

@@ -116,7 +116,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
 
     async def Own(self, request: kv.OwnRequest, context: Any) -> AsyncIterator[kv.OwnerEvent]:
         region = self.store.regions.lent(request.region_id, request.incarnation)
-        yield kv.OwnerEvent(welcome=True)
+        yield kv.OwnerEvent(accepted=True)
         next_number = 0
         while not region.is_lost:
             changed = region.log.changed.next()

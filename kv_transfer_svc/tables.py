@@ -17,7 +17,7 @@ from tandem.v1.tables_pb2 import (
     RegionRow,
     StoreLeaseRow,
     TablesReply,
-    UntoldRow,
+    UnreportedRow,
 )
 from tandem_runtime.kv.tables import fill
 
@@ -38,7 +38,7 @@ def kv_tables(
     reply.num_left_out = (
         fill(reply.handles, list(store.live()), _handle, max_rows)
         + fill(reply.regions, regions, _region, max_rows)
-        + fill(reply.untold, unreported, _unreported_row, max_rows)
+        + fill(reply.unreported, unreported, _unreported_row, max_rows)
         + fill(reply.arena, puller.pulls(), _arena, max_rows)
     )
     if host_cache is not None:
@@ -84,9 +84,9 @@ def _unreported(region: LentRegion) -> list[tuple[LentRegion, kv.OwnerEvent.Ende
     return [(region, ended, num_bytes) for ended, num_bytes in region.log.unreported()]
 
 
-def _unreported_row(unreported: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UntoldRow:
+def _unreported_row(unreported: tuple[LentRegion, kv.OwnerEvent.Ended, int]) -> UnreportedRow:
     region, ended, num_bytes = unreported
-    return UntoldRow(
+    return UnreportedRow(
         handle_id=ended.handle_id,
         request_id=ended.request_id,
         owner_incarnation=region.offer.incarnation,

@@ -1,4 +1,4 @@
-"""How do the .proto files become Python? `python protos/compile.py` rewrites gen/; `--check` names what is stale."""
+"""Generates gen/ from the .proto files: `python protos/compile.py`. `--check` lists stale files and writes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ GENERATED = PROTOS / "gen"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; name what differs and exit with 1")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; list the stale files and exit with 1 if there are any"
+    )
     if parser.parse_args().check:
         return check()
     compile_into(GENERATED)
@@ -22,7 +24,7 @@ def main() -> int:
 
 
 def check() -> int:
-    """Return 1 and name the files if `gen/` is not what the .proto files and the installed compiler make."""
+    """Compare `gen/` with the output of the installed compiler; list the files that differ, and return 1 if any do."""
     with tempfile.TemporaryDirectory() as folder:
         compile_into(Path(folder))
         stale = sorted(_differences(Path(folder), GENERATED))
@@ -32,7 +34,7 @@ def check() -> int:
 
 
 def compile_into(target: Path) -> None:
-    """Generate messages, stubs and types of every .proto below `target`, in packages with `__init__.py`."""
+    """Generate messages, stubs and types of every .proto file into `target`, in packages with `__init__.py`."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("tandem/**/*.proto"))
     target.mkdir(parents=True, exist_ok=True)
     outputs = ["--python_out", "--grpc_python_out", "--mypy_out=readable_stubs", "--mypy_grpc_out"]

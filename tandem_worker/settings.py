@@ -1,4 +1,4 @@
-"""What can be set on a worker, and what of it does its engine process get?"""
+"""The settings of a worker, and the part of them that its engine process receives."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ class WorkerSettings:
     """Settings of a prefill or decode worker; each field is a flag, a variable and a key of tandem.toml."""
 
     model: str = setting(
-        "@tandem/demo", "what to serve: the folder or Hub id of a checkpoint, or the name of a model", shared=True
+        "@tandem/demo", "model to serve: folder or Hub id of a checkpoint, or a name from the model table", shared=True
     )
-    served_model_name: str = setting("", "name clients use instead of the folder name or Hub id", shared=True)
-    models: ModelTable = setting(SHIPPED, "which checkpoints are behind names", shared=True, file_only=True)
+    served_model_name: str = setting("", "model name for clients; the folder name or Hub id if empty", shared=True)
+    models: ModelTable = setting(SHIPPED, "the model table: names and their checkpoints", shared=True, file_only=True)
     control: tuple[str, ...] = setting(
-        ("127.0.0.1:8643",), "gRPC addresses of the control plane's processes", shared=True
+        ("127.0.0.1:8643",), "gRPC addresses of the control plane processes", shared=True
     )
-    listen: str = setting("127.0.0.1:0", "address the gRPC server listens on; port 0 takes a free one")
-    advertise: str = setting("", "address that others dial, where it differs from the one listened on")
+    listen: str = setting("127.0.0.1:0", "address of the gRPC server; port 0 selects a free port")
+    advertise: str = setting("", "address that other processes connect to; the listen address if empty")
     insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
-    host_id: str = setting("", "name of this host; lets one machine play several", shared=True)
-    worker_id: str = setting("", "stable name of this worker; made from role, host and process id if empty")
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "numbers the model computes in")
+    host_id: str = setting("", "name of this host; several names make one machine act as several hosts", shared=True)
+    worker_id: str = setting("", "stable name of this worker; built from role, host and process id if empty")
+    device: str = setting("auto", "device of the model: auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "number format of the computation")
     route: Literal["auto", "lean", "transformers"] = setting(
-        "auto", "whose code runs the model: Tandem's own where it knows the family, or transformers'"
+        "auto",
+        "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
     )
     kernels: Literal["auto", "cpp", "torch"] = setting(
-        "auto", "what computes on a CPU: C++ compiled on this machine, or plain torch, which is several times slower"
+        "auto", "kernels on a CPU: C++ compiled on this machine, or plain torch, which is several times slower"
     )
-    max_model_len: int | None = setting(None, "longest prompt and answer together, in tokens; the model's own if unset")
+    max_model_len: int | None = setting(None, "most tokens of prompt and answer together; the model's limit if unset")
     block_size: int = setting(16, "tokens per KV block", shared=True)
-    num_kv_blocks: int | None = setting(None, "KV blocks in the pool; sized from memory if unset")
-    kv_memory_bytes: int | None = setting(None, "bytes of the KV pool; sized from free memory if unset")
-    kv_memory_limit_bytes: int | None = setting(None, "most that a pool sized from free memory may take, in bytes")
+    num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
+    kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
+    kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     itl_target_ms: float = setting(
         0.0, "longest gap between two tokens that prompt chunks beside them may cause, in milliseconds; 0: no limit"
@@ -52,26 +53,26 @@ class WorkerSettings:
     draft_model: str = setting(
         "", "folder or Hub id of a smaller model of the same tokenizer that guesses tokens ahead, too; none if empty"
     )
-    max_num_waiting: int = setting(256, "requests that may queue; more are refused with 429")
+    max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
-    cpus: tuple[int, ...] = setting((), "cores the engine process is pinned to; all it may use if empty")
+    cpus: tuple[int, ...] = setting((), "cores that the engine process is pinned to; all allowed cores if empty")
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
-        "auto", "how KV bytes reach this worker: shared memory, or a gRPC stream from its KV service"
+        "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
     )
     prompt_cache: bool = setting(
-        True, "take the beginnings of prompts from the KV service's store, and offer it what is computed here"
+        True, "read prompt prefixes from the KV service's store, and publish computed blocks to it"
     )
     verify_kv: bool = setting(
-        False, "give every KV block a checksum, and verify those of blocks that come from elsewhere", shared=True
+        False, "compute checksums of KV blocks, and verify those of blocks from other processes", shared=True
     )
-    lease_seconds: float = setting(10.0, "how long KV blocks stay reserved for a reader that is not heard of")
-    drain_seconds: float = setting(120.0, "how long running requests may take to finish after SIGTERM")
-    state_dir: str = setting("", "where digests and caches are kept; XDG state directory if empty", shared=True)
-    log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
+    lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
+    drain_seconds: float = setting(120.0, "most seconds for running requests to finish after SIGTERM")
+    state_dir: str = setting("", "folder of digests and caches; the XDG state directory if empty", shared=True)
+    log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
-        """Return the part of the settings that the engine process needs; fields of the same name are the same.
+        """Return the settings of the engine process; fields with equal names have equal values.
 
         Raises ValueError naming the field, its value and its limits.
         """
@@ -80,7 +81,7 @@ class WorkerSettings:
         return EngineConfig(**{**taken, **self._checkpoint(), "state_dir": state_dir, "region_id": region_id})
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Return what the table says of a model that was asked for by name; what was said to this worker goes first."""
+        """Return the model table's entry for a model requested by name; settings of this worker take precedence."""
         entry = self.models.find(self.model)
         if entry is None:
             return {}

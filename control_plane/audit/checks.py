@@ -92,7 +92,7 @@ def _is_gone(reader: ReaderRow, handle_id: bytes, snapshot: Snapshot) -> bool:
 
 
 def _undelivered_ends(kv: AuditedService, snapshot: Snapshot) -> Iterator[Suspicion]:
-    for row in kv.tables.untold:
+    for row in kv.tables.unreported:
         name = _name(row.request_id, row.handle_id)
         yield _suspicion("end_undelivered", kv, name, row.num_bytes, place=row.owner_incarnation)
 

@@ -29,9 +29,9 @@ async def test_a_kv_service_says_who_owns_and_who_reads_what(tmp_path: Path) -> 
         assert [each.owner_incarnation for each in tables.regions] == [writer.incarnation]
         await reader.release_all(handle)
         tables = await host.service.Tables(TablesRequest(max_rows=10), None)
-        assert ([each.handle_id for each in tables.untold], len(tables.handles)) == ([handle.handle_id], 0)
+        assert ([each.handle_id for each in tables.unreported], len(tables.handles)) == ([handle.handle_id], 0)
         await anext(writer.client.own(writer.region_id))
-        await _until_tables(host.service.Tables, lambda now: not now.untold)
+        await _until_tables(host.service.Tables, lambda now: not now.unreported)
 
 
 async def test_what_is_too_much_for_a_table_is_counted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tandem.v1.tables_pb2 import (
     ReaderRow,
     RegionRow,
     StoreLeaseRow,
-    UntoldRow,
+    UnreportedRow,
 )
 from tests.control_plane.audit.audit_tables import (
     KV,
@@ -109,7 +109,7 @@ def test_what_a_kv_service_keeps_too_long_by_its_own_word_is_suspected() -> None
         "kv",
         KV,
         handles=[row],
-        untold=[UntoldRow(handle_id=b"u" * 16, request_id="u", owner_incarnation="prefill-life", num_bytes=20)],
+        unreported=[UnreportedRow(handle_id=b"u" * 16, request_id="u", owner_incarnation="prefill-life", num_bytes=20)],
         store_leases=[
             StoreLeaseRow(reader_id="over", lease_until_unix_ms=NOW - 1, num_bytes=30),
             StoreLeaseRow(reader_id="runs", lease_until_unix_ms=LATER, num_bytes=30),

@@ -66,7 +66,7 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Every second. A reply that does not know the sender asks it to register again.
+        """Sent every second. A sender whose reply has `known` unset registers again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -127,29 +127,29 @@ class KvTransferServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Reserve(self, request, context):
-        """Opens a handle: RESERVED. Called by the prefill worker that will fill it.
+        """Opens a handle: RESERVED. Called by the prefill worker that fills the handle.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Seal(self, request, context):
-        """Makes slabs visible, for good; the closing call carries the first tokens.
+        """Makes slabs visible. A sealed slab never changes. The closing call carries the first tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SealStream(self, request_iterator, context):
-        """The same for one handle, as a stream that is open before its last seal; a reply for each, in order.
+        """Seals the slabs of one handle over a stream; each request gets a reply, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Slabs as they are sealed, for one reader on this service's host; may come before Reserve.
-        Slabs of another host's service are pulled into this one's arena first.
+        """Yields slabs when they are sealed, to one reader on this service's host. Allowed before Reserve.
+        Slabs of another host's service are pulled into this service's arena first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,56 +163,56 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives back one reader's lease, or the whole handle (gateway).
+        """Releases one reader's lease, or the whole handle (called by the gateway).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a handle that will not be filled or read; its readers get the error at once.
+        """Ends a handle that will not be filled or read; its readers receive the error at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """The bytes of one slab, in chunks of 1 MiB.
+        """Returns the bytes of one slab, in chunks of 1 MiB.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Own(self, request, context):
-        """For the owner of a region: handles that nobody needs any more. Open as long as the owner lives.
+        """Yields the handles of a region that have ended, to its owner. Open as long as the owner lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Offers full blocks of a worker's region to the host's store, which copies what it wants.
+        """Publishes full blocks of a worker's region; the host's store copies the blocks that it accepts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Lends what the store has of a prompt's blocks, in memory, from disk or from another host.
+        """Lends the blocks of a prompt that are in the store's memory, on its disk or on another host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unload(self, request, context):
-        """Gives back what was lent by Load.
+        """Releases the lease of a Load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """The bytes of stored blocks, for another host's service: those of the longest run it has.
+        """Returns the bytes of the longest stored run of blocks, to another host's service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,21 +225,21 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tables(self, request, context):
-        """What this service believes it holds, for the auditor.
+        """Returns the handles, leases and regions of this service, for the auditor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenLink(self, request, context):
-        """For another KV service: how its bytes may come besides over Read, and permission to fetch them so.
+        """Returns to another KV service the transports besides Read, and a token that permits their use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Zeroes, to measure a link with.
+        """Returns zeroes, to measure a link.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

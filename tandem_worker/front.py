@@ -112,7 +112,7 @@ class WorkerFront:
         if self.engine_failure is not None:
             raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
         if self._state == pb.WORKER_STATE_DRAINING:
-            raise Draining("the worker is draining and takes no new requests", retry_after_seconds=1.0)
+            raise Draining("the worker is draining and accepts no new requests", retry_after_seconds=1.0)
         if self.card is None:
             raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
         check_model(self.card, request.submit.model)
@@ -140,10 +140,10 @@ class WorkerFront:
             async for event, fds in self._engine.events():
                 self._handle(event, fds)
         except TandemError as error:
-            self._failed(error)
+            self._fail_worker(error)
         except Exception as error:
             log.exception("engine_event_failed")
-            self._failed(InternalError(f"an event of the engine could not be handled: {error!r}"))
+            self._fail_worker(InternalError(f"an event of the engine could not be handled: {error!r}"))
         finally:
             why = self.engine_failure.message if self.engine_failure else "it was stopped"
             self._fail_all(Unavailable(f"the worker's engine has ended: {why}"))
@@ -228,7 +228,9 @@ class WorkerFront:
             await self._get_ready(ready)
         except Exception as error:
             log.exception("startup_failed")
-            self._failed(error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {error!r}"))
+            self._fail_worker(
+                error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {error!r}")
+            )
             self.stopped.set()
 
     async def _get_ready(self, ready: messages.Ready) -> None:
@@ -243,12 +245,15 @@ class WorkerFront:
 
     def _engine_failed(self, failed: messages.EngineFailed) -> None:
         kind = InvalidRequest if failed.kind in ("unsupported", "invalid") else InternalError
-        self._failed(kind(failed.message))
+        self._fail_worker(kind(failed.message))
 
-    def _failed(self, error: TandemError) -> None:
+    def _fail_worker(self, error: TandemError) -> None:
         self.engine_failure = error
         self._state = pb.WORKER_STATE_FAILED
-        log.error("model_refused" if isinstance(error, InvalidRequest) else "engine_failed", error=error.message)
+        if isinstance(error, InvalidRequest):
+            log.error("model_refused", error=error.message)
+        else:
+            log.error("engine_failed", error=error.message)
 
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:
@@ -307,7 +312,7 @@ class WorkerFront:
             self._fail_all(Draining("the worker stopped before the request was finished"))
 
     async def end_streams(self, timeout_seconds: float) -> None:
-        """End every gateway's stream after its last event, so that each gateway has all its tokens before we leave."""
+        """End every gateway's stream after its last event, so that each gateway receives all its tokens."""
         for stream in self._streams:
             stream.close()
         try:

@@ -40,11 +40,7 @@ _SERVICE_NAME = "tandem.v1.WorkerService"
 MakeConnector = Callable[[EngineLink, KvLink, EngineRegions, RequestTable, WorkerSettings], KVConnector]
 
 
-def main(
-    settings: WorkerSettings,
-    role: pb.WorkerRole.ValueType,
-    make_connector: MakeConnector,
-) -> int:
+def main(settings: WorkerSettings, role: pb.WorkerRole.ValueType, make_connector: MakeConnector) -> int:
     """Run a worker until a signal drains it or its engine dies; return the exit code."""
     name = "prefill" if role == pb.WORKER_ROLE_PREFILL else "decode"
     worker = _Worker(settings, role, name, make_connector)
@@ -55,14 +51,10 @@ def main(
 
 
 class _Worker:
-    """One life of a worker process."""
+    """One run of a worker process."""
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        role: pb.WorkerRole.ValueType,
-        name: str,
-        make_connector: MakeConnector,
+        self, settings: WorkerSettings, role: pb.WorkerRole.ValueType, name: str, make_connector: MakeConnector
     ) -> None:
         self._settings = settings
         self._role = role
@@ -102,7 +94,7 @@ class _Worker:
         bound = await server.start()
         self._address = settings.advertise or bound
         registrar = Registrar(settings.control, self._info(front), front.load)
-        front.when_ready(lambda paths: self._ready(front, assets, paths, registrar, server))
+        front.when_ready(lambda asset_paths: self._ready(front, assets, asset_paths, registrar, server))
         link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(self._info(front)))
         registrar.start()
         pump = asyncio.create_task(front.pump())
@@ -121,10 +113,15 @@ class _Worker:
         return exit_code(front)
 
     def _ready(
-        self, front: WorkerFront, assets: AssetStore, paths: dict[str, str], registrar: Registrar, server: GrpcServer
+        self,
+        front: WorkerFront,
+        assets: AssetStore,
+        asset_paths: dict[str, str],
+        registrar: Registrar,
+        server: GrpcServer,
     ) -> None:
         assert front.card is not None, "a worker that is ready has a model card"
-        assets.offer(front.card, paths)
+        assets.offer(front.card, asset_paths)
         registrar.update_info(self._info(front))
         server.set_serving(True)
 

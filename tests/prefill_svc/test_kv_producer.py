@@ -42,12 +42,12 @@ class Harness:
 
     async def load(self) -> None:
         region = self.writer.region
-        loaded = ready(region_id="life")
+        loaded = ready(region_id="worker-1")
         self.connector.on_ready(loaded, [os.dup(region.fd)])
         await asyncio.wait_for(self.connector.wait_ready(), 10)
 
     def handle(self, num_readers: int = 1, seconds: float = 60.0) -> pb.KvHandle:
-        return a_handle(self.writer, num_readers, seconds, prefill="life")
+        return a_handle(self.writer, num_readers, seconds, prefill="worker-1")
 
     def begin(self, handle: pb.KvHandle, name: str = "r", num_choices: int = 1) -> ActiveRequest:
         request = a_request(handle, name, choice_seeds=range(num_choices))
@@ -97,7 +97,7 @@ async def test_blocks_are_seen_as_they_come_and_given_back_when_their_reader_rel
         # 1. two blocks are sealed while the rest is computed
         here.compute(request, 0, [5, 2])
         first = await asyncio.wait_for(anext(events), 10)
-        assert [(extent.slot, extent.region_id) for extent in first.slab.extents] == [(5, "life"), (2, "life")]
+        assert [(extent.slot, extent.region_id) for extent in first.slab.extents] == [(5, "worker-1"), (2, "worker-1")]
         # 2. the rest, with one first token per choice, closes the handle
         here.sample(request, 7, choice_index=1)
         here.sample(request, 6, choice_index=0)
@@ -155,7 +155,7 @@ async def test_blocks_go_back_when_the_kv_service_is_another_and_new_prompts_are
         here.link.move(other)
         await here.released("old.0")
         async with running_writer(other) as elsewhere, a_client(other) as reader:
-            handle = a_handle(elsewhere, prefill="life")
+            handle = a_handle(elsewhere, prefill="worker-1")
             here.finish(here.begin(handle, "new"))
             assert len(await watch(reader, handle)) == 2
 

@@ -26,7 +26,7 @@ class FollowedLink(KvLink):
     """A link to the host that a test sets."""
 
     def __init__(self, host: Host | None, on_change: Callable[[], None] = lambda: None) -> None:
-        super().__init__("life", lease_seconds=10.0)
+        super().__init__("worker-1", lease_seconds=10.0)
         self.host = host
         self.follow(self._found, on_change)
 

@@ -82,9 +82,9 @@ class Harness:
     def __init__(self) -> None:
         self.engine = ScriptedEngine()
         self.connector = FakeConnector()
-        link = KvLink("life", lease_seconds=10.0)  # to no KV service
-        offload = KVOffload(self.engine, link, EngineRegions(self.engine, link), "life")
-        self.front = WorkerFront("life", self.engine, RequestTable(), self.connector, offload)
+        link = KvLink("worker-1", lease_seconds=10.0)  # to no KV service
+        offload = KVOffload(self.engine, link, EngineRegions(self.engine, link), "worker-1")
+        self.front = WorkerFront("worker-1", self.engine, RequestTable(), self.connector, offload)
         self.pump = asyncio.create_task(self.front.pump())
         self.is_ready = asyncio.Event()
         self.front.when_ready(lambda paths: self.is_ready.set())

@@ -35,7 +35,7 @@ class Harness:
         self.publishes: list[kv.PublishRequest] = []
         self.engine = ScriptedEngine()
         self.link = FollowedLink(host)
-        self.offload = KVOffload(self.engine, self.link, EngineRegions(self.engine, self.link), "life")
+        self.offload = KVOffload(self.engine, self.link, EngineRegions(self.engine, self.link), "worker-1")
         self.region = SharedRegion.create("test-pool", NUM_BLOCKS * LAYOUT.bytes_per_block, NUM_BLOCKS)
         load, publish = host.host_cache.load, host.host_cache.publish
 

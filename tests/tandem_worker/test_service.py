@@ -35,7 +35,7 @@ async def served() -> AsyncIterator[tuple[Harness, Any]]:
         await server.stop(0)
 
 
-def hello(incarnation: str = "life") -> pb.Command:
+def hello(incarnation: str = "worker-1") -> pb.Command:
     return pb.Command(hello=pb.AttachHello(gateway_id="g", worker_incarnation=incarnation))
 
 

@@ -1,4 +1,7 @@
-"""The worker's connection to the KV service of its host: follows restarts, lends the pool's region, fetches others."""
+"""The worker's connection to the KV service of its host.
+
+Follows the service through restarts, lends it the region of this worker's pool, and fetches regions of other processes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class LentPool:
-    """The region of this worker's pool, for the KV service; `fd` stays open as long as the worker lives."""
+    """The region of this worker's pool, for the KV service; `fd` stays open until `KvLink.close`."""
 
     region_id: str
     num_bytes: int
@@ -42,18 +45,31 @@ def lent_pool(ready: messages.Ready, fd: int) -> LentPool:
     return LentPool(ready.region_id, ready.region_bytes, ready.num_blocks, num_bytes, ready.generations_offset, fd)
 
 
+@dataclass(frozen=True)
+class _Connection:
+    """The connection to one incarnation of the KV service."""
+
+    service: cp.KvServiceAddress
+    client: KvClient
+    regions: RegionClient
+    known: KnownBlocks | None
+    lent: LentPool | None
+
+    async def close(self) -> None:
+        if self.known is not None:
+            self.known.close()
+        await self.client.close()
+        await self.regions.close()
+
+
 class KvLink:
     """Follows the KV service of this host through restarts, and lends our region to each incarnation of it."""
 
     def __init__(self, incarnation: str, lease_seconds: float) -> None:
         self._incarnation = incarnation
         self._lease_seconds = lease_seconds
-        self._current: cp.KvServiceAddress | None = None
-        self._client: KvClient | None = None
-        self._regions: RegionClient | None = None
-        self._known: KnownBlocks | None = None
-        self._offer: LentPool | None = None
-        self._lent: LentPool | None = None
+        self._connection: _Connection | None = None
+        self._pool: LentPool | None = None
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
@@ -61,7 +77,7 @@ class KvLink:
 
     @property
     def address(self) -> str:
-        return self._current.address if self._current else ""
+        return self._connection.service.address if self._connection else ""
 
     def follow(
         self, lookup: Callable[[], cp.KvServiceAddress | None], on_change: Callable[[], None] = lambda: None
@@ -70,52 +86,57 @@ class KvLink:
         self._on_change = on_change
         self._follower = asyncio.create_task(self._follow(lookup))
 
-    def lend(self, offer: LentPool) -> None:
-        """Offer our region to the KV service, now and after each change of service."""
-        self._offer = offer
+    def lend(self, pool: LentPool) -> None:
+        """Lend our region to the KV service, now and after each change of service."""
+        self._pool = pool
         self._wake.set()
 
     async def wait_lent(self) -> None:
         """Return once a KV service has accepted the region passed to `lend`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._offer is not None and self._lent is self._offer)
+            await self._changed.wait_for(lambda: self._pool is not None and self._lent is self._pool)
 
     def client(self) -> KvClient:
         """Return the client of the current KV service; raises Unavailable if there is none."""
-        if self._client is None:
+        if self._connection is None:
             raise Unavailable("no KV service is known for this host; start one with `python -m kv_transfer_svc`")
-        return self._client
+        return self._connection.client
 
     async def wait_client(self) -> tuple[KvClient, str]:
         """Wait for a KV service; return its client and its incarnation."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._client is not None)
-            assert self._client is not None and self._current is not None, "both are set together"
-            return self._client, self._current.incarnation
+            await self._changed.wait_for(lambda: self._connection is not None)
+            assert self._connection is not None, "waited for above"
+            return self._connection.client, self._connection.service.incarnation
 
     async def wait_gone(self, client: KvClient) -> None:
         """Return once `client` is no longer the current client."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._client is not client)
+            await self._changed.wait_for(lambda: self._connection is None or self._connection.client is not client)
 
     async def fetch_region(self, region_id: str) -> RegionGrant:
         """Return a region that was lent to the KV service; raises Unavailable or KvNotFound."""
-        if self._regions is None:
+        if self._connection is None:
             raise Unavailable("no KV service is known for this host, so its regions cannot be mapped")
-        return await self._regions.fetch(region_id)
+        return await self._connection.regions.fetch(region_id)
 
     def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
         """Return False if the host's store had no such block a moment ago, so that a lookup is not worth its time."""
-        return self._known is None or self._known.may_have(layout_digest, block_hash)
+        known = self._connection.known if self._connection else None
+        return known is None or known.may_have(layout_digest, block_hash)
 
     async def close(self) -> None:
         if self._follower is not None:
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
         await self.disconnect()
-        offer, self._offer = self._offer, None
-        if offer is not None:
-            os.close(offer.fd)
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            os.close(pool.fd)
+
+    @property
+    def _lent(self) -> LentPool | None:
+        return self._connection.lent if self._connection else None
 
     async def _follow(self, lookup: Callable[[], cp.KvServiceAddress | None]) -> None:
         last_named = time.monotonic()
@@ -125,9 +146,9 @@ class KvLink:
             try:
                 if found is not None:
                     last_named = time.monotonic()
-                    if self._is_other(found) or self._lent is not self._offer:
+                    if self._is_other(found) or self._lent is not self._pool:
                         await self._connect(found)
-                elif self._client is not None and time.monotonic() - last_named > self._lease_seconds:
+                elif self._connection is not None and time.monotonic() - last_named > self._lease_seconds:
                     await self.disconnect()
             except (TandemError, OSError) as error:
                 log.warning("kv_service_unreachable", address=found.address if found else "", error=str(error))
@@ -137,51 +158,46 @@ class KvLink:
                 await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
 
     def _is_other(self, found: cp.KvServiceAddress) -> bool:
-        return self._current is None or found.incarnation != self._current.incarnation
+        return self._connection is None or found.incarnation != self._connection.service.incarnation
 
     async def _connect(self, found: cp.KvServiceAddress) -> None:
         await self.disconnect()
         regions = RegionClient(found.socket)
-        offer = self._offer
+        pool = self._pool
         try:
-            if offer is not None:
-                await self._lend(regions, offer)
+            if pool is not None:
+                await self._lend(regions, pool)
             known = await _known_blocks(regions)
         except BaseException:
             await regions.close()
             raise
         client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
-        async with self._changed:
-            self._current, self._regions, self._client, self._lent = found, regions, client, offer
-            self._known = known
-            self._changed.notify_all()
+        await self._set_connection(_Connection(found, client, regions, known, pool))
         self._on_change()
-        log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=offer is not None)
+        log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=pool is not None)
 
-    async def _lend(self, regions: RegionClient, offer: LentPool) -> None:
+    async def _lend(self, regions: RegionClient, pool: LentPool) -> None:
         await regions.offer(
-            offer.region_id,
+            pool.region_id,
             self._incarnation,
-            offer.num_bytes,
-            offer.num_slots,
-            offer.bytes_per_slot,
-            offer.generations_offset,
-            offer.fd,
+            pool.num_bytes,
+            pool.num_slots,
+            pool.bytes_per_slot,
+            pool.generations_offset,
+            pool.fd,
         )
 
     async def disconnect(self) -> None:
-        client, regions, known = self._client, self._regions, self._known
-        async with self._changed:
-            self._current, self._client, self._regions, self._lent = None, None, None, None
-            self._known = None
-            self._changed.notify_all()
-        if known is not None:
-            known.close()
-        if client is not None:
+        connection = self._connection
+        await self._set_connection(None)
+        if connection is not None:
             self._on_change()
-            await client.close()
-        if regions is not None:
-            await regions.close()
+            await connection.close()
+
+    async def _set_connection(self, connection: _Connection | None) -> None:
+        async with self._changed:
+            self._connection = connection
+            self._changed.notify_all()
 
 
 async def _known_blocks(regions: RegionClient) -> KnownBlocks | None:

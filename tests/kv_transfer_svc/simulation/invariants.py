@@ -131,8 +131,8 @@ def _check_worker_at_rest(worker: WorkerLife) -> None:
     _ensure(not len(worker.front._requests), f"{name}: the front still has requests")
     holds = worker.holds
     _ensure(not holds, f"{name}: blocks are held for {len(holds)} handles")
-    if worker.link._client is not None:
-        _ensure(not worker.link._client._leases._held, f"{name} still renews {worker.link._client._leases._held}")
+    if (connection := worker.link._connection) is not None:
+        _ensure(not connection.client._leases._held, f"{name} still renews {connection.client._leases._held}")
 
 
 def _check_service_at_rest(service: KvLife) -> None:

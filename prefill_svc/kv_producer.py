@@ -43,7 +43,7 @@ class KVProducer(KVConnector):
     ) -> None:
         self._pinned = PinnedBlocks(engine, link)
         self._link = link
-        self._publishers: dict[str, KVPublisher] = {}
+        self._publishers: dict[str, tuple[KVPublisher, asyncio.Task[None]]] = {}
         self._tasks = TaskSet()
         self._layout = pb.KvLayout()
         self._region_id = ""
@@ -72,29 +72,26 @@ class KVProducer(KVConnector):
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
         handle = request.submit.handle
         publisher = KVPublisher(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
-        self._publishers[request.key] = publisher
         self._pinned.add(handle, request.key)
-        publisher.task = self._tasks.spawn(self._publish(request, publisher))
+        self._publishers[request.key] = publisher, self._tasks.spawn(self._publish(request, publisher))
 
     def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
-        if publisher := self._publishers.get(request.key):
-            publisher.add_blocks(sealed)
+        if found := self._publishers.get(request.key):
+            found[0].add_blocks(sealed)
 
     def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
-        if publisher := self._publishers.get(request.key):
-            publisher.add_first_token(wire)
+        if found := self._publishers.get(request.key):
+            found[0].add_first_token(wire)
 
     def on_imported(self, imported: messages.SlabImported) -> None:
         log.warning("unexpected_slab_import", request_id=imported.request_id)
 
     def on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
         """Let the publisher of a finished request complete; abort the handle of a failed one, for its readers."""
-        publisher = self._publishers.pop(request.key, None)
-        if publisher is None or error is None:
-            return
-        assert publisher.task is not None, "set when the publisher was created"
-        publisher.task.cancel()
-        self._pinned.abort(request.submit.handle, error)
+        _, task = self._publishers.pop(request.key, (None, None))
+        if task is not None and error is not None:
+            task.cancel()
+            self._pinned.abort(request.submit.handle, error)
 
     def spans(self, ledger: pb.PhaseLedger) -> Iterator[PhaseSpan]:
         yield PhaseSpan("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
@@ -162,7 +159,6 @@ class KVPublisher:
     """
 
     def __init__(self, handle: pb.KvHandle, layout: pb.KvLayout, region_id: str, num_choices: int) -> None:
-        self.task: asyncio.Task[None] | None = None
         self.num_slabs = 0
         self._handle = handle
         self._layout = layout

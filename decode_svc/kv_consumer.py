@@ -1,6 +1,6 @@
 """Decode's side of moving KV: copies the blocks of a prompt into the engine's pool, then starts decoding at token two.
 
-As soon as the engine has reserved the blocks, a `KVPull` watches the handle and has each slab copied when it is sealed,
+When the engine has reserved the blocks, a `KVPull` watches the handle. It has each slab copied when the slab is sealed,
 while prefill still computes. If the blocks cannot be read, the engine computes the prompt itself. The answer is the
 same, since a token is a pure function of its request, but later.
 """

@@ -137,13 +137,13 @@ async def test_a_request_that_must_not_find_does_not_ask(tmp_path: Path) -> None
 async def test_public_blocks_count_towards_no_account(tmp_path: Path) -> None:
     async with harness(tmp_path) as here:
         submit = a_submit(num_public_blocks=3)
-        # 1. A run across the border is offered in two calls, one behind the other.
+        # 1. A run of public and private blocks is published in two calls, in order.
         await here.fill(submit, 0, 5)
         assert tags(here.publishes) == [(b"public", b"", HASHES[:3]), (b"account!", HASHES[2], HASHES[3:5])]
-        # 2. What comes later is the account's.
+        # 2. Later blocks count towards the account.
         await here.fill(submit, 5, 2)
         assert tags(here.publishes)[2:] == [(b"account!", HASHES[4], HASHES[5:7])]
-        # 3. All of them are one chain to whoever loads it.
+        # 3. A reader loads all of them as one chain.
         assert len((await here.added(submit)).prefix) == 7
 
 

@@ -117,7 +117,7 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
 
 def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     """Return 0 where a row's bits depend on the rows beside it: a token that was guessed could be another one."""
-    return config.max_draft_tokens if config.speculation == "auto" and loaded.is_rowwise else 0
+    return config.max_draft_tokens if config.speculation == "auto" and loaded.is_batch_invariant else 0
 
 
 def _draft_model(config: EngineConfig, loaded: LoadedModel, report: Progress) -> LoadedModel | None:

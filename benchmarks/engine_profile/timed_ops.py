@@ -19,7 +19,7 @@ from tandem_engine.core import Runner
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.models.lean.weights import LeanWeights
-from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Ops, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import Activation, KVPool, LayerParts, Ops, QKNorm, Rotary, Run, Step, Weight
 from tandem_engine.ops.sampling import Drawn, SamplingRow
 from tandem_engine.scheduling.batch import SchedulerOutput
 from tandem_engine.scheduling.request import Request, Sampled
@@ -95,10 +95,6 @@ class TimedOps:
     def kv_order(self) -> str:
         return self._ops.kv_order
 
-    @property
-    def is_rowwise(self) -> bool:
-        return self._ops.is_rowwise
-
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         return self._ops.pack(weight, bias)
 
@@ -107,9 +103,6 @@ class TimedOps:
 
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
         return self._ops.packed(in_features, out_features, tensors)
-
-    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
-        return self._ops.parts(weight, sizes)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         return self._watch.time("embedding", self._ops.rows, weight, indices)
@@ -137,7 +130,7 @@ class TimedOps:
         pool: KVPool,
         layer: int,
         rotary: Rotary | None,
-        norm: HeadNorm | None = None,
+        norm: QKNorm | None = None,
     ) -> torch.Tensor:
         call = self._ops.rope_and_kv_write
         return self._watch.time("rope, KV write", call, qkv, num_heads, step, pool, layer, rotary, norm)

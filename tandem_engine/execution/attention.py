@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AttentionInterface
 
-from tandem_engine.ops.base import KVPool, Rotary, Step
+from tandem_engine.ops.base import KVPool, Step
 
 ATTENTION_NAME = "tandem_paged"
 STEP_KEYWORD = "tandem_step"
@@ -52,13 +52,6 @@ class Asked(NamedTuple):
     softcap: float | None
 
 
-class Turned(NamedTuple):
-    """A step whose tokens' positions are their rows in `rotary`'s tables."""
-
-    step: Step
-    rotary: Rotary
-
-
 @dataclass
 class AttentionStep:
     """What the layers need to know of one step; made for it and thrown away."""
@@ -70,12 +63,6 @@ class AttentionStep:
     """Called when a layer's keys and values of all runs are in their blocks."""
     asked: list[Asked] = field(default_factory=list)
     """Of each call, in order."""
-    turned: Callable[[Step, torch.Tensor, torch.Tensor], Turned | None] = lambda step, cos, sin: None
-    """By the embeddings [1, num_tokens, rotary_dim] that the model computed; None: they are not by halves."""
-    sample_rows: torch.Tensor | None = None
-    """[num_sampled], int64: of no others are the logits wanted. None: of all."""
-    are_layers_done: bool = False
-    """Whether the first one has computed what all of them would."""
 
 
 def register() -> None:

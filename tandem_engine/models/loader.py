@@ -1,7 +1,7 @@
-"""How does a checkpoint become a model that is ready to run?
+"""Turns a checkpoint into a model that is ready to run.
 
-By one of two routes: the lean one, our own code for the families that most people serve, or transformers' code with our
-attention and our linear layers.
+There are two routes. The lean route is our own decoder for the families that most people serve. The compatibility route
+runs transformers' code with our attention (`transformers_model`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class LoadedModel:
     geometry: KVGeometry
     device: torch.device
     mapped_bytes: int = 0
-    """Of weights in files that are mapped."""
+    """Bytes of the weights that lie in mapped files."""
     window: int | None = None
-    """Positions that any token of any layer sees; None: some layer sees all."""
-    is_rowwise: bool = True
-    """A row's bits depend on that row alone, all of the model's code considered."""
+    """The largest attention window of all layers, in positions; None: some layer has no window."""
+    is_batch_invariant: bool = True
+    """Whether a token's bits are the same whatever else is in its step."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One model on its way; `length` is the longest context in tokens."""
+    """What loading one model needs; `length` is the longest context in tokens."""
 
     config: EngineConfig
     checkpoint: Checkpoint
@@ -72,14 +72,15 @@ class _Built:
     route: str
     geometry: KVGeometry
     windows: Sequence[int | None]
-    """Of each layer."""
-    is_rowwise: bool
+    """One entry per layer."""
+    is_batch_invariant: bool
 
 
 def load_model(config: EngineConfig, report: Progress, target: LoadedModel | None = None) -> LoadedModel:
-    """Find, check, load and try out the model; raises ModelUnusable, saying what to do instead.
+    """Find, check and load the model and run a trial forward; raises ModelUnusable with the remedy.
 
-    With `target` it is to guess for that one: it shares its op layer, takes no longer context, and has one group.
+    With `target`, the model is a draft model: it shares the target's op layer, its context is at most as long, and its
+    KV has one group.
     """
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     model_config = _read_config(checkpoint)
@@ -111,7 +112,7 @@ def load_model(config: EngineConfig, report: Progress, target: LoadedModel | Non
     geometry = replace(built.geometry, order=job.ops.kv_order, groups=groups)
     mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
     window = _widest(built.windows)
-    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_rowwise)
+    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_batch_invariant)
 
 
 def _length(config: EngineConfig, model_config: Any, target: LoadedModel | None) -> int:
@@ -140,8 +141,8 @@ def _build(job: _Job, family: Family | None) -> _Built:
         except NotLean as error:
             if job.config.route == "lean":
                 raise ModelUnusable(f"{error}; take --route auto") from error
-            job.report(f"by way of transformers, which is slower: {error}", 0.2)
-    return _build_compatible(job)
+            job.report(f"taking the compatibility route, which is slower: {error}", 0.2)
+    return _build_transformers(job)
 
 
 def _build_lean(job: _Job, family: Family) -> _Built:
@@ -158,19 +159,28 @@ def _build_lean(job: _Job, family: Family) -> _Built:
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
     windows = [layer.window for layer in decoder.config.layers]
-    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, job.ops.is_rowwise)
+    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, decoder.is_batch_invariant)
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
     return KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, block_size, torch.float32)
 
 
-def _build_compatible(job: _Job) -> _Built:
-    from tandem_engine.models.compatible import load_compatible  # transformers' models, which lean ones do without
+def _build_transformers(job: _Job) -> _Built:
+    # Imported here: the lean route does without transformers' model code.
+    from tandem_engine.models.transformers_model import ROUTE_NAME, load_transformers_model
 
-    built = load_compatible(job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report)
-    route = f"transformers-{transformers.__version__}{built.composition}"
-    return _Built(built.model, built.architecture, route, built.geometry, built.windows, built.is_rowwise)
+    loaded = load_transformers_model(
+        job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report
+    )
+    return _Built(
+        loaded.model,
+        loaded.architecture,
+        ROUTE_NAME,
+        loaded.geometry,
+        loaded.windows,
+        loaded.model.is_batch_invariant,
+    )
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:
@@ -184,6 +194,6 @@ def _read_config(checkpoint: Checkpoint) -> Any:
 
 
 def _architecture(model_config: Any) -> str:
-    """Return the name of transformers' class, which need not be imported for that."""
+    """Return the name of transformers' class without importing the class."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_config.model_type]
     return name if isinstance(name, str) else name[0]

@@ -27,7 +27,7 @@ def choose_route(choice: Route, config: Any, device: torch.device, dtype: torch.
     if choice == "lean":
         if family is None:
             raise ModelUnusable(
-                f"the lean route knows {', '.join(sorted(FAMILIES))}, not {config.model_type}; take auto"
+                f"the lean route serves {', '.join(sorted(FAMILIES))}, not {config.model_type}; take auto"
             )
         if dtype != torch.float32 or device.type != "cpu":
             raise ModelUnusable(f"the lean route computes in float32 on a CPU, not in {dtype} on {device}; take auto")

@@ -90,12 +90,13 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class HeadNorm:
-    """RMS norms of each query's and each key's head before they turn (Qwen3, Gemma 3)."""
+class QKNorm:
+    """RMS norms of queries and keys before the rotary embedding."""
 
     query: torch.Tensor
-    """[head_dim], float32, any 1 + weight already added; so is `key`."""
+    """[head_dim] or [num_heads * head_dim], float32, any offset already added."""
     key: torch.Tensor
+    """[head_dim] or [num_kv_heads * head_dim], likewise."""
     eps: float
 
 
@@ -119,7 +120,10 @@ class LayerParts:
     input_norm: torch.Tensor | None
     """[hidden_size], float32, any 1 + already added; None: this layer has no such norm. So are the other norms."""
     qkv: Weight
-    head_norm: HeadNorm | None
+    projection_norm: QKNorm | None
+    """Of all queries of a token as one vector, and of all its keys (OLMo 2)."""
+    head_norm: QKNorm | None
+    """Of each query head and each key head (Qwen 3, Gemma 3)."""
     rotary: Rotary | None
     num_heads: int
     scale: float
@@ -164,11 +168,6 @@ class Ops(Protocol):
         """Of a block's bytes, for the KV layout."""
         ...
 
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether a row's bits really depend on that row alone: only then may tokens be guessed ahead."""
-        ...
-
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         """Lay out `weight` [out_features, in_features], float32 or bfloat16, which stays what it is in memory."""
         ...
@@ -179,13 +178,6 @@ class Ops(Protocol):
 
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
         """Return the weight whose `tensors` a cache file kept; they are not copied."""
-        ...
-
-    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
-        """Return weights of that many outputs each, one after the other, in `weight`'s memory.
-
-        None: this backend cannot cut there.
-        """
         ...
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
@@ -226,7 +218,7 @@ class Ops(Protocol):
         pool: KVPool,
         layer: int,
         rotary: Rotary | None,
-        norm: HeadNorm | None = None,
+        norm: QKNorm | None = None,
     ) -> torch.Tensor:
         """Norm and turn queries and keys, store keys and values in their slots, and return the queries.
 

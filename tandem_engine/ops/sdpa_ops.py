@@ -20,10 +20,6 @@ class SdpaOps(TorchOps):
     def name(self) -> str:
         return f"{super().name}/sdpa"
 
-    @property
-    def is_rowwise(self) -> bool:
-        return False
-
     def paged_attention(
         self,
         query: torch.Tensor,

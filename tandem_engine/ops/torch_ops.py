@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
 from tandem_engine.ops.plain_sampling import sample
 from tandem_engine.ops.rowwise import gelu_tanh, silu
 from tandem_engine.ops.sampling import Drawn, SamplingRow
@@ -74,10 +74,6 @@ class TorchOps:
     def kv_order(self) -> str:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
-    @property
-    def is_rowwise(self) -> bool:
-        return True
-
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchWeight:
         """Return the weight as it is; the caller gives it away."""
         assert weight.dtype in (torch.float32, torch.bfloat16), "the loader stores nothing else"
@@ -90,12 +86,6 @@ class TorchOps:
         weight = TorchWeight(tensors["weight"], tensors.get("bias"))
         assert (weight.in_features, weight.out_features) == (in_features, out_features), "a cache file of other sizes"
         return weight
-
-    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
-        matrices = torch.split(weight.tensors["weight"], list(sizes))
-        bias = weight.tensors.get("bias")
-        biases = [None] * len(sizes) if bias is None else torch.split(bias, list(sizes))
-        return [TorchWeight(matrix, of_matrix) for matrix, of_matrix in zip(matrices, biases, strict=True)]
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         return functional.embedding(indices, weight.tensors["weight"]).float()
@@ -149,7 +139,7 @@ class TorchOps:
         pool: KVPool,
         layer: int,
         rotary: Rotary | None,
-        norm: HeadNorm | None = None,
+        norm: QKNorm | None = None,
     ) -> torch.Tensor:
         heads = qkv.view(len(qkv), -1, pool.head_dim)  # [num_tokens, heads, head_dim]
         query, key, value = torch.split(heads, [num_heads, pool.num_kv_heads, pool.num_kv_heads], 1)

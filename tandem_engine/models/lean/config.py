@@ -1,4 +1,4 @@
-"""What must the decoder know of a model, beside its weights?"""
+"""Describes a decoder beside its weights: shapes, layer kinds, scales."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tandem_engine.ops.base import Activation
 
 
 class NotLean(ValueError):
-    """The decoder does not know this variant; the compatibility route may. The message says what is unknown."""
+    """The decoder lacks this variant; the compatibility route may serve it. The message names what is missing."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in the place of a layer's MLP."""
+    """A mixture of experts in place of a layer's MLP."""
 
     num_experts: int
     num_chosen: int
-    """Per token."""
+    """Experts per token."""
     normalised: bool
     """Whether the chosen experts' probabilities are scaled to a sum of 1."""
 
@@ -27,16 +27,16 @@ class LayerConfig:
     """How one layer differs from others."""
 
     window: int | None = None
-    """Positions that a token sees, itself among them; None: all before it."""
-    rope: str = ""
-    """Which rotary table: a layer type, where a model has a table for each; "" where it has one."""
+    """Positions that a token attends to, its own included; None: all up to its own."""
+    rope: str | None = ""
+    """The rotary table: a layer type if the model has one table per type, "" if it has one; None: no rotation."""
     experts: ExpertsConfig | None = None
     """None: a plain MLP."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The decoder of one checkpoint. Norms and biases that a family has or lacks show in its weights."""
+    """The decoder of one checkpoint. Which norms and biases a family has is read from its weights."""
 
     model_type: str
     vocab_size: int
@@ -50,9 +50,10 @@ class DecoderConfig:
     attention_scale: float = 1.0
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
     embedding_scale: float = 1.0
     tied: bool = False
-    """Whether the head's weights are the embeddings'."""
+    """Whether the head and the embeddings share their weights."""
 
     @property
     def num_layers(self) -> int:

@@ -135,6 +135,8 @@ def _check_sizes(config: DecoderConfig, weights: LeanWeights, folder: Path) -> N
             "embeddings": (config.vocab_size, config.hidden_size),
             "query_norm": (config.head_dim,),
             "key_norm": (config.head_dim,),
+            "query_projection_norm": (config.num_heads * config.head_dim,),
+            "key_projection_norm": (config.num_kv_heads * config.head_dim,),
         }.get(name.rpartition(".")[2], (config.hidden_size,))
         if tuple(tensor.shape) != shape:
             raise ModelUnusable(

@@ -56,7 +56,8 @@ class CpuLayers:
 
 def _described(layer: LayerParts, turning: Turning) -> DenseLayer:
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-    norms = (layer.input_norm, layer.attention_output_norm, layer.mlp_norm, layer.mlp_output_norm)
+    projections = (layer.projection_norm.query, layer.projection_norm.key) if layer.projection_norm else (None, None)
+    norms = (layer.input_norm, layer.attention_output_norm, layer.mlp_norm, layer.mlp_output_norm, *projections)
     return DenseLayer(
         *(own_weight(weight).address for weight in linears if weight is not None),
         *(_address(norm) for norm in norms),

@@ -94,6 +94,7 @@ class DenseLayer(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
+        *((name, _POINTER) for name in ("query_norm", "key_norm")),
         ("turning", _POINTER),
         ("cache", _POINTER),
         *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.ops.base import Activation, HeadNorm, KVPool, LayerParts, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
 from tandem_engine.ops.cpu.compile import NATIVE, sources_digest
 from tandem_engine.ops.cpu.layers import CpuLayers
 from tandem_engine.ops.cpu.library import Cache, StepTable, Turning, load_library
 from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, turning_of
 from tandem_engine.ops.cpu.sampling import Sampler
-from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, parts, unpack
+from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
 from tandem_engine.ops.sampling import Drawn, SamplingRow
 
 _MAX_TURNINGS = 1024
@@ -41,7 +41,7 @@ class CpuOps:
         self._has_fma = bool(library.tandem_has_fma())
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
-        self._turnings: dict[tuple[int, int], tuple[int, Turning, Rotary | None, HeadNorm | None]] = {}
+        self._turnings: dict[tuple[int, int], tuple[int, Turning, Rotary | None, QKNorm | None]] = {}
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -56,10 +56,6 @@ class CpuOps:
     @property
     def kv_order(self) -> str:
         return "layer,(key:head,dim,token|value:head,token,dim)"
-
-    @property
-    def is_rowwise(self) -> bool:
-        return True
 
     def set_num_threads(self, num_threads: int) -> None:
         """Compute with that many threads, the caller's included, from now on.
@@ -84,10 +80,6 @@ class CpuOps:
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> CpuWeight:
         """Return the weight that lies in `tensors`. Raises ValueError if their sizes do not fit."""
         return CpuWeight(in_features, out_features, tensors["tiles"], tensors["bias"])
-
-    def parts(self, weight: Weight, sizes: Sequence[int]) -> list[Weight] | None:
-        """Return None unless each but the last ends with a tile."""
-        return parts(own_weight(weight), sizes)
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
         own = own_weight(weight)
@@ -158,7 +150,7 @@ class CpuOps:
         pool: KVPool,
         layer: int,
         rotary: Rotary | None,
-        norm: HeadNorm | None = None,
+        norm: QKNorm | None = None,
     ) -> torch.Tensor:
         """Return a view of `qkv`."""
         assert qkv.stride(1) == 1 and qkv.dtype == torch.float32, "qkv is turned in place"
@@ -211,7 +203,7 @@ class CpuOps:
             self._pool = pool
         return ctypes.addressof(self._caches[layer])
 
-    def _turning(self, rotary: Rotary | None, norm: HeadNorm | None) -> int:
+    def _turning(self, rotary: Rotary | None, norm: QKNorm | None) -> int:
         """Return the address of the `Turning` of these two, made once."""
         name = (id(rotary), id(norm))
         if name not in self._turnings:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem_engine.ops.base import HeadNorm, KVPool, Rotary, Step
+from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Step
 from tandem_engine.ops.cpu.library import Cache, StepTable, Turning
 
 
@@ -42,7 +42,7 @@ def caches_of(pool: KVPool) -> list[Cache]:
     ]
 
 
-def turning_of(rotary: Rotary | None, norm: HeadNorm | None) -> Turning:
+def turning_of(rotary: Rotary | None, norm: QKNorm | None) -> Turning:
     """Return what queries and keys go through, valid as long as both are."""
     tables = (rotary.cos, rotary.sin) if rotary else ()
     norms = (norm.query, norm.key) if norm else ()

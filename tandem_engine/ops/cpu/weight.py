@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,15 +78,3 @@ def unpack(library: ctypes.CDLL, weight: CpuWeight) -> torch.Tensor:
     lay_out = library.tandem_unpack_f32 if rows.dtype == torch.float32 else library.tandem_unpack_bf16
     lay_out(weight.tiles.data_ptr(), weight.out_features, weight.in_features, rows.data_ptr())
     return rows
-
-
-def parts(weight: CpuWeight, sizes: Sequence[int]) -> list[Weight] | None:
-    """See `Ops.parts`."""
-    if any(size % TILE for size in sizes[:-1]):
-        return None
-    tiles = torch.split(weight.tiles, [-(-size // TILE) for size in sizes])
-    biases = torch.split(weight.bias, [-(-size // TILE) * TILE for size in sizes])
-    return [
-        CpuWeight(weight.in_features, size, of_part, bias)
-        for size, of_part, bias in zip(sizes, tiles, biases, strict=True)
-    ]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config
 
 from tandem_engine.models.loader import LoadedModel, load_model
-from tandem_engine.models.transformers_model import _StoredEmbedding
+from tandem_engine.models.transformers_model import _OwnEmbedding
 from tandem_engine.settings import EngineConfig
 from tests.checkpoints import _SHAPE, CONFIGS, byte_level_tokenizer
 
@@ -62,10 +62,11 @@ def test_the_compatibility_route_leaves_the_checkpoints_file(kind: str, dtype: t
 def test_a_bf16_embedding_stays_bf16_and_a_tied_one_is_the_heads(tmp_path: Path) -> None:
     _, untied = _load(_saved(tmp_path / "untied", LlamaConfig(**_SHAPE), torch.bfloat16))
     embedding = untied.get_input_embeddings()
-    assert isinstance(embedding, _StoredEmbedding) and embedding._own.dtype == torch.bfloat16
+    assert isinstance(embedding, _OwnEmbedding) and isinstance(embedding.weight, torch.Tensor)
+    assert embedding.weight.dtype == torch.bfloat16
     assert embedding(torch.tensor([[3, 5]])).dtype == torch.float32
     _, tied = _load(_saved(tmp_path / "tied", LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}), torch.bfloat16))
-    assert tied.get_input_embeddings()._own is tied.get_output_embeddings().own
+    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
     plain = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
     _, wide = _load(_saved(tmp_path / "wide", Olmo2Config(**plain), torch.float32))
     assert wide.get_input_embeddings().weight.dtype == torch.float32

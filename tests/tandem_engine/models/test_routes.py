@@ -1,4 +1,4 @@
-"""Do both routes and both op layers say what transformers says, and does each refuse what it cannot do?"""
+"""Both routes and both op layers give the logits of transformers, and each refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     CohereConfig,
     Ernie4_5_MoeConfig,
+    Exaone4Config,
+    GemmaConfig,
+    Glm4Config,
     GPT2Config,
-    GraniteConfig,
+    GPTNeoXConfig,
+    HeliumConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
-    Olmo2Config,
+    Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
     PhiConfig,
     PhimoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SeedOssConfig,
     Starcoder2Config,
 )
 
@@ -50,9 +56,17 @@ _GPT2: dict[str, Any] = {
 _PLAIN = {key: value for key, value in _SHAPE.items() if key != "head_dim"}
 _MIXTURE: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 2, "hidden_act": "gelu"}
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "olmo": lambda: OlmoConfig(**{**_PLAIN, "tie_word_embeddings": True}),  # not one weight but what we pack
-    "olmo2": lambda: Olmo2Config(**_PLAIN),
-    "granite": lambda: GraniteConfig(**_PLAIN, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.2),
+    "olmo": lambda: OlmoConfig(**{**_PLAIN, "tie_word_embeddings": True}),  # no weights but those of linear layers
+    "olmo3": lambda: Olmo3Config(**_PLAIN, sliding_window=16),
+    "glm4": lambda: Glm4Config(**_SHAPE),
+    "helium": lambda: HeliumConfig(**_SHAPE),
+    "arcee": lambda: ArceeConfig(**_SHAPE),
+    "seed_oss": lambda: SeedOssConfig(**_SHAPE),
+    "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=16),
+    "gemma": lambda: GemmaConfig(**_SHAPE),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        **{key: value for key, value in _SHAPE.items() if "head" not in key}, num_attention_heads=4
+    ),
     "olmoe": lambda: OlmoeConfig(**_PLAIN, num_experts=6, num_experts_per_tok=3),
     "qwen2_moe": lambda: Qwen2MoeConfig(**_PLAIN, **_MIXTURE, shared_expert_intermediate_size=32, num_experts=5),
     "starcoder2": lambda: Starcoder2Config(**_PLAIN, sliding_window=16),
@@ -129,7 +143,7 @@ def test_families_without_code_of_ours_are_served_by_way_of_transformers(
 @kernels
 @pytest.mark.parametrize("kind", ["olmoe", "mixtral", "qwen3_moe", "ernie4_5_moe", "minimax_m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_of_a_mixture_does_not_depend_on_how_many_ask_an_expert(
+def test_mixtures_are_served_by_way_of_transformers(
     kind: str, dtype: torch.dtype, kernels: str, tmp_path: Path
 ) -> None:
     mixtures = {
@@ -139,11 +153,23 @@ def test_a_token_of_a_mixture_does_not_depend_on_how_many_ask_an_expert(
         "minimax_m2": lambda: MiniMaxM2Config(**_SHAPE, num_local_experts=5, num_experts_per_tok=2),
     }
     folder, token_ids = made(tmp_path, (CONFIGS | mixtures)[kind](), dtype), some_tokens()
-    whole = logits_of(folder, token_ids, [NUM_TOKENS], route="transformers", kernels=kernels)
-    in_parts = logits_of(folder, token_ids, [3, 33, 33, 1], route="transformers", kernels=kernels)
-    assert torch.equal(whole, in_parts)
     expected = reference(folder, token_ids)
-    assert (whole - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for chunks in ([NUM_TOKENS], [3, 33, 33, 1]):
+        logits = logits_of(folder, token_ids, chunks, route="transformers", kernels=kernels)
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@kernels
+def test_the_compatibility_route_is_batch_dependent_and_speculates_on_nothing(kernels: Any, tmp_path: Path) -> None:
+    folder = made(tmp_path, LlamaConfig(**_SHAPE))
+    for route in ("lean", "transformers"):
+        config = EngineConfig(str(folder), device="cpu", num_threads=1, route=route, kernels=kernels, num_kv_blocks=8)
+        loaded = load_model(config, lambda *_: None)
+        is_lean = route == "lean"
+        assert ("batch-dependent" not in loaded.info.numerics_class) is is_lean
+        assert loaded.is_batch_invariant is is_lean
+        scheduler = assemble(config, lambda *_: None).core.scheduler
+        assert bool(scheduler.config.max_draft_tokens) is is_lean
 
 
 @kernels
@@ -197,8 +223,8 @@ def test_a_window_that_only_masks_know_of_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_route_cannot_do_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    folder = made(tmp_path, CONFIGS["olmo2"]())
-    with pytest.raises(ModelUnusable, match=r"the lean route knows .*llama.*, not olmo2; take auto"):
+    folder = made(tmp_path, CONFIGS["olmo"]())
+    with pytest.raises(ModelUnusable, match=r"the lean route serves .*llama.*, not olmo; take auto"):
         load_model(EngineConfig(str(folder), device="cpu", route="lean"), lambda *_: None)
     with pytest.raises(ModelUnusable, match=r"the C\+\+ kernels compute in float32.*take --kernels auto"):
         load_model(EngineConfig(str(folder), device="cpu", dtype="bfloat16", kernels="cpp"), lambda *_: None)

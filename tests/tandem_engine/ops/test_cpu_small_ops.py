@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem_engine.ops.base import Activation, HeadNorm, KVPool, Rotary
+from tandem_engine.ops.base import Activation, KVPool, QKNorm, Rotary
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
 
 SIZES = [1, 15, 16, 31, 64, 100, 1280]
@@ -79,7 +79,7 @@ def test_queries_and_keys_turn_and_land_in_their_slots(
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * dim)
     angles = torch.rand(200, rotary_dim // 2) * 6
     rotary = Rotary(angles.cos(), angles.sin()) if rotary_dim else None
-    norm = HeadNorm(torch.randn(dim), torch.randn(dim), 1e-5) if is_normed else None
+    norm = QKNorm(torch.randn(dim), torch.randn(dim), 1e-5) if is_normed else None
     query, key, value = qkv.clone().view(num_tokens, -1, dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
     if norm is not None:
         query, key = _normed(query, norm.query, 1e-5), _normed(key, norm.key, 1e-5)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem_engine.ops.base import HeadNorm, KVPool, Rotary, Run
+from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Run
 from tandem_engine.ops.torch_ops import TorchOps
 
 NUM_LAYERS, LAYER = 3, 1
@@ -166,7 +166,7 @@ def test_heads_are_normed_then_turned_and_the_last_dimensions_stay() -> None:
     )
     angles = torch.rand(50, half)
     rotary = Rotary(angles.cos(), angles.sin())
-    norm = HeadNorm(torch.rand(head_dim), torch.rand(head_dim), 1e-6)
+    norm = QKNorm(torch.rand(head_dim), torch.rand(head_dim), 1e-6)
     positions, slots = torch.tensor([7, 33, 8]), torch.tensor([9, 0, 3])
     qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
     heads = qkv.clone().view(3, -1, head_dim)

@@ -20,6 +20,7 @@ namespace tandem {
 struct DenseLayer {
   const Weights *qkv, *output, *gate_up, *down;
   const float *input_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm;  // null: there is none
+  const float *query_norm, *key_norm;  // of all queries of a token, and of all its keys; null: there is none
   const Turning* turning;
   const Cache* cache;
   int64_t group;  // its step's
@@ -112,6 +113,15 @@ static void runs_of(const Step& step, const int64_t* rows, int64_t num_rows, std
   }
 }
 
+static void norm_projections(const DenseLayer& layer, int64_t rows, float* qkv) {
+  if (!layer.query_norm) return;
+  const int64_t stride = layer.qkv->outputs, width = layer.width();
+  const int64_t key_width = layer.cache->num_kv_heads * layer.cache->head_dim;
+  float* keys = qkv + width;
+  rms_norm(qkv, stride, nullptr, 0, rows, width, layer.query_norm, layer.epsilon, qkv, stride);
+  rms_norm(keys, stride, nullptr, 0, rows, key_width, layer.key_norm, layer.epsilon, keys, stride);
+}
+
 // Runs all layers; of the last one, up to its keys and values: what `sampled` rows ask them is left in `queries`.
 static void run_layers(const DenseLayer* layers, int64_t num_layers, const Step* const* steps, float* x,
                        const int64_t* sampled, int64_t num_sampled, float* queries) {
@@ -129,6 +139,7 @@ static void run_layers(const DenseLayer* layers, int64_t num_layers, const Step*
       const float* more = is_whole && layer != layers ? between.more : nullptr;
       const float* normed = added(*layer, at, more, rows, layer->input_norm, between.normed);
       linear(normed, size, rows, *layer->qkv, between.wide);
+      norm_projections(*layer, rows, between.wide);
       rope_and_kv_write(between.wide, qkv_size, rows, layer->num_heads, *layer->turning, step.positions + first,
                         step.slots + first, *layer->cache);
       if (layer == last) {

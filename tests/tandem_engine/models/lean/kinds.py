@@ -1,4 +1,4 @@
-"""Which small random checkpoints does the decoder meet in tests, one or more per family?"""
+"""Makes the small random checkpoints of the decoder's tests, one or more per family."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 320
@@ -67,6 +70,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma3": lambda: Gemma3TextConfig(**_SHAPE | _TIED, sliding_window=WINDOW, query_pre_attn_scalar=20,
                                        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                                        rope_parameters={kind: dict(rope) for kind, rope in _GEMMA3_ROPE.items()}),
+    "granite": lambda: GraniteConfig(**_PHI3, attention_bias=True, embedding_multiplier=6.0, residual_multiplier=0.3,
+                                     attention_multiplier=0.2, logits_scaling=4.0),
+    "olmo2": lambda: Olmo2Config(**_PHI3, attention_bias=True),
+    "smollm3": lambda: SmolLM3Config(**_PHI3 | _TIED, **_WINDOWS, no_rope_layers=[1, 0, 1]),
+    "smollm3-by-interval": lambda: SmolLM3Config(**_PHI3, no_rope_layer_interval=2, mlp_bias=True),
     "mixtral": lambda: MixtralConfig(**_SHAPE | _MOE, num_local_experts=4, sliding_window=WINDOW),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SHAPE | _MOE, num_experts=6, moe_intermediate_size=40, norm_topk_prob=True,
                                         mlp_only_layers=[1]),

@@ -1,4 +1,4 @@
-"""Which small real models do the tests run?"""
+"""Makes the small models that the tests run."""
 
 from __future__ import annotations
 

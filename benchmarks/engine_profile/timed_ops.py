@@ -20,7 +20,7 @@ from tandem_engine.execution.model import Model, ignore
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.models.lean.weights import LeanWeights
 from tandem_engine.ops.base import Activation, KVPool, LayerParts, Ops, QKNorm, Rotary, Run, Step, Weight
-from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.scheduling.batch import SchedulerOutput
 from tandem_engine.scheduling.request import Request, Sampled
 
@@ -158,7 +158,7 @@ class TimedOps:
     def layers(self, layers: Sequence[LayerParts]) -> None:
         """Return None: each op is called, and timed, by itself."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
         """Not timed here: sampling begins where the forward ends (`SwitchedRunner`)."""
         return self._ops.sample(logits, rows)
 

@@ -17,13 +17,13 @@ from tandem_engine.core import RequestsFailed
 from tandem_engine.messages import Logprob, PositionLogprobs
 from tandem_engine.ops import plain_sampling
 from tandem_engine.ops.plain_sampling import gumbel_noise
-from tandem_engine.ops.sampling import Drawn, LogitChanges, SamplingRow, TokenLogprob, UnusableLogits, Words
+from tandem_engine.ops.sampling import LogitChanges, RowSample, SamplingRow, TokenLogprob, UnusableLogits, Words
 from tandem_engine.scheduling.request import Sampled
 from tandem_engine.scheduling.sampling_params import SamplingParams
 
 __all__ = ["Draw", "gumbel_noise", "sample"]
 
-SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]
+SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[RowSample]]
 """`Ops.sample` of some backend."""
 
 
@@ -81,9 +81,11 @@ def sample(
     return taken
 
 
-def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[Drawn | None], str]:
+def _drawn(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp
+) -> tuple[list[RowSample | None], str]:
     """Return what each row gives; None for those whose logits are of no use, with what is wrong with them."""
-    drawn: list[Drawn | None] = [None] * len(rows)
+    drawn: list[RowSample | None] = [None] * len(rows)
     usable = list(range(len(rows)))
     messages: list[str] = []
     while usable:
@@ -99,7 +101,7 @@ def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleO
     return drawn, "; ".join(messages)
 
 
-def _taken(draw: Draw, drawn: Sequence[Drawn | None]) -> list[Sampled] | None:
+def _taken(draw: Draw, drawn: Sequence[RowSample | None]) -> list[Sampled] | None:
     """Return the tokens of a request's rows up to the first that was not guessed; None if one of them has none."""
     sampled: list[Sampled] = []
     for each, draft in zip(drawn, [*draw.draft_tokens, None], strict=True):
@@ -127,7 +129,7 @@ def _row(draw: Draw, num_drafts: int, vocab_size: int) -> SamplingRow:
     )
 
 
-def _sampled(drawn: Drawn) -> list[Sampled]:
+def _sampled(drawn: RowSample) -> list[Sampled]:
     if not drawn.chosen:
         return [Sampled(token_id) for token_id in drawn.token_ids]
     top = [_logprob(entry) for entry in drawn.top]

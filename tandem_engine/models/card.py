@@ -1,4 +1,4 @@
-"""What are the facts of a checkpoint that others need: names, limits, digests, defaults, template?"""
+"""Collects the facts of a checkpoint that other processes need: names, limits, digests, defaults, chat template."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """What computes, in which numbers."""
+    """The arithmetic of a loaded model."""
 
     name: str
-    """Of the numerics class."""
+    """The name of the numerics class."""
     architecture: str
     dtype: torch.dtype
     device: torch.device
 
 
 def weights_digest(checkpoint: Checkpoint, digests: DigestCache) -> str:
-    """Return what names the model's numbers: of its weights' files and its configuration."""
+    """Return the digest of the weight files and the configuration."""
     return digests.digest([*checkpoint.weight_files, checkpoint.folder / "config.json"])
 
 
 def describe(
     checkpoint: Checkpoint, config: Any, context_length: int, numerics: Numerics, digests: DigestCache
 ) -> ModelInfo:
-    """Return the facts of a checkpoint as it is served; hashes its files unless `digests` knows them."""
+    """Return the facts of a checkpoint as it is served; hashes its files unless `digests` has their digests."""
     generation = _read_json(checkpoint.folder / "generation_config.json")
     dtype = str(numerics.dtype).removeprefix("torch.")
     return ModelInfo(
@@ -89,7 +89,7 @@ def _generation_defaults(generation: dict[str, Any]) -> dict[str, float]:
 
 
 def _chat_template(folder: Path) -> str:
-    """Return the Jinja source, "" if there is none; of several named ones, the one called default."""
+    """Return the Jinja source of the chat template, "" if there is none; of several, that called "default"."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where are the files of the model that was asked for?"""
+"""Finds the files of the requested model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ DEMO_MODEL = "@tandem/demo"
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 
 Progress = Callable[[str, float], None]
-"""Takes a sentence for people, and how far loading is, from 0 to 1."""
+"""Takes a sentence for people and the progress of loading, from 0 to 1."""
 
 
 class ModelUnusable(ValueError):
-    """This checkpoint cannot be served; the message says why, and what to do instead."""
+    """This checkpoint cannot be served; the message names the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with all that is needed, and the name to serve it under."""
+    """A folder with all files of a model, and the name to serve the model under."""
 
     model_id: str
     folder: Path
@@ -35,15 +35,15 @@ class Checkpoint:
 
     @property
     def assets(self) -> dict[str, str]:
-        """Name -> path of the files that a tokenizer is made of."""
+        """Return the tokenizer's files: name -> path."""
         names = ("tokenizer.json", "tokenizer_config.json")
         return {name: str(self.folder / name) for name in names if (self.folder / name).exists()}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers reads: others may hold the same weights under other names (Mistral's do).
+    """Return the files that transformers reads; other files may repeat the same weights under other names (Mistral).
 
-    Raises ModelUnusable if their index is broken, or names files that are not here.
+    Raises ModelUnusable if their index is broken or names missing files.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
@@ -58,9 +58,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(model: str, served_model_name: str, report: Progress, revision: str = "") -> Checkpoint:
-    """Return the files of a folder, a Hub id (downloaded if need be) or "@tandem/demo"; raises ModelUnusable.
+    """Return the files of a folder, of a Hub id (downloaded if missing) or of "@tandem/demo"; raises ModelUnusable.
 
-    `revision` is a Hub id's branch, tag or commit; "" is its main branch, and all that a folder has.
+    `revision` is a branch, tag or commit of a Hub id, "" its main branch. A folder takes no revision.
     """
     folder, default_name = _locate(model, revision, report)
     _check_files(folder)
@@ -69,7 +69,7 @@ def find_checkpoint(model: str, served_model_name: str, report: Progress, revisi
 
 def _locate(model: str, revision: str, report: Progress) -> tuple[Path, str]:
     if revision and (model == DEMO_MODEL or Path(model).expanduser().is_dir()):
-        raise ModelUnusable(f"{model} has no revisions, and {revision!r} was asked for; leave it out, or give a Hub id")
+        raise ModelUnusable(f"{model} has no revisions, and {revision!r} was requested; leave it out, or give a Hub id")
     if model == DEMO_MODEL:
         from tandem_engine.demo import checkpoint_path
 
@@ -93,14 +93,14 @@ def _download(model: str, revision: str, report: Progress) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         where = f"{model} at {revision}" if revision else model
         raise ModelUnusable(
-            f"{where} is neither a folder here nor a model that the Hugging Face Hub gave us "
+            f"{where} is neither a local folder nor a model that the Hugging Face Hub returned "
             f"({type(error).__name__}: {error}); check the name, the network, HF_HUB_OFFLINE and HF_TOKEN"
         ) from error
 
 
 def _check_files(folder: Path) -> None:
     if not (folder / "config.json").exists():
-        raise ModelUnusable(f"{folder} has no config.json; it is not a transformers checkpoint")
+        raise ModelUnusable(f"{folder} has no config.json; the folder is not a transformers checkpoint")
     if not list(folder.glob("*.safetensors")):
         raise ModelUnusable(
             f"{folder} has no safetensors files; pickled weights (.bin) can run code and are not loaded: convert them "

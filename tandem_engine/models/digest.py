@@ -1,6 +1,6 @@
-"""What do the weight files contain, in 128 bits?
+"""Hashes weight files to 128-bit digests.
 
-Contents are hashed once: a file of the same path, size, modification time and inode is taken to be the same file.
+A file is hashed once: a file of the same path, size, modification time and inode counts as the same file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _CACHE_NAME = "digests.json"
 
 
 class DigestCache:
-    """Digests of files, remembered by this object and in `folder` (None: not there)."""
+    """Digests of files, cached in this object and in `folder` (None: in this object alone)."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / _CACHE_NAME
         self._fresh: dict[str, dict[str, int | str]] = {}
 
     def digest(self, files: Sequence[Path]) -> str:
-        """Return the hex BLAKE2b of the files' names and contents, in the order given."""
+        """Return the hex BLAKE2b of the names and contents of `files`, in their order."""
         known = self._load() | self._fresh
         entries = {str(path.resolve()): _identity(path) for path in files}
         fresh = {
@@ -46,11 +46,11 @@ class DigestCache:
         try:
             entries = json.loads(self._path.read_text())
         except ValueError:
-            return {}  # a cache: what cannot be read is computed again
+            return {}  # a damaged cache is computed again
         return entries if isinstance(entries, dict) else {}
 
     def _save(self, fresh: dict[str, dict[str, int | str]]) -> None:
-        """Add entries by replacing the file at once; another process's addition may be lost, and computed again."""
+        """Add entries by replacing the whole file; an entry of another process may be lost and computed again."""
         if self._path is None:
             return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
-"""Where do a model's packed weights lie, so that all workers of a host hold them once?
+"""Keeps a model's packed weights in one file, which all workers of a host map.
 
-In one file per checkpoint, backend and packing below the state directory. The first worker writes it, under a lock and
-under another name until it is whole; all map it. A file that is not whole is never opened under its own name, and one
-that is damaged later is written anew.
+There is one file per checkpoint, backend and packing, below the state directory. The first worker writes the file under
+a lock and under a temporary name, and renames it when it is complete. A file that is damaged later is written again.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from tandem_engine.models.lean.weights import LeanWeights
 from tandem_engine.ops.base import Ops, Weight
 
 _FORMAT = 1
-"""Of what is in the file beside tensors; a change makes every worker write anew."""
+"""Version of the file's contents beside the tensors; after a change every worker writes a new file."""
 _HEADER_BYTES_PER_NAME = 1024
 _LOCK_SECONDS = 900.0
-"""How long another worker may take to write, before this one keeps weights of its own."""
+"""How long to wait while another worker writes, before this worker keeps private weights."""
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 30 * 24 * 3600.0
-"""Since a file was last opened, if nobody maps it: every change of model, backend or kernels leaves one behind."""
+"""A file that no process maps is removed this long after it was last opened: each change of kernels leaves one."""
 
 Entries = Callable[[], Iterator[tuple[str, Weight | torch.Tensor]]]
-"""Yields each weight once, by our names; a consumer holds one at a time."""
+"""Yields each weight once, by our names; the consumer holds one at a time."""
 
 
 @dataclass(frozen=True)
 class PackedKey:
-    """All that the bytes of packed weights depend on."""
+    """Everything that the bytes of packed weights depend on."""
 
     weights_digest: str
     ops_name: str
     dtype: str
-    """What was asked for: "auto" keeps the checkpoint's."""
+    """The requested dtype; "auto" keeps the checkpoint's."""
     names: tuple[str, ...]
-    """Our names, and what each is made of."""
+    """Our names, each with its source."""
 
     @property
     def digest(self) -> str:
@@ -55,16 +54,16 @@ class PackedKey:
 
 
 class PackedWeightsCache:
-    """Packed weights below `folder`, which is made on the first write."""
+    """Packed weights below `folder`, which the first write creates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def get(self, key: PackedKey, ops: Ops, entries: Entries) -> LeanWeights:
-        """Return the weights on memory shared with other processes, written first if they are not there.
+        """Return the weights in memory that processes share; write their file first if it is missing.
 
-        Raises OSError where the folder cannot be written, the disk is full or another worker writes for too long;
-        and whatever `entries` raises.
+        Raises OSError if the folder cannot be written, the disk is full or another worker writes for too long, and
+        whatever `entries` raises.
         """
         path = self._folder / f"{key.digest}.safetensors"
         found = _open(path, key, ops)
@@ -76,18 +75,18 @@ class PackedWeightsCache:
                     _write(path, key, entries())
                     found = _open(path, key, ops)
         if found is None:
-            raise OSError(f"{path} was written and cannot be read; look at the disk")
+            raise OSError(f"{path} was written but cannot be read; check the disk")
         return found
 
 
 def _open(path: Path, key: PackedKey, ops: Ops) -> LeanWeights | None:
-    """Return the weights of a file that is whole and of this key, else None."""
+    """Return the weights of the file; None if the file is missing, incomplete or of another key."""
     try:
         file = TensorFile(path)
         weights = _weights_in(file, ops) if file.metadata["key"] == key.digest else None
     except (FileNotFoundError, BlockingIOError, KeyError, ValueError):  # a BadTensorFile is a ValueError
         return None
-    with suppress(OSError):  # of somebody else's file: then its owner forgets it by his own use
+    with suppress(OSError):  # the file of another user: the owner's own use keeps it alive
         os.utime(path)
     return weights
 
@@ -107,7 +106,7 @@ def _weights_in(file: TensorFile, ops: Ops) -> LeanWeights:
 
 
 def _write(path: Path, key: PackedKey, entries: Iterator[tuple[str, Weight | torch.Tensor]]) -> None:
-    """Write all weights under another name, one in memory at a time, then give the file its name."""
+    """Write all weights under a temporary name, one in memory at a time, then rename the file."""
     _tidy(path)
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     header_bytes = -(-_HEADER_BYTES_PER_NAME * (8 + len(key.names)) // ALIGNMENT) * ALIGNMENT
@@ -129,19 +128,19 @@ def _write(path: Path, key: PackedKey, entries: Iterator[tuple[str, Weight | tor
 
 
 def _tidy(path: Path) -> None:
-    """Remove what a worker left unfinished when it died (whoever writes has the lock), and files long unused."""
-    for left_behind in path.parent.glob(f"{path.stem}.*.unfinished"):
-        left_behind.unlink(missing_ok=True)
+    """Remove unfinished files of dead workers (the caller has the write lock) and files long unused."""
+    for unfinished in path.parent.glob(f"{path.stem}.*.unfinished"):
+        unfinished.unlink(missing_ok=True)
     for other in path.parent.glob("*.safetensors"):
         with suppress(BlockingIOError, FileNotFoundError), other.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime > _KEPT_SECONDS:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who maps it has a shared lock
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process that maps the file holds a shared lock
                 other.unlink()
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system gives it back if this process dies. Raises TimeoutError, an OSError."""
+    """Hold the lock file; the system releases it if this process dies. Raises TimeoutError, an OSError."""
     deadline = time.monotonic() + _LOCK_SECONDS
     with path.open("ab") as file:
         while True:

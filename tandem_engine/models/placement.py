@@ -1,4 +1,4 @@
-"""On which device, with which number format, does a model run?"""
+"""Chooses a model's device, dtype and route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem_engine.settings import Device, DtypeChoice, Route
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return the device; raises ModelUnusable for CUDA where there is none."""
+    """Return the device; raises ModelUnusable for CUDA without a CUDA device."""
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ModelUnusable("--device cuda, but torch finds no CUDA device; install a CUDA build, or take --device cpu")
@@ -22,7 +22,10 @@ def choose_device(device: Device) -> torch.device:
 
 
 def choose_route(choice: Route, config: Any, device: torch.device, dtype: torch.dtype) -> Family | None:
-    """Return the family of the lean route, None for the compatibility route; raises ModelUnusable for a lean wish."""
+    """Return the family of the lean route, None for the compatibility route.
+
+    Raises ModelUnusable if `choice` is "lean" and the lean route cannot serve the model.
+    """
     family = find_family(config)
     if choice == "lean":
         if family is None:
@@ -38,9 +41,9 @@ def choose_route(choice: Route, config: Any, device: torch.device, dtype: torch.
 def choose_dtype(choice: DtypeChoice, config: Any, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and KV.
 
-    A CPU computes in float32 whatever the checkpoint's format: without bf16 instructions torch's bf16 products are five
-    times slower (measured), and with them they round by batch shape, so that a token would depend on its neighbours
-    (law 3). Weights stay in the checkpoint's format all the same, and are widened as they are used.
+    A CPU computes in float32 whatever the checkpoint's format. Without bf16 instructions torch's bf16 products are five
+    times slower (measured). With them they round by batch shape, so that a token's bits would depend on the other
+    requests (law 3). Weights keep the checkpoint's format in memory and are widened as they are used.
     """
     if choice != "auto":
         dtype: torch.dtype = getattr(torch, choice)
@@ -52,7 +55,10 @@ def choose_dtype(choice: DtypeChoice, config: Any, device: torch.device) -> torc
 
 
 def numerics_class(ops: Ops, route: str, device: torch.device, dtype: torch.dtype, model_type: str) -> str:
-    """Return the name of all that decides how numbers round: equal names promise equal tokens (law 3)."""
+    """Return the name of everything that decides how numbers round: equal names mean equal tokens (law 3).
+
+    Names that contain "batch-dependent" are the exception.
+    """
     where = device.type
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

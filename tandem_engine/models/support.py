@@ -1,7 +1,7 @@
-"""Which architectures are served, and which are refused, by what name?
+"""Refuses models that cannot be served, and names the reason.
 
-Served: decoder-only text models of transformers whose layers all are plain or sliding-window attention over one KV
-cache. What can be read off the configuration is refused here; `execution.probe` refuses the rest by running the model.
+Served: decoder-only text models of transformers whose layers all have plain or sliding-window attention over one KV
+cache. This module refuses by the configuration; `execution.probe` refuses the rest by a trial forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_config(config: Any) -> None:
-    """Raise ModelUnusable if the configuration names something that is not built."""
+    """Raise ModelUnusable if the configuration names a feature that is not built."""
     for is_met, what in _REFUSALS:
         if is_met(config):
             raise _unusable(config, what)
@@ -26,7 +26,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model_class(model_class: Any, config: Any) -> None:
-    """Raise ModelUnusable if the class cannot be given an attention function, or computes logits of every token."""
+    """Raise ModelUnusable if the class takes no attention function, or computes the logits of every token."""
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _unusable(config, f"({model_class.__name__}) does not support attention backends of transformers")
     if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
@@ -34,10 +34,10 @@ def check_model_class(model_class: Any, config: Any) -> None:
 
 
 def context_length(config: Any, max_model_len: int | None) -> int:
-    """Return the tokens of context to serve; raises ModelUnusable if more are asked for than a request can have.
+    """Return the context length to serve, in tokens; raises ModelUnusable if `max_model_len` exceeds the limit.
 
-    Some rotary embeddings change for every request as soon as one is long: then a token would depend on its neighbours,
-    so such models are served up to that length only.
+    Some rotary embeddings change for all requests of a batch as soon as one request is long. A token would then depend
+    on other requests, so such models are served up to that length only.
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if limit is None and max_model_len is None:
@@ -53,19 +53,19 @@ def context_length(config: Any, max_model_len: int | None) -> int:
         raise _unusable(
             config,
             f"scales its rotary embeddings by the longest request of a batch beyond {stable} tokens, so that answers "
-            f"would depend on their neighbours; give --max-model-len {stable} or less",
+            f"would depend on other requests; give --max-model-len {stable} or less",
         )
     return length
 
 
 def draft_context_length(config: Any, target_length: int) -> int:
-    """Return how many tokens a draft model can take of a context that the target takes `target_length` of."""
+    """Return the context length of a draft model, at most `target_length` tokens."""
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     return context_length(config, target_length if limit is None else min(limit, target_length))
 
 
 def _stable_rope_length(config: Any) -> int | None:
-    """Return up to where "longrope" and "dynamic" embeddings stay as they are; None: always."""
+    """Return the length up to which "longrope" and "dynamic" embeddings are constant; None: at any length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
     lengths = [

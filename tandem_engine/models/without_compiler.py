@@ -1,7 +1,7 @@
-"""How is transformers imported without torch's compiler coming along?
+"""Imports transformers without torch's compiler.
 
-transformers marks functions that the compiler is to leave alone; the mark alone loads torch._dynamo, 26 MB and more
-than a second of start (measured with transformers 5.23, torch 2.13), for a compiler that no engine calls.
+transformers marks functions for the compiler to skip, and the mark alone loads torch._dynamo: 26 MB and more than a
+second of start (measured with transformers 5.23, torch 2.13). No engine calls the compiler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let `torch.compiler.disable` mark nothing meanwhile."""
+    """Make `torch.compiler.disable` a no-op inside the block."""
     marking = torch.compiler.disable
     torch.compiler.disable = _leave  # type: ignore[assignment]
     try:

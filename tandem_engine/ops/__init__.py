@@ -1,1 +1,1 @@
-"""The op layer: what a model asks of a machine, by backend."""
+"""The op layer: the arithmetic of models, by backend."""

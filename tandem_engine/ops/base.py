@@ -1,15 +1,15 @@
-"""What must a backend compute, for any model to run on it?
+"""Defines the op layer: what a backend must compute for any model to run on it.
 
-Every op is row-wise: a row of its result depends on that row of its input alone, added up in an order that neither the
+Every op is row-wise: a row of its result depends on that row of its input alone, summed in an order that neither the
 number of rows nor the number of threads changes (law 3). Tokens of all runs of a step lie one after the other in one
 flat dimension, prefill chunks and decodes alike.
 
-    x           [num_tokens, features], float32; its rows may lie apart (stride(0)), a row's numbers do not
+    x           [num_tokens, features], float32; stride(0) may be larger than `features`, stride(1) is 1
     KV block    of each layer: keys [num_kv_heads, head_dim, block_size],
                 then values [num_kv_heads, block_size, head_dim]
 
-Keys lie transposed inside their block so that one vector holds one dimension of 16 tokens' keys (measured: half the
-time of token-major keys on a CPU). A backend may lay blocks out otherwise: it names its order, and workers whose orders
+Keys are transposed inside their block so that one vector holds one dimension of 16 tokens' keys (measured: half the
+time of token-major keys on a CPU). A backend may choose another order and names it (`kv_order`); workers whose orders
 differ do not exchange blocks.
 """
 
@@ -21,14 +21,14 @@ from typing import Literal, Protocol
 
 import torch
 
-from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.ops.sampling import RowSample, SamplingRow
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens [start, start + num_tokens) of one request, at `row` and after in the step's token dimension."""
+    """Tokens [start, start + num_tokens) of one request, from `row` on in the step's token dimension."""
 
     row: int
     start: int
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of one step belong; made by `Ops.step` for that step alone."""
+    """The places of one step's tokens; made by `Ops.step` for that step alone."""
 
     positions: torch.Tensor
     """[num_tokens], int64."""
@@ -47,7 +47,7 @@ class Step:
     """[num_tokens], int64: block * block_size + place in the block."""
     runs: Sequence[Run]
     groups: Sequence[Step] = field(default=(), kw_only=True)
-    """The same tokens in the blocks of each group of layers (`KVPool.places`); empty: one group has all layers."""
+    """The same tokens in the blocks of each group of layers (`KVPool.places`); empty: there is one group."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class KVPool:
     rows: torch.Tensor
     """[num_blocks, elements_per_block], of the pool's dtype."""
     num_layers: int
-    """That one block has room for."""
+    """Layers per block."""
     num_kv_heads: int
     head_dim: int
     block_size: int
     places: Sequence[tuple[int, int]] = ()
-    """Of each of the model's layers, its group and which one it is in a block of that group; empty: it is as it is."""
+    """Per layer of the model, its group and its index in a block of that group; empty: one group, in order."""
 
     def place(self, step: Step, layer: int) -> tuple[Step, int]:
-        """Return the step and the index that ops are to be given for one of the model's layers."""
+        """Return the step and the layer index that ops take for one of the model's layers."""
         if not self.places:
             return step, layer
         group, index = self.places[layer]
@@ -73,7 +73,7 @@ class KVPool:
 
     @property
     def elements_per_layer(self) -> int:
-        """Of one block: its keys and values."""
+        """Numbers of keys and values in one layer of one block."""
         return 2 * self.num_kv_heads * self.head_dim * self.block_size
 
 
@@ -81,8 +81,8 @@ class KVPool:
 class Rotary:
     """Tables of cosines and sines, [num_positions, rotary_dim / 2], float32, any attention factor multiplied in.
 
-    Dimension i < rotary_dim / 2 turns together with i + rotary_dim / 2 ("rotate half", as Hugging Face checkpoints
-    lie); those from rotary_dim on stay as they are.
+    Dimension i < rotary_dim / 2 rotates with dimension i + rotary_dim / 2 ("rotate half", the order of Hugging Face
+    checkpoints). Dimensions from rotary_dim on do not rotate.
     """
 
     cos: torch.Tensor
@@ -101,7 +101,7 @@ class QKNorm:
 
 
 class Weight(Protocol):
-    """A linear layer's weights as a backend wants them; `tensors` is what a cache file keeps of them."""
+    """A linear layer's weights in a backend's layout; a cache file keeps `tensors`."""
 
     @property
     def in_features(self) -> int: ...
@@ -115,10 +115,10 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a decoder layer is made of, in the order in which its ops run."""
+    """The weights and parameters of a decoder layer, in the order of its ops."""
 
     input_norm: torch.Tensor | None
-    """[hidden_size], float32, any 1 + already added; None: this layer has no such norm. So are the other norms."""
+    """[hidden_size], float32, any offset already added; None: the layer lacks this norm. The same for other norms."""
     qkv: Weight
     projection_norm: QKNorm | None
     """Of all queries of a token as one vector, and of all its keys (OLMo 2)."""
@@ -133,21 +133,21 @@ class LayerParts:
     attention_output_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
     gate_up: Weight | None
-    """None: there is something else in the MLP's place; so is `down`."""
+    """None, like `down`: the layer has no plain MLP."""
     activation: Activation
     down: Weight | None
     mlp_output_norm: torch.Tensor | None
     eps: float
-    """Of all norms but the heads'."""
+    """The epsilon of all norms but those of heads."""
 
 
 class Layers(Protocol):
-    """All layers of a model in one op: the same bits as its ops one by one."""
+    """All layers of a model in one op, with the bits of their ops one by one."""
 
     def forward(
         self, x: torch.Tensor, step: Step, pool: KVPool, rows: torch.Tensor, kv_written: Callable[[], None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream of `rows` behind the last layer, and what is to be added to it.
+        """Return the residual stream of `rows` after the last layer, and what is to be added to it.
 
         `x` [num_tokens, hidden_size], contiguous, is overwritten; `rows` [num_rows], int64. Both results are
         [num_rows, hidden_size]. `kv_written` is called once, between the last layer's KV write and its attention.
@@ -160,54 +160,52 @@ class Ops(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the arithmetic, for the numerics class: equal names promise equal bits."""
+        """The name of the arithmetic, for the numerics class: equal names mean equal bits."""
         ...
 
     @property
     def kv_order(self) -> str:
-        """Of a block's bytes, for the KV layout."""
+        """The order of a block's bytes, for the KV layout."""
         ...
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
-        """Lay out `weight` [out_features, in_features], float32 or bfloat16, which stays what it is in memory."""
+        """Lay out `weight` [out_features, in_features], float32 or bfloat16, and keep its dtype."""
         ...
 
     def unpack(self, weight: Weight) -> torch.Tensor:
-        """Return what `pack` was given, bit for bit."""
+        """Return the matrix that was packed, bit for bit."""
         ...
 
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> Weight:
-        """Return the weight whose `tensors` a cache file kept; they are not copied."""
+        """Return the weight of `tensors` from a cache file, without a copy."""
         ...
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
-        """Return those rows of what `pack` was given, [num_indices, in_features], widened to float32.
+        """Return rows of the matrix that was packed: [num_indices, in_features], float32.
 
-        The embeddings of a model whose head shares them: then they are in memory once. `indices` [num_indices], int64.
+        A model whose head shares its embeddings reads them here, so that they are in memory once. `indices`
+        [num_indices], int64.
         """
         ...
 
     def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return x W^T + bias, [num_tokens, out_features], float32 arithmetic whatever the weights are stored in."""
+        """Return x W^T + bias, [num_tokens, out_features], in float32 arithmetic for every dtype of the weights."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight; `weight` [features], float32, any 1 + already added."""
+        """Return x / sqrt(mean(x^2) + eps) * weight; `weight` [features], float32, any offset already added."""
         ...
 
     def add_rms_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add `more` to `x`, in place, and return `rms_norm` of the sum: the same bits as one after the other."""
+        """Add `more` to `x` in place and return `rms_norm` of the sum, with the bits of the two ops."""
         ...
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first.
-
-        With "silu" this is what others call `silu_mul`.
-        """
+        """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first."""
         ...
 
     def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
-        """Prepare what every layer of a step needs."""
+        """Prepare the data that all layers of a step share."""
         ...
 
     def rope_and_kv_write(
@@ -220,10 +218,10 @@ class Ops(Protocol):
         rotary: Rotary | None,
         norm: QKNorm | None = None,
     ) -> torch.Tensor:
-        """Norm and turn queries and keys, store keys and values in their slots, and return the queries.
+        """Norm and rotate queries and keys, store keys and values in their slots, and return the queries.
 
-        `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values; it is overwritten. The
-        queries, [num_tokens, num_heads * head_dim], may be a view of it. Without `rotary` nothing turns.
+        `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] holds queries, keys and values, and is
+        overwritten. The result, [num_tokens, num_heads * head_dim], may be a view of `qkv`. `rotary` None: no rotation.
         """
         ...
 
@@ -245,17 +243,17 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
 
-        A window counts the token itself; `softcap` squashes scores to softcap * tanh(score / softcap) first (Gemma 2).
+        A window counts the token itself. With `softcap`, scores become softcap * tanh(score / softcap) first (Gemma 2).
         """
         ...
 
     def layers(self, layers: Sequence[LayerParts]) -> Layers | None:
-        """Return what runs a model's layers at once; None: this backend does not, or not these, and its ops will."""
+        """Return one op for all layers of a model; None: this backend has none for these layers, use its other ops."""
         ...
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
-        """Draw tokens from each row of `logits` [len(rows), vocab_size].
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
+        """Sample tokens from each row of `logits` [len(rows), vocab_size].
 
-        What is drawn depends on that row's logits and on what it asks for alone. Raises UnusableLogits.
+        A row's tokens depend on its logits and its `SamplingRow` alone. Raises UnusableLogits.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which op layer runs on this machine?"""
+"""Chooses the op layer for a device and dtype."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def choose_ops(
     device: torch.device,
     dtype: torch.dtype,
     num_threads: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Ops:
-    """Return the fastest op layer that computes in `dtype` on `device`; `say` is told if that is not the C++ one.
+    """Return the fastest op layer that computes in `dtype` on `device`; `report` gets the reason if it is not C++.
 
-    Raises KernelsUnavailable if `kernels` is "cpp" and they cannot be had.
+    Raises KernelsUnavailable if `kernels` is "cpp" and the C++ kernels are unavailable.
     """
     if device.type != "cpu":
         _refuse_unless(kernels != "cpp", f"the C++ kernels are for CPUs, the device is {device}")
@@ -35,7 +35,7 @@ def choose_ops(
     except KernelsUnavailable as error:
         if kernels == "cpp":
             raise
-        say(f"without C++ kernels, which are several times faster: {error}")
+        report(f"without C++ kernels, which are several times faster: {error}")
         return TorchOps(device)
 
 

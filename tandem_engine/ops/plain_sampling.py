@@ -1,4 +1,4 @@
-"""How are tokens drawn without C++? Row by row in numpy, in float64."""
+"""Samples tokens in numpy, row by row, in float64."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from tandem_engine.ops.sampling import (
     MIN_TEMPERATURE,
-    Drawn,
     LogitChanges,
     Numbers,
+    RowSample,
     SamplingRow,
     TokenIds,
     TokenLogprob,
@@ -23,8 +23,8 @@ from tandem_engine.ops.sampling import (
 Logits = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
-    """See `Ops.sample`. Rows that ask for nothing but the largest logit stay on their device."""
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
+    """See `Ops.sample`; rows that need only the largest logit stay on their device."""
     refuse(torch.nonzero(~(logits < torch.inf).all(-1)).flatten().tolist(), [])
     largest = logits.argmax(-1)
     refuse([], torch.nonzero(logits.gather(1, largest.unsqueeze(1)).flatten() == -torch.inf).flatten().tolist())
@@ -32,7 +32,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
     changed = {index: _changed(each, rows[index]) for index, each in raw.items()}
     refuse([], [index for index, each in changed.items() if each.max() == -np.inf])
     return [
-        _drawn(raw[index], changed[index], row) if index in raw else Drawn([token_id] * len(row.seeds))
+        _drawn(raw[index], changed[index], row) if index in raw else RowSample([token_id] * len(row.seeds))
         for index, (row, token_id) in enumerate(zip(rows, largest.tolist(), strict=True))
     ]
 
@@ -68,12 +68,12 @@ def _bits(words: Words, vocab_size: int) -> Any:
     return bits.astype(bool)
 
 
-def _drawn(raw: Logits, logits: Logits, row: SamplingRow) -> Drawn:
+def _drawn(raw: Logits, logits: Logits, row: SamplingRow) -> RowSample:
     token_ids = [int(logits.argmax())] * len(row.seeds) if row.temperature == 0.0 else _draw_tokens(logits, row)
     if row.num_top is None:
-        return Drawn(token_ids)
+        return RowSample(token_ids)
     logprobs = _Logprobs(raw)
-    return Drawn(token_ids, [logprobs.of(token_id) for token_id in token_ids], logprobs.top(row.num_top))
+    return RowSample(token_ids, [logprobs.of(token_id) for token_id in token_ids], logprobs.top(row.num_top))
 
 
 def _draw_tokens(logits: Logits, row: SamplingRow) -> list[int]:
@@ -88,7 +88,7 @@ def _draw(scaled: Numbers, kept: TokenIds, seed: int, position: int) -> int:
 
 
 def _kept(scaled: Numbers, row: SamplingRow) -> TokenIds:
-    """Return what top-k, top-p and min-p leave, in any order."""
+    """Return the tokens that top-k, top-p and min-p keep, in any order."""
     kept: TokenIds = np.flatnonzero(scaled > -np.inf)
     if row.top_k or row.top_p < 1.0:
         kept = kept[np.argsort(-scaled[kept], kind="stable")[: row.top_k or None]]

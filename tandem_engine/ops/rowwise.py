@@ -1,8 +1,8 @@
-"""How are activations computed in torch, so that a number's result does not depend on where it stands?
+"""Computes activations in torch so that a number's result does not depend on its place in the tensor.
 
-Torch's fused ones (silu, gelu) take vectors first and what is left at the end of a range one by one, and the two
-round differently: of 20,000 numbers 1,375 changed when silu met them alone (measured, torch 2.13, AVX-512). Its exp,
-tanh, sin and cos give the same bits everywhere, and so do sums, products and quotients; activations are made of those.
+Torch's fused activations (silu, gelu) compute full vectors first and the rest of a range one by one. The two round
+differently: silu changed 1,375 of 20,000 numbers when computed alone (torch 2.13, AVX-512). Torch's exp, tanh, sin,
+cos, sums, products and quotients give the same bits at every place, so the activations here are made of those.
 """
 
 from __future__ import annotations

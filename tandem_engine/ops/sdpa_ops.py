@@ -1,7 +1,7 @@
-"""How is a paged KV cache attended to on a GPU, until it has kernels of its own? Through torch's SDPA, run by run.
+"""Attends to the paged KV cache on a GPU through torch's SDPA, run by run.
 
-Its results are those of torch's kernels for a run's shape: equal for equal runs, not bit for bit however a prompt was
-chunked. `name` says so, as part of the numerics class.
+Results depend on a run's shape: equal runs give equal bits, but another chunking of a prompt may give other bits. The
+name of this op layer is part of the numerics class.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How does plain torch attend to paged keys so that a token's bits depend on its position and its keys alone?
+"""Computes paged attention in plain torch; a token's bits depend on its position and its keys alone.
 
-Every product has one shape. Queries are cut into tiles and keys into parts at fixed absolute positions, so a token lies
-in the same row of the same tile whether it is decoded or part of any chunk; what a tile lacks is padding.
+Every product has one shape. Queries are cut into tiles and keys into parts at fixed absolute positions. So a token has
+the same row of the same tile in a decode and in every chunk; missing rows are padding.
 
     scores of one tile and one part    [num_kv_heads, tile * group, head_dim] x [num_kv_heads, head_dim, part]
 
-The greatest score over all parts is exact in any order; then sums go over the parts from the first to the last. A part
-that a token does not see adds zeros, so it does not matter whether its tile visits it.
+The largest score over all parts is exact in any order; sums then run from the first part to the last. A part that a
+token does not see adds zeros, so the result does not depend on whether the token's tile visits that part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEYS_PER_PART = 128
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a model asks of one layer's attention, beside its queries."""
+    """The parameters of one layer's attention."""
 
     num_heads: int
     scale: float
@@ -40,15 +40,15 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class TorchStep(Step):
-    """A step with what its layers share."""
+    """A step with the data that its layers share."""
 
     masks: dict[tuple[int, int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
-    """By first position and size of a tile, first position of a part, and window: what the tile must not see there."""
+    """Keys that a tile must not see, by the tile's first position and size, the part's first position, and window."""
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """A run's keys and values of one layer, from the part that holds the first key that it sees."""
+    """A run's keys and values of one layer, from the part of the first key that the run sees."""
 
     first_part: int
     part_size: int
@@ -59,7 +59,7 @@ class _Keys:
 
 
 def attend(query: torch.Tensor, step: TorchStep, pool: KVPool, layer: int, call: AttentionCall) -> torch.Tensor:
-    """Return what each token gathers, [num_tokens, num_heads * head_dim], float32; each run by itself."""
+    """Return the attention output of each token, [num_tokens, num_heads * head_dim], float32, run by run."""
     output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for run in step.runs:
         rows = slice(run.row, run.row + run.num_tokens)
@@ -68,7 +68,7 @@ def attend(query: torch.Tensor, step: TorchStep, pool: KVPool, layer: int, call:
 
 
 def part_size(block_size: int) -> int:
-    """Return the keys per part: whole blocks, 128 keys wherever the block size divides that."""
+    """Return the keys per part: whole blocks, 128 keys if the block size divides 128."""
     return block_size * max(1, _KEYS_PER_PART // block_size)
 
 
@@ -89,7 +89,7 @@ def _attend_run(
 
 
 def _gather(run: Run, pool: KVPool, layer: int, call: AttentionCall) -> _Keys:
-    """Copy the blocks that the run sees, padded to whole parts; nothing behind its window is read."""
+    """Copy the blocks that the run sees, padded to whole parts; blocks before its window are not read."""
     end = run.start + run.num_tokens
     size = part_size(pool.block_size)
     first_block = call.first_key(run.start) // pool.block_size
@@ -98,7 +98,7 @@ def _gather(run: Run, pool: KVPool, layer: int, call: AttentionCall) -> _Keys:
     num_blocks_before = first_block - first_part * blocks_per_part
     needed = run.blocks[first_block : -(-end // pool.block_size)]
     num_blocks_after = -(num_blocks_before + len(needed)) % blocks_per_part
-    # Padding repeats blocks of the run itself: what lies in them is masked (keys) or zeroed (values).
+    # Padding repeats blocks of the run itself: their keys are masked, their values zeroed.
     blocks = torch.cat((needed[:1].expand(num_blocks_before), needed, needed[:1].expand(num_blocks_after)))
     heads = torch.arange(pool.num_kv_heads, device=blocks.device)
     row_of_keys = ((blocks * pool.num_layers + layer) * (2 * pool.num_kv_heads)).unsqueeze(1) + heads  # [blocks, heads]
@@ -110,7 +110,9 @@ def _gather(run: Run, pool: KVPool, layer: int, call: AttentionCall) -> _Keys:
     keys = keys.view(*by_part, pool.head_dim, pool.block_size).permute(0, 2, 3, 1, 4).flatten(3)
     values = values.view(*by_part, pool.block_size, pool.head_dim).transpose(1, 2).flatten(2, 3)
     values[0, :, : num_blocks_before * pool.block_size] = 0
-    values[-1, :, end - (first_part + len(values) - 1) * size :] = 0  # 0 * NaN of an earlier owner would be NaN
+    values[-1, :, end - (first_part + len(values) - 1) * size :] = (
+        0  # else NaN of an earlier owner would give 0 * NaN = NaN
+    )
     return _Keys(first_part, size, keys.contiguous(), values.contiguous())
 
 

@@ -1,8 +1,8 @@
-"""What does the op layer do in plain torch, on any device?
+"""Implements the op layer in plain torch, for any device.
 
-Always works, and is right: for one name a row's bits do not depend on the rows beside it. A matrix product of torch
-rounds by its shape, so `linear` runs all rows through products of one shape, padded with zeros. That costs most where
-one row is asked for: on a CPU a decode step of one request takes as long as one of 32.
+A row's bits do not depend on the rows beside it. Torch rounds a matrix product by its shape, so `linear` runs all rows
+through products of one shape, padded with zeros. Small steps pay most: on a CPU a decode step of one request takes as
+long as a step of 32.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.nn import functional
 from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
 from tandem_engine.ops.plain_sampling import sample
 from tandem_engine.ops.rowwise import gelu_tanh, silu
-from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.ops.torch_attention import AttentionCall, TorchStep, attend
 
 _CPU_TILE = 32
 _CUDA_TILE = 128
-"""Where a GPU's products turn from bound by memory to bound by arithmetic, roughly: padding decodes costs little."""
+"""Roughly where a GPU's products change from memory-bound to compute-bound, so that padding a decode costs little."""
 _SLAB = 4096
 """Output features per product; a bf16 weight is widened one slab at a time."""
 
 
 @dataclass(frozen=True)
 class TorchWeight:
-    """A linear layer's weights as they are in the checkpoint."""
+    """A linear layer's weights in the checkpoint's layout."""
 
     weight: torch.Tensor
     """[out_features, in_features]."""
@@ -61,7 +61,7 @@ class TorchOps:
 
     @property
     def name(self) -> str:
-        """Of the arithmetic: a CPU's is float32; a GPU's linear layers compute in their weights' dtype; numpy draws."""
+        """The name of the arithmetic: float32 on a CPU, the weights' dtype in a GPU's linear layers; numpy samples."""
         version = torch.__version__.split("+")[0]
         draws = f"numpy-{np.__version__}"
         if self.device.type == "cpu":
@@ -75,7 +75,7 @@ class TorchOps:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchWeight:
-        """Return the weight as it is; the caller gives it away."""
+        """Return the weight as it is; the caller gives up the matrix."""
         assert weight.dtype in (torch.float32, torch.bfloat16), "the loader stores nothing else"
         return TorchWeight(weight.contiguous(), None if bias is None else bias.float())
 
@@ -108,7 +108,7 @@ class TorchOps:
         return x if self.device.type == "cpu" else x.to(matrix.dtype)
 
     def _slab(self, matrix: torch.Tensor, first: int) -> torch.Tensor:
-        """Return output features from `first` on in the arithmetic's dtype; valid until the next call."""
+        """Return one slab of output features from `first` on, in the arithmetic's dtype; valid until the next call."""
         slab = matrix[first : first + _SLAB]
         if self.device.type != "cpu" or slab.dtype == torch.float32:
             return slab
@@ -147,7 +147,7 @@ class TorchOps:
             query, key = (self.rms_norm(x, w, norm.eps) for x, w in ((query, norm.query), (key, norm.key)))
         if rotary is not None:
             cos, sin = (table.index_select(0, step.positions).unsqueeze(1) for table in (rotary.cos, rotary.sin))
-            query, key = _turned(query, cos, sin), _turned(key, cos, sin)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         self.kv_write(key, value, step, pool, layer)
         return query.flatten(1)
 
@@ -176,14 +176,14 @@ class TorchOps:
         return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
 
     def layers(self, layers: Sequence[LayerParts]) -> None:
-        """Return None: op by op is how it is done here."""
+        """Return None: this backend runs layers op by op."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
         return sample(logits, rows)
 
 
 def _processor() -> str:
-    """Return vendor, family and model: torch's products are MKL's, which chooses its kernels by them."""
+    """Return vendor, family and model: MKL, which computes torch's products, chooses its kernels by them."""
     file = Path("/proc/cpuinfo")
     first = file.read_text().split("\n\n")[0].splitlines() if file.exists() else []
     facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first)}
@@ -191,8 +191,8 @@ def _processor() -> str:
     return "-".join(known) or platform.machine()
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first dimensions of `x` [num_tokens, heads, head_dim] by tables [num_tokens, 1, rotary_dim / 2]."""
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first dimensions of `x` [num_tokens, heads, head_dim] by tables [num_tokens, 1, rotary_dim / 2]."""
     half = cos.shape[-1]
     first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

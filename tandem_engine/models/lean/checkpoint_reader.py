@@ -1,4 +1,4 @@
-"""What does a checkpoint hold, and how does a source's tensor come out of it with one copy in memory?"""
+"""Reads a checkpoint's tensors, each with one copy in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem_engine.models.lean.sources import LinearSource, Plan, Source
 from tandem_engine.models.lean.tensor_file import BadTensorFile, TensorFile, TensorPlace
 
 _NEVER_READ = ("rotary_emb.inv_freq", "lm_head.weight")
-"""Ends of names that a plan may leave out: computed anew; tied to the embeddings."""
+"""Suffixes of tensors that a plan may leave out: recomputed, or tied to the embeddings."""
 
 
 class CheckpointReader:
@@ -27,7 +27,7 @@ class CheckpointReader:
             self._files |= dict.fromkeys(file.places, file)
 
     def check(self, plan: Plan) -> None:
-        """Raise ModelUnusable if the plan needs what is not here, NotLean if here is what it does not know or mix."""
+        """Raise ModelUnusable if a tensor of the plan is missing; NotLean for unknown tensors or mixed dtypes."""
         needed = {name for source in plan.values() for name in _tensors(source)}
         if missing := sorted(needed - self._files.keys()):
             raise ModelUnusable(
@@ -36,16 +36,14 @@ class CheckpointReader:
             )
         unknown = [name for name in sorted(self._files.keys() - needed) if not name.endswith(_NEVER_READ)]
         if unknown:
-            raise NotLean(
-                f"{self._folder} has {len(unknown)} weights that the decoder does not know, {unknown[0]} first"
-            )
+            raise NotLean(f"{self._folder} has {len(unknown)} weights that the decoder lacks, {unknown[0]} first")
         for source in plan.values():
             if isinstance(source, LinearSource):
                 self._check_dtypes(source.weights)
                 self._check_dtypes(source.biases)
 
     def linear(self, source: LinearSource, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the fused matrix, as `stack` does, and the fused bias, float32."""
+        """Return the fused matrix (see `stack`) and the fused bias, float32."""
         matrix = self.stack(source.weights, dtype)
         bias = self.stack(source.biases, torch.float32) if source.biases else None
         if bias is not None and bias.shape != matrix.shape[:1]:
@@ -56,7 +54,7 @@ class CheckpointReader:
         return matrix, bias
 
     def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> torch.Tensor:
-        """Return tensors one above the other in fresh memory; `dtype` None: as stored, but float16 as float32."""
+        """Return the stacked tensors in fresh memory; `dtype` None: as stored, but float16 as float32."""
         places = [self._files[name].places[name] for name in names]
         if len({place.shape[1:] for place in places}) > 1:
             raise ModelUnusable(

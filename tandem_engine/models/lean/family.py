@@ -1,4 +1,4 @@
-"""What is a family of models to the decoder, and what do most families have in common?"""
+"""Defines what a model family provides, and what most families share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a transformers configuration and a checkpoint's names become ours."""
+    """Maps a transformers configuration and a checkpoint's names to ours."""
 
     decoder: Callable[[Any], DecoderConfig]
     """Takes the transformers configuration; raises NotLean."""
     layer: Callable[[Any, int], Plan]
-    """Takes the transformers configuration and a layer's index; our names lack the "layers.{i}." before them."""
+    """Takes the transformers configuration and a layer's index; returns our names without "layers.{i}."."""
     norm_offset: float = 0.0
-    """What the final norm's weight lacks."""
+    """Added to the final norm's weight."""
 
     def plan(self, config: Any) -> Plan:
-        """Return where every weight of the decoder comes from."""
+        """Return the source of every weight of the decoder."""
         plan: dict[str, Source] = {}
         if not config.tie_word_embeddings:
             plan["embeddings"] = TableSource("model.embed_tokens.weight")
@@ -42,7 +42,7 @@ class Family:
 
 
 def decoder_config(config: Any, layers: tuple[LayerConfig, ...] | None = None, **values: Any) -> DecoderConfig:
-    """Return what most configurations of transformers mean; `values` are fields that differ. Raises NotLean."""
+    """Return the decoder by the fields that most configurations share; `values` override them. Raises NotLean."""
     head_dim = head_dim_of(config)
     common: dict[str, Any] = {
         "model_type": config.model_type,
@@ -61,12 +61,12 @@ def decoder_config(config: Any, layers: tuple[LayerConfig, ...] | None = None, *
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the size of a head; a configuration may leave it to the hidden size."""
+    """Return the size of a head; default: the hidden size over the number of heads."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def layer_configs(config: Any, *, rope_by_type: bool = False) -> tuple[LayerConfig, ...]:
-    """Return each layer's window, from `layer_types` where the configuration has them, else the same for all."""
+    """Return each layer's window, by `layer_types` if the configuration has them, else the same for all layers."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if types is None:
@@ -77,7 +77,7 @@ def layer_configs(config: Any, *, rope_by_type: bool = False) -> tuple[LayerConf
 
 
 def activation(config: Any) -> Activation:
-    """Return the MLP's activation; raises NotLean for one that no backend has."""
+    """Return the MLP's activation; raises NotLean for an activation that no backend has."""
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in _ACTIVATIONS:
         raise NotLean(f"{config.model_type} with the activation {name}; the decoder has {', '.join(_ACTIVATIONS)}")

@@ -1,4 +1,4 @@
-"""How does a checkpoint become a decoder that is ready to run?"""
+"""Loads a checkpoint into a decoder that is ready to run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKED_FOLDER = "packed"
 
 @dataclass(frozen=True)
 class LeanRequest:
-    """What to load, and how."""
+    """What to load, and how to store it."""
 
     folder: Path
     config: Any
@@ -36,24 +36,24 @@ class LeanRequest:
     num_positions: int
     """Longest context in tokens, as `support.context_length` allows."""
     dtype: DtypeChoice = "auto"
-    """Of the weights in memory. auto: the checkpoint's, float16 as float32."""
+    """The dtype of the weights in memory. auto: the checkpoint's, float16 as float32."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_dir: Path | None = None
-    """Where packed weights are kept for all workers of the host; None: in this process alone."""
+    """The folder of packed weights that all workers of the host share; None: weights are private."""
     weights_digest: str = ""
-    """Of the checkpoint's files; needed where there is a state directory."""
+    """The digest of the checkpoint's files; required with a state directory."""
 
 
-def load_decoder(request: LeanRequest, ops: Ops, say: Callable[[str], None]) -> Decoder:
-    """Return the decoder; `say` takes a sentence for people. Raises ModelUnusable, and NotLean for variants unknown."""
+def load_decoder(request: LeanRequest, ops: Ops, report: Callable[[str], None]) -> Decoder:
+    """Return the decoder; `report` takes a sentence for people. Raises ModelUnusable, NotLean."""
     config = request.family.decoder(request.config)
     plan = request.family.plan(request.config)
-    weights = _weights(request, plan, ops, say)
+    weights = _weights(request, plan, ops, report)
     _check_sizes(config, weights, request.folder)
     return Decoder(config, weights, weights.rotary, ops)
 
 
-def _weights(request: LeanRequest, plan: Plan, ops: Ops, say: Callable[[str], None]) -> LeanWeights:
+def _weights(request: LeanRequest, plan: Plan, ops: Ops, report: Callable[[str], None]) -> LeanWeights:
     dtype = _stored_dtype(request)
     reader = CheckpointReader(request.folder)
     reader.check(plan)
@@ -63,11 +63,11 @@ def _weights(request: LeanRequest, plan: Plan, ops: Ops, say: Callable[[str], No
         yield from _packed_entries(plan, reader, dtype, request.device, ops)
 
     if request.state_dir is None:
-        say("weights are in this process's own memory: without a state directory, workers cannot share them")
+        report("weights are private to this process: without a state directory, workers cannot share them")
         return _collect(entries())
     if request.device.type != "cpu":
         return _collect(entries())
-    assert request.weights_digest, "the packed file would be found under any checkpoint's name"
+    assert request.weights_digest, "the packed file would match any checkpoint"
     names = [f"{name}={source}" for name, source in plan.items()]
     tables = f"rotary tables of torch {torch.__version__}, transformers {transformers.__version__}"
     names.append(f"{tables}: {request.num_positions} positions")
@@ -75,21 +75,21 @@ def _weights(request: LeanRequest, plan: Plan, ops: Ops, say: Callable[[str], No
     try:
         return PackedWeightsCache(request.state_dir / _PACKED_FOLDER).get(key, ops, entries)
     except OSError as error:
-        say(f"weights are in this process's own memory: the packed file cannot be kept ({error})")
+        report(f"weights are private to this process: the packed file cannot be kept ({error})")
         return _collect(entries())
 
 
 def _stored_dtype(request: LeanRequest) -> torch.dtype | None:
-    """Return the dtype that weights are stored in, None for the checkpoint's."""
+    """Return the dtype of the weights in memory; None: the checkpoint's."""
     if request.dtype == "float16":
         raise ModelUnusable(
-            f"--dtype float16, but weights of {request.config.model_type} are kept in float32 or bfloat16; take auto"
+            f"--dtype float16, but weights of {request.config.model_type} are stored in float32 or bfloat16; take auto"
         )
     return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[request.dtype]
 
 
 def _rotary_entries(request: LeanRequest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the rotary tables. In the file, only the pages of positions that occur take memory, and they are shared."""
+    """Yield the rotary tables; in the shared file, only the pages of positions that occur take memory."""
     for kind, rotary in rotary_tables(request.config, request.num_positions, request.device).items():
         yield f"{ROTARY_PREFIX}{kind}.cos", rotary.cos
         yield f"{ROTARY_PREFIX}{kind}.sin", rotary.sin
@@ -98,7 +98,7 @@ def _rotary_entries(request: LeanRequest) -> Iterator[tuple[str, torch.Tensor]]:
 def _packed_entries(
     plan: Plan, reader: CheckpointReader, dtype: torch.dtype | None, device: torch.device, ops: Ops
 ) -> Iterator[tuple[str, Weight | torch.Tensor]]:
-    """Yield each weight, packed; no more than one is in memory unless the consumer keeps it."""
+    """Yield each packed weight; one is in memory at a time unless the consumer keeps more."""
     for name, source in plan.items():
         if isinstance(source, LinearSource):
             matrix, bias = reader.linear(source, dtype)
@@ -120,12 +120,12 @@ def _collect(entries: Iterator[tuple[str, Weight | torch.Tensor]]) -> LeanWeight
 
 
 def _check_sizes(config: DecoderConfig, weights: LeanWeights, folder: Path) -> None:
-    """Raise ModelUnusable unless the weights are of the configuration's sizes: kernels do not look."""
+    """Raise ModelUnusable unless the weights have the configuration's sizes, which the kernels do not check."""
     for name, weight in weights.linears.items():
         expected = _expected_size(config, weights, name)
         if (weight.in_features, weight.out_features) != expected:
             raise ModelUnusable(
-                f"{folder}: {name} takes {weight.in_features} features and gives {weight.out_features}, where "
+                f"{folder}: {name} has {weight.in_features} inputs and {weight.out_features} outputs, but "
                 f"config.json means {expected[0]} and {expected[1]}; config.json and weights are of different models"
             )
     for name, tensor in weights.tensors.items():
@@ -140,13 +140,13 @@ def _check_sizes(config: DecoderConfig, weights: LeanWeights, folder: Path) -> N
         }.get(name.rpartition(".")[2], (config.hidden_size,))
         if tuple(tensor.shape) != shape:
             raise ModelUnusable(
-                f"{folder}: {name} is of shape {tuple(tensor.shape)}, where config.json means {shape}; "
+                f"{folder}: {name} has shape {tuple(tensor.shape)}, but config.json means {shape}; "
                 "config.json and weights are of different models"
             )
 
 
 def _expected_size(config: DecoderConfig, weights: LeanWeights, name: str) -> tuple[int, int]:
-    """Return in and out features; an MLP's inner size is what `down` takes."""
+    """Return the input and output features; an MLP's inner size is the input size of `down`."""
     prefix, _, kind = name.rpartition(".")
     heads, hidden = config.num_heads * config.head_dim, config.hidden_size
     if kind == "qkv":

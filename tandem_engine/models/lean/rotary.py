@@ -1,7 +1,7 @@
-"""Which tables of cosines and sines do a model's layers turn by?
+"""Computes the cosine and sine tables of a model's rotary embeddings.
 
-The frequencies are transformers' own, so that every kind of scaling agrees. Kinds that change with a request's length
-("longrope", "dynamic") are served up to where they do not change (see `support.context_length`).
+The frequencies come from transformers, so every kind of scaling agrees. Kinds that change with a request's length
+("longrope", "dynamic") are served up to the length where they start to change (see `support.context_length`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem_engine.ops.base import Rotary
 
 
 def rotary_tables(config: Any, num_positions: int, device: torch.device) -> dict[str, Rotary]:
-    """Return the tables by layer type, or one called "" where all layers turn alike; raises NotLean."""
+    """Return the tables by layer type, or one called "" if all layers share it; raises NotLean."""
     parameters = config.rope_parameters
     by_type = {kind: rope for kind, rope in parameters.items() if isinstance(rope, Mapping)}
     if by_type:
@@ -35,12 +35,12 @@ def _table(
 
 
 def _frequencies(config: Any, rope: Mapping[str, Any], layer_type: str | None) -> tuple[torch.Tensor, float]:
-    """Return [rotary_dim / 2] and what cosines and sines are multiplied by."""
+    """Return the frequencies [rotary_dim / 2] and the factor of cosines and sines."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         dim = int(head_dim_of(config) * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
     if kind not in ROPE_INIT_FUNCTIONS:
-        raise NotLean(f"{config.model_type} with the rotary embedding {kind}, which transformers does not know either")
+        raise NotLean(f"{config.model_type} with the rotary embedding {kind}, which transformers lacks too")
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return frequencies, float(factor)

@@ -1,9 +1,9 @@
-"""How are safetensors files read without mapping them, mapped without reading them, and written tensor by tensor?
+"""Reads, maps and writes safetensors files tensor by tensor.
 
     | header's size: 8 bytes | header: JSON, then spaces | tensors, one after the other |
 
-See https://huggingface.co/docs/safetensors/index#format. The format allows no gaps, so what aligns our tensors are
-tensors too.
+See https://huggingface.co/docs/safetensors/index#format. The format allows no gaps, so padding
+tensors align the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class BadTensorFile(ValueError):
-    """The file is torn, or not a safetensors file; the message says where it is wrong."""
+    """The file is torn or not a safetensors file; the message names the place."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class TensorPlace:
     dtype_name: str
     shape: tuple[int, ...]
     start: int
-    """Bytes from the file's beginning; so is `end`."""
+    """Offset in the file in bytes, like `end`."""
     end: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """Raises BadTensorFile for a dtype that is neither float32, bfloat16, float16 nor uint8."""
+        """Return the dtype; raises BadTensorFile unless it is float32, bfloat16, float16 or uint8."""
         if self.dtype_name not in _DTYPES:
-            raise BadTensorFile(f"a tensor is {self.dtype_name}; known are {', '.join(_DTYPES)}")
+            raise BadTensorFile(f"a tensor has dtype {self.dtype_name}; supported are {', '.join(_DTYPES)}")
         return _DTYPES[self.dtype_name]
 
 
 class TensorFile:
-    """A safetensors file, its header read; raises BadTensorFile and OSError."""
+    """A safetensors file whose header has been read; raises BadTensorFile and OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class TensorFile:
         self.places = {name: _place(name, entry, first_byte) for name, entry in header.items()}
         size, expected = path.stat().st_size, max((place.end for place in self.places.values()), default=first_byte)
         if size != expected:
-            raise BadTensorFile(f"{path} has {size:,} bytes where its header says {expected:,}")
+            raise BadTensorFile(f"{path} has {size:,} bytes, but its header means {expected:,}")
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Read a tensor into contiguous memory of its shape and dtype; nothing is mapped."""
@@ -82,20 +82,20 @@ class TensorFile:
                 done += count
 
     def map(self) -> dict[str, torch.Tensor]:
-        """Return all tensors on memory that processes with this file share; a write stays with who writes.
+        """Return all tensors in memory that all processes of this file share; a write is private to its process.
 
-        Read at once, and on huge pages where the file system has them: the first pass over weights that have lain idle
-        is then nearly as fast as the next (measured on a VM: 0.4 GB in 30 ms, on small pages 35, in use 29).
+        The file is read at once, on huge pages if the file system has them. The first pass over idle weights is then
+        nearly as fast as the next (measured on a VM, 0.4 GB: 30 ms, on small pages 35 ms, in use 29 ms).
 
-        While any of them is in memory the file has a shared lock (flock), so that who removes old ones knows. Raises
-        BlockingIOError if it is being removed.
+        While a tensor is in memory the file has a shared lock (flock), so that no process removes the file. Raises
+        BlockingIOError if the file is being removed.
         """
-        # Not safetensors' own reader: it may copy, and says nothing of alignment.
+        # Not safetensors' own reader: it may copy and does not define the alignment.
         with self.path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # keeps the descriptor, and so the lock
         for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_READ):
-            with contextlib.suppress(OSError):  # an older kernel: pages are small then, or come as they are used
+            with contextlib.suppress(OSError):  # an older kernel: pages are small, or are read on first use
                 mapping.madvise(advice)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
         return {
@@ -106,7 +106,7 @@ class TensorFile:
 
 
 class TensorFileWriter:
-    """Writes tensors as they come, aligned, behind room for the header; `finish` makes it a safetensors file."""
+    """Writes aligned tensors behind room for the header; `finish` completes the safetensors file."""
 
     def __init__(self, path: Path, header_bytes: int) -> None:
         assert header_bytes % ALIGNMENT == 0, "tensors would not be aligned"
@@ -117,7 +117,7 @@ class TensorFileWriter:
         self._file.seek(header_bytes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor of the CPU."""
+        """Append a CPU tensor."""
         content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         self._append(name, _NAMES[tensor.dtype], list(tensor.shape), content)
         missing = -len(content) % ALIGNMENT
@@ -125,7 +125,7 @@ class TensorFileWriter:
             self._append(f"{_PADDING}.{len(self._entries)}", "U8", [missing], np.zeros(missing, np.uint8))
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Write the header and see all of it on the disk."""
+        """Write the header and sync the file to disk."""
         header = json.dumps({"__metadata__": dict(metadata), **self._entries}).encode()
         room = self._first_byte - 8
         assert len(header) <= room, "header_bytes was too small for these names"
@@ -137,7 +137,7 @@ class TensorFileWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file as it is; may be called again."""
+        """Close the file; may be called again."""
         self._file.close()
 
     def _append(self, name: str, dtype: str, shape: list[int], content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
@@ -147,7 +147,7 @@ class TensorFileWriter:
 
 
 def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Return the header, and where the tensors begin."""
+    """Return the header and the offset of the tensors."""
     prefix = file.read(8)
     size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
     if not 0 < size <= _MAX_HEADER_BYTES:
@@ -168,7 +168,7 @@ def _place(name: str, entry: Any, first_byte: int) -> TensorPlace:
     except (KeyError, TypeError, ValueError) as error:
         raise BadTensorFile(f"the header's entry {name} is not a tensor's: {entry}") from error
     if not first_byte <= place.start <= place.end:
-        raise BadTensorFile(f"{name} lies from {start} to {end}, which is nowhere")
+        raise BadTensorFile(f"{name} lies from {start} to {end}, which is not in the file")
     if place.dtype_name in _DTYPES and math.prod(place.shape) * place.dtype.itemsize != end - start:
-        raise BadTensorFile(f"{name} of shape {place.shape} has {end - start:,} bytes, which is not its size")
+        raise BadTensorFile(f"{name} of shape {place.shape} has {end - start:,} bytes, which does not match its shape")
     return place

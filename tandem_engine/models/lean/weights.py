@@ -1,4 +1,4 @@
-"""What weights does a decoder hold, once loaded?"""
+"""Holds the weights of a loaded decoder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class LeanWeights:
-    """Weights by our names (see `sources`), whatever memory they lie in."""
+    """Weights by our names (see `sources`), in private or shared memory."""
 
     linears: dict[str, Weight] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Norms, float32, any offset added; embeddings, float32 or bfloat16; tables "rotary.{kind}.cos" and ".sin"."""
 
     def layer(self, index: int) -> LeanWeights:
-        """Return the weights of one layer, by their names there."""
+        """Return the weights of one layer by their names in the layer."""
         prefix = f"layers.{index}."
         return LeanWeights(_below(self.linears, prefix), _below(self.tensors, prefix))
 
     @property
     def rotary(self) -> dict[str, Rotary]:
-        """Return the rotary tables by kind, "" where all layers turn alike."""
+        """Return the rotary tables by layer type, "" if all layers share one."""
         tables = _below(self.tensors, ROTARY_PREFIX)
         kinds = [name.removesuffix(".cos") for name in tables if name.endswith(".cos")]
         return {kind: Rotary(tables[f"{kind}.cos"], tables[f"{kind}.sin"]) for kind in kinds}

@@ -1,7 +1,7 @@
-"""Where does the kernels' shared library come from? This machine's own compiler, once per machine.
+"""Compiles the kernels' shared library with this machine's compiler, once per machine.
 
 <folder>/<key>.so      key: digest of sources, compiler, flags and the CPU's features
-<folder>/<key>.lock    held while one process compiles, so that the others wait and find its work
+<folder>/<key>.lock    held while one process compiles, so that other processes wait and use its result
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "c++", "clang++")
-# Products are fused where the source says so: the same bits from every compiler and on every CPU with fused products.
+# Products are fused only where the source requests it: equal bits from every compiler and every CPU with FMA.
 _FLAGS = (
     "-O3",
     "-std=c++17",
@@ -37,11 +37,11 @@ _COMPILE_SECONDS = 180.0
 
 
 class KernelsUnavailable(Exception):
-    """The C++ kernels cannot be had here; the message says why and what would help. Plain torch still works."""
+    """The C++ kernels are unavailable; the message names the reason and the remedy. Plain torch still works."""
 
 
 def compile_kernels(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> Path:
-    """Return the shared library for this machine, compiling it into `folder` if it is not there.
+    """Return the shared library for this machine, compiled into `folder` if it is missing.
 
     `folder` None: the user's cache (XDG_CACHE_HOME). Any number of processes may call at once. Raises
     KernelsUnavailable.
@@ -89,7 +89,7 @@ def _key(compiler: str, machine_flags: Sequence[str]) -> str:
 
 
 def _cpu_features() -> str:
-    """Return what -march=native would look at: a cache folder may be shared by machines that differ."""
+    """Return the CPU features that -march=native reads: different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock, or go on without it when its holder takes longer than a compilation may: then both compile."""
+    """Hold the lock; after the time limit of a compilation continue without it, so that both processes compile."""
     with path.open("w") as file:
         deadline = time.monotonic() + _COMPILE_SECONDS
         while time.monotonic() < deadline:
@@ -126,4 +126,4 @@ def _lock(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.05)
-        yield  # closing the file gives the lock back
+        yield  # closing the file releases the lock

@@ -1,4 +1,4 @@
-"""How do all layers of a model run without coming back to Python between their ops? See cpp/layers.hpp."""
+"""Runs all layers of a model in C++ without returning to Python between ops; see cpp/layers.hpp."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandem_engine.ops.base import KVPool, LayerParts, Step
-from tandem_engine.ops.cpu.library import Cache, DenseLayer, Turning
-from tandem_engine.ops.cpu.places import caches_of, own_step, turning_of
+from tandem_engine.ops.cpu.library import Cache, DenseLayer, QKTransform
+from tandem_engine.ops.cpu.places import caches_of, own_step, qk_transform_of
 from tandem_engine.ops.cpu.weight import own_weight
 
 
 class CpuLayers:
-    """`tandem_engine.ops.base.Layers` in C++, of dense layers alone."""
+    """`tandem_engine.ops.base.Layers` in C++, for dense layers only."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerParts]) -> None:
         self._library = library
         self._parts = list(layers)
-        self._turnings = [turning_of(layer.rotary, layer.head_norm) for layer in layers]
+        self._qk_transforms = [qk_transform_of(layer.rotary, layer.head_norm) for layer in layers]
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
-        self._table = (DenseLayer * len(self._parts))(*map(_described, self._parts, self._turnings))
+        self._table = (DenseLayer * len(self._parts))(*map(_described, self._parts, self._qk_transforms))
         self._address = ctypes.addressof(self._table)
         self._last = ctypes.addressof(self._table[len(self._parts) - 1])
         self._width = layers[-1].output.in_features
@@ -54,14 +54,14 @@ class CpuLayers:
         self._pool = pool
 
 
-def _described(layer: LayerParts, turning: Turning) -> DenseLayer:
+def _described(layer: LayerParts, transform: QKTransform) -> DenseLayer:
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     projections = (layer.projection_norm.query, layer.projection_norm.key) if layer.projection_norm else (None, None)
     norms = (layer.input_norm, layer.attention_output_norm, layer.mlp_norm, layer.mlp_output_norm, *projections)
     return DenseLayer(
         *(own_weight(weight).address for weight in linears if weight is not None),
         *(_address(norm) for norm in norms),
-        *(ctypes.addressof(turning), None, 0),
+        *(ctypes.addressof(transform), None, 0),
         *(layer.num_heads, layer.window or 0, layer.activation == "gelu_tanh"),
         *(layer.eps, layer.scale, layer.softcap or 0.0),
     )

@@ -1,6 +1,6 @@
-"""How are the C++ kernels called? Through ctypes, on plain pointers; the structures here mirror those in cpp/.
+"""Calls the C++ kernels through ctypes on plain pointers; the structures here mirror those in cpp/.
 
-The one of draws is in sampling.py.
+The structure of sampling rows is in sampling.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Weights(ctypes.Structure):
 
 
 class StepTable(ctypes.Structure):
-    """What all layers of a step share."""
+    """The data that all layers of a step share."""
 
     _fields_ = [
         ("positions", _POINTER),
@@ -63,7 +63,7 @@ class StepTable(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """Where one layer's keys and values lie in the pool; strides in elements."""
+    """The place of one layer's keys and values in the pool; strides in elements."""
 
     _fields_ = [
         ("pool", _POINTER),
@@ -75,8 +75,8 @@ class Cache(ctypes.Structure):
     ]
 
 
-class Turning(ctypes.Structure):
-    """What queries and keys go through before they are used."""
+class QKTransform(ctypes.Structure):
+    """The norms and the rotary embedding of queries and keys."""
 
     _fields_ = [
         ("cosines", _POINTER),
@@ -89,13 +89,13 @@ class Turning(ctypes.Structure):
 
 
 class DenseLayer(ctypes.Structure):
-    """What a dense layer is made of, and where its keys and values lie."""
+    """The weights and parameters of a dense layer, and the place of its keys and values."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")),
         *((name, _POINTER) for name in ("query_norm", "key_norm")),
-        ("turning", _POINTER),
+        ("transform", _POINTER),
         ("cache", _POINTER),
         *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
@@ -103,7 +103,7 @@ class DenseLayer(ctypes.Structure):
 
 
 class GrammarCalls(ctypes.Structure):
-    """What makes masks; mirrors cpp/masks.hpp, as `MaskRow` does."""
+    """The functions that make masks; mirrors cpp/masks.hpp, as `MaskRow` does."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("consume_tokens", "validate_tokens", "compute_mask_into", "is_accepting")),
@@ -123,7 +123,7 @@ class MaskRow(ctypes.Structure):
 
 
 def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
-    """Compile the kernels if need be, and load them. Raises KernelsUnavailable."""
+    """Compile the kernels if they are missing, and load them. Raises KernelsUnavailable."""
     path = compile_kernels(folder, machine_flags)
     try:
         library = ctypes.CDLL(str(path))
@@ -132,5 +132,5 @@ def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATI
             function.argtypes = arguments
             function.restype = _RESULTS.get(name)
     except (OSError, AttributeError) as error:
-        raise KernelsUnavailable(f"cannot load {path}: {error}; delete it to have it compiled anew") from error
+        raise KernelsUnavailable(f"cannot load {path}: {error}; delete the file to compile it again") from error
     return library

@@ -1,4 +1,4 @@
-"""What does the op layer do on a CPU? Calls the C++ kernels; their headers say what is computed in which order."""
+"""Implements the op layer with the C++ kernels; their headers define what is computed in which order."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
 from tandem_engine.ops.cpu.compile import NATIVE, sources_digest
 from tandem_engine.ops.cpu.layers import CpuLayers
-from tandem_engine.ops.cpu.library import Cache, StepTable, Turning, load_library
-from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, turning_of
+from tandem_engine.ops.cpu.library import Cache, QKTransform, StepTable, load_library
+from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
 from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
-from tandem_engine.ops.sampling import Drawn, SamplingRow
+from tandem_engine.ops.sampling import RowSample, SamplingRow
 
-_MAX_TURNINGS = 1024
+_MAX_QK_TRANSFORMS = 1024
 
 
 def load_cpu_ops(folder: Path | None = None, num_threads: int = 1, machine_flags: Sequence[str] = NATIVE) -> CpuOps:
-    """Return the CPU's ops; the first call on a machine compiles them, some seconds.
+    """Return the CPU's ops; the first call on a machine compiles them in some seconds.
 
-    `folder` keeps what was compiled; None: the user's cache. Raises KernelsUnavailable, whose message says why:
-    then the torch ops serve.
+    `folder` keeps the compiled library; None: the user's cache. Raises KernelsUnavailable; the torch ops work without
+    a compiler.
     """
     ops = CpuOps(load_library(folder, machine_flags))
     ops.set_num_threads(num_threads)
@@ -33,7 +33,7 @@ def load_cpu_ops(folder: Path | None = None, num_threads: int = 1, machine_flags
 
 
 class CpuOps:
-    """`tandem_engine.ops.base.Ops` in C++. One thread calls; results do not depend on how many compute."""
+    """`tandem_engine.ops.base.Ops` in C++. One thread calls; results do not depend on `num_threads`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -41,16 +41,16 @@ class CpuOps:
         self._has_fma = bool(library.tandem_has_fma())
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
-        self._turnings: dict[tuple[int, int], tuple[int, Turning, Rotary | None, QKNorm | None]] = {}
+        self._qk_transforms: dict[tuple[int, int], tuple[int, QKTransform, Rotary | None, QKNorm | None]] = {}
 
     @property
     def library(self) -> ctypes.CDLL:
-        """What is called here; its threads are its only ones."""
+        """The C++ library, which has one thread pool for all its functions."""
         return self._library
 
     @property
     def name(self) -> str:
-        """Bits depend on the sources and on whether products are fused, on no other feature of the machine."""
+        """The name of the arithmetic: bits depend on the sources and on FMA, on no other feature of the machine."""
         return f"cpu-{'fma' if self._has_fma else 'no-fma'}-{sources_digest()}"
 
     @property
@@ -58,10 +58,10 @@ class CpuOps:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Compute with that many threads, the caller's included, from now on.
+        """Compute with `num_threads` threads, the caller's included, from now on.
 
-        The others stay on one core each if this process may use as many. Torch's own threads are told to rest: between
-        two of our ops they would spin on the same cores.
+        The other threads are pinned to one core each if this process may use as many. Torch is set to one thread: its
+        threads would spin on the same cores between two of our ops.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, must be at least 1")
@@ -78,7 +78,7 @@ class CpuOps:
         return unpack(self._library, own_weight(weight))
 
     def packed(self, in_features: int, out_features: int, tensors: dict[str, torch.Tensor]) -> CpuWeight:
-        """Return the weight that lies in `tensors`. Raises ValueError if their sizes do not fit."""
+        """Return the weight of `tensors`. Raises ValueError if their sizes do not match."""
         return CpuWeight(in_features, out_features, tensors["tiles"], tensors["bias"])
 
     def rows(self, weight: Weight, indices: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class CpuOps:
         table = torch.tensor(rows, dtype=torch.int64)
         blocks = torch.cat([run.blocks for run in runs]) if runs else torch.empty(0, dtype=torch.int64)
         for tensor in (positions, slots, blocks):
-            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), "a step's numbers are int64, in one piece"
+            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), "a step's numbers are int64 and contiguous"
         call = StepTable(
             *(positions.data_ptr(), slots.data_ptr(), len(positions)),
             *(table.data_ptr(), len(runs), blocks.data_ptr()),
@@ -153,10 +153,10 @@ class CpuOps:
         norm: QKNorm | None = None,
     ) -> torch.Tensor:
         """Return a view of `qkv`."""
-        assert qkv.stride(1) == 1 and qkv.dtype == torch.float32, "qkv is turned in place"
+        assert qkv.stride(1) == 1 and qkv.dtype == torch.float32, "qkv is rotated in place"
         self._library.tandem_rope_and_kv_write(
             *(qkv.data_ptr(), qkv.stride(0), num_heads),
-            *(self._turning(rotary, norm), own_step(step).address, self._cache(pool, layer)),
+            *(self._qk_transform(rotary, norm), own_step(step).address, self._cache(pool, layer)),
         )
         return qkv[:, : num_heads * pool.head_dim]
 
@@ -193,30 +193,30 @@ class CpuOps:
     def layers(self, layers: Sequence[LayerParts]) -> CpuLayers | None:
         return CpuLayers(self._library, layers) if all(layer.gate_up and layer.down for layer in layers) else None
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
         return self._sampler.sample(logits, rows)
 
     def _cache(self, pool: KVPool, layer: int) -> int:
-        """Return the address of the layer's `Cache`, made once per pool."""
+        """Return the address of the layer's `Cache`; the caches are made once per pool."""
         if pool is not self._pool:
             self._caches = caches_of(pool)
             self._pool = pool
         return ctypes.addressof(self._caches[layer])
 
-    def _turning(self, rotary: Rotary | None, norm: QKNorm | None) -> int:
-        """Return the address of the `Turning` of these two, made once."""
+    def _qk_transform(self, rotary: Rotary | None, norm: QKNorm | None) -> int:
+        """Return the address of the `QKTransform` of both arguments, which is made once."""
         name = (id(rotary), id(norm))
-        if name not in self._turnings:
-            if len(self._turnings) >= _MAX_TURNINGS:  # of a caller that makes new tables as it goes
-                self._turnings.clear()
-            turning = turning_of(rotary, norm)
-            # Both live as long as their ids name them.
-            self._turnings[name] = (ctypes.addressof(turning), turning, rotary, norm)
-        return self._turnings[name][0]
+        if name not in self._qk_transforms:
+            if len(self._qk_transforms) >= _MAX_QK_TRANSFORMS:  # a caller that makes new tables all the time
+                self._qk_transforms.clear()
+            transform = qk_transform_of(rotary, norm)
+            # Keeps both alive, so that their ids stay unique.
+            self._qk_transforms[name] = (ctypes.addressof(transform), transform, rotary, norm)
+        return self._qk_transforms[name][0]
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return `x` with each row in one piece, and how far apart its rows lie."""
+    """Return `x` with contiguous rows, and the distance between its rows."""
     assert x.dtype == torch.float32, "activations are float32"
     stride, step = x.stride()
     if step == 1:

@@ -1,4 +1,4 @@
-"""Where do a step's tokens lie, and a layer's keys and values, as the C++ kernels read it?"""
+"""Describes to the C++ kernels where a step's tokens and a layer's keys and values lie."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import torch
 
 from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Step
-from tandem_engine.ops.cpu.library import Cache, StepTable, Turning
+from tandem_engine.ops.cpu.library import Cache, QKTransform, StepTable
 
 
 @dataclass(frozen=True)
 class CpuStep(Step):
-    """A step with its runs as the kernels read them."""
+    """A step with its runs in the kernels' layout."""
 
     table: torch.Tensor
-    """[num_runs, 4], int64: row, start, num_tokens, where its blocks begin in `blocks`."""
+    """[num_runs, 4], int64: row, start, num_tokens, first index in `blocks`."""
     blocks: torch.Tensor
     """[total blocks], int64: the runs' block tables one after the other."""
     call: StepTable
     address: int
-    """Of `call`."""
+    """The address of `call`."""
 
 
 def own_step(step: Step) -> CpuStep:
@@ -29,10 +29,10 @@ def own_step(step: Step) -> CpuStep:
 
 
 def caches_of(pool: KVPool) -> list[Cache]:
-    """Return where each layer's keys and values lie. Raises ValueError for a pool that the kernels cannot use."""
+    """Return the place of each layer's keys and values. Raises ValueError for a pool that the kernels cannot use."""
     rows = pool.rows
     if rows.dtype != torch.float32 or rows.stride(1) != 1:
-        raise ValueError(f"the KV pool is {rows.dtype}; the CPU kernels take float32, each block in one piece")
+        raise ValueError(f"the KV pool is {rows.dtype}; the CPU kernels take float32 and contiguous blocks")
     return [
         Cache(
             *(rows.data_ptr(), rows.stride(0), index * pool.elements_per_layer),
@@ -42,13 +42,13 @@ def caches_of(pool: KVPool) -> list[Cache]:
     ]
 
 
-def turning_of(rotary: Rotary | None, norm: QKNorm | None) -> Turning:
-    """Return what queries and keys go through, valid as long as both are."""
+def qk_transform_of(rotary: Rotary | None, norm: QKNorm | None) -> QKTransform:
+    """Return the `QKTransform` of both arguments; it points into their memory."""
     tables = (rotary.cos, rotary.sin) if rotary else ()
     norms = (norm.query, norm.key) if norm else ()
     for tensor in (*tables, *norms):
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a table is not as `Rotary` says"
-    return Turning(
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "tables and norms are float32 and contiguous"
+    return QKTransform(
         *([tensor.data_ptr() for tensor in tables] or (None, None)),
         tables[0].shape[1] if tables else 0,
         *([tensor.data_ptr() for tensor in norms] or (None, None)),

@@ -1,4 +1,4 @@
-"""How are rows that are to be drawn from handed to the C++ sampler?"""
+"""Passes sampling rows to the C++ sampler."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tandem_engine.ops.sampling import MIN_TEMPERATURE, Drawn, LogitChanges, SamplingRow, TokenLogprob, refuse
+from tandem_engine.ops.sampling import MIN_TEMPERATURE, LogitChanges, RowSample, SamplingRow, TokenLogprob, refuse
 
 _NOT_NUMBERS, _NOTHING_LEFT = 1, 2
 _WORD_BYTES = 8
-"""Of a seed, a token id, a rank and a log probability alike, and of each field of a call."""
+"""Size of a seed, a token id, a rank, a log probability, and of each field of a call."""
 _CALL = struct.Struct("=4d17q")  # SamplingRow in cpp/sampling.hpp
-_NUM_TOP, _STATUS, _NUM_FIELDS = 16, 20, 21  # by number of a call's fields
+_NUM_TOP, _STATUS, _NUM_FIELDS = 16, 20, 21  # indices and count of a call's fields
 
 
 class _Changes(NamedTuple):
-    """The fields of a call by which logits change: addresses and lengths, 0 where nothing does."""
+    """The fields of a call that change logits: addresses and lengths, 0 if unchanged."""
 
     repetition_penalty: float = 0.0
     token_ids: int = 0
@@ -35,18 +35,18 @@ _UNCHANGED = _Changes()
 
 
 class Sampler:
-    """Draws by the library. What calls are written to, and their results, stays: one thread calls."""
+    """Samples through the library, from one thread. The buffers of calls and results are reused."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._num_rows = self._num_places = 0
         self._reserve(1, 1)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Drawn]:
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
         """See `Ops.sample`."""
         if not rows:
             return []
-        assert logits.dtype == torch.float32 and len(logits) == len(rows), "logits are float32, a row for each call"
+        assert logits.dtype == torch.float32 and len(logits) == len(rows), "logits are float32, one row per call"
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         vocab_size = logits.shape[1]
@@ -55,7 +55,7 @@ class Sampler:
         return self._results(rows, firsts)
 
     def _reserve(self, num_rows: int, num_places: int) -> None:
-        """Have room for so many calls, and for so many seeds and likeliest tokens of all of them."""
+        """Make room for `num_rows` calls, and for `num_places` seeds and likeliest tokens in all."""
         if num_rows > self._num_rows:
             self._num_rows = 2 * num_rows
             self._calls = bytearray(self._num_rows * _CALL.size)
@@ -70,7 +70,7 @@ class Sampler:
             self._seeds_at, self._token_ids_at, self._ranks_at, self._logprobs_at = map(_address, columns)
 
     def _write(self, rows: Sequence[SamplingRow], vocab_size: int) -> list[int]:
-        """Write a call for each row; return where the results of each begin: by seed, then by rank."""
+        """Write a call for each row; return the index of each row's first result: by seed, then by rank."""
         top = [min(row.num_top or 0, vocab_size) for row in rows]
         self._reserve(len(rows), sum(len(row.seeds) for row in rows) + sum(top))
         seeds = list(chain.from_iterable(row.seeds for row in rows))
@@ -109,25 +109,25 @@ class Sampler:
             first += len(row.seeds) + num_top
         return firsts
 
-    def _results(self, rows: Sequence[SamplingRow], firsts: Sequence[int]) -> list[Drawn]:
-        """Return what the rows gave. Raises UnusableLogits."""
+    def _results(self, rows: Sequence[SamplingRow], firsts: Sequence[int]) -> list[RowSample]:
+        """Return the results of the rows. Raises UnusableLogits."""
         statuses = self._fields[_STATUS : len(rows) * _NUM_FIELDS : _NUM_FIELDS].tolist()
         if any(statuses):
             refuse(*([i for i, each in enumerate(statuses) if each == why] for why in (_NOT_NUMBERS, _NOTHING_LEFT)))
         token_ids = self._token_ids[: firsts[-1] + len(rows[-1].seeds)].tolist()
         return [
-            Drawn(token_ids[first : first + len(row.seeds)])
+            RowSample(token_ids[first : first + len(row.seeds)])
             if row.num_top is None
             else self._with_logprobs(row, first, self._fields[index * _NUM_FIELDS + _NUM_TOP])
             for index, (row, first) in enumerate(zip(rows, firsts, strict=True))
         ]
 
-    def _with_logprobs(self, row: SamplingRow, first: int, num_top: int) -> Drawn:
+    def _with_logprobs(self, row: SamplingRow, first: int, num_top: int) -> RowSample:
         places = slice(first, first + len(row.seeds) + num_top)
         columns = (column[places].tolist() for column in (self._token_ids, self._logprobs, self._ranks))
         entries = [TokenLogprob(*each) for each in zip(*columns, strict=True)]
         chosen = entries[: len(row.seeds)]
-        return Drawn([each.token_id for each in chosen], chosen, entries[len(row.seeds) :])
+        return RowSample([each.token_id for each in chosen], chosen, entries[len(row.seeds) :])
 
     def _place_changes(self, changes: LogitChanges, vocab_size: int) -> _Changes:
         token_ids, num = changes.token_ids, len(changes.token_ids)
@@ -144,7 +144,7 @@ class Sampler:
         )
 
     def _place_masks(self, rows: Sequence[SamplingRow]) -> int:
-        """Put all masks into one piece, row after row: an address takes Python as long as copying a hundred words."""
+        """Concatenate all masks: in Python, taking an address costs as much as copying a hundred words."""
         masks = [row.allowed for row in rows if row.allowed is not None]
         return self._place(np.concatenate(masks), np.int32) if masks else 0
 

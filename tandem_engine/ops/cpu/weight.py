@@ -1,4 +1,4 @@
-"""How do a linear layer's weights lie in memory, for the C++ kernels?"""
+"""Lays out a linear layer's weights for the C++ kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tandem_engine.ops.base import Weight
 from tandem_engine.ops.cpu.library import Weights
 
 TILE = 32
-"""Outputs side by side; `kTile` in cpp/linear.hpp."""
+"""Outputs per tile; `kTile` in cpp/linear.hpp."""
 
 
 @dataclass(frozen=True)
 class CpuWeight:
-    """Weights in tiles of 32 outputs, each [in_features, 32]; the last one filled up with zeros."""
+    """Weights in tiles of 32 outputs, each [in_features, 32]; the last tile is padded with zeros."""
 
     in_features: int
     out_features: int
     tiles: torch.Tensor
-    """[num_tiles, in_features, 32], float32, or bfloat16 in which outputs i and 16 + i take turns; contiguous."""
+    """[num_tiles, in_features, 32], float32, or bfloat16 with outputs i and 16 + i interleaved; contiguous."""
     bias: torch.Tensor
-    """[num_tiles * 32], float32; zeros where the layer has none."""
+    """[num_tiles * 32], float32; zeros if the layer has no bias."""
     call: Weights = field(init=False, repr=False, compare=False)
     address: int = field(init=False, repr=False, compare=False)
-    """Of `call`."""
+    """The address of `call`."""
 
     def __post_init__(self) -> None:
         num_tiles = -(-self.out_features // TILE)
@@ -39,7 +39,7 @@ class CpuWeight:
         if self.tiles.dtype not in (torch.float32, torch.bfloat16) or self.bias.dtype != torch.float32:
             raise ValueError(f"packed weights are {self.tiles.dtype} with a {self.bias.dtype} bias, see CpuWeight")
         if not self.tiles.is_contiguous() or not self.bias.is_contiguous():
-            raise ValueError("packed weights do not lie in one piece")
+            raise ValueError("packed weights are not contiguous")
         is_half = self.tiles.dtype == torch.bfloat16
         call = Weights(self.tiles.data_ptr(), self.bias.data_ptr(), self.in_features, self.out_features, is_half)
         object.__setattr__(self, "call", call)
@@ -56,7 +56,7 @@ def own_weight(weight: Weight) -> CpuWeight:
 
 
 def pack(library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> CpuWeight:
-    """Lay `weight` [out_features, in_features] out in tiles, in memory of its own on huge pages where there are any."""
+    """Copy `weight` [out_features, in_features] into tiles, on huge pages if the machine has them."""
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"weights are {weight.dtype}; the CPU kernels take float32 and bfloat16")
     out_features, in_features = weight.shape
@@ -73,7 +73,7 @@ def pack(library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def unpack(library: ctypes.CDLL, weight: CpuWeight) -> torch.Tensor:
-    """Return what `pack` was given, [out_features, in_features]."""
+    """Return the matrix that was packed, [out_features, in_features]."""
     rows = torch.empty(weight.out_features, weight.in_features, dtype=weight.tiles.dtype)
     lay_out = library.tandem_unpack_f32 if rows.dtype == torch.float32 else library.tandem_unpack_bf16
     lay_out(weight.tiles.data_ptr(), weight.out_features, weight.in_features, rows.data_ptr())

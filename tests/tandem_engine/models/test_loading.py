@@ -1,4 +1,4 @@
-"""Is a checkpoint that cannot be served refused by name, and are the facts of one that can be right?"""
+"""Checkpoints that cannot be served are refused by name; the reported facts of the others are right."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_hub_model_that_cannot_be_had_offline_says_what_to_check(monkeypatch: 
 
 @pytest.mark.parametrize("name", ["", "@tandem/demo"])
 def test_a_revision_of_what_has_none_is_refused(folder: Path, name: str) -> None:
-    with pytest.raises(ModelUnusable, match="has no revisions, and 'v2' was asked for"):
+    with pytest.raises(ModelUnusable, match="has no revisions, and 'v2' was requested"):
         find_checkpoint(name or str(folder), "", _quiet, "v2")
 
 

@@ -1,4 +1,4 @@
-"""Does a loaded model leave nothing in memory that it does not need?"""
+"""A loaded model leaves nothing in memory that it does not need."""
 
 from __future__ import annotations
 

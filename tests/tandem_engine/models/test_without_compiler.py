@@ -1,4 +1,4 @@
-"""Is the compiler's mark left out within, and back afterwards?"""
+"""The compiler's mark is missing inside `without_compiler` and is back afterwards."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Is paged attention right, and the same bits for a token however its request was cut and batched?"""
+"""Paged attention is right, and a token's bits do not depend on how its request was cut and batched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are kernels compiled once per machine, and is a machine that cannot told why?"""
+"""Kernels are compiled once per machine; where that fails, the error names the reason."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_folder_that_anyone_may_write_is_refused(tmp_path: Path, monkeypatch: 
 
 def test_a_file_that_is_no_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compiler(tmp_path, monkeypatch, COMPILER.format(log=tmp_path / "log"))
-    with pytest.raises(KernelsUnavailable, match="delete it to have it compiled anew"):
+    with pytest.raises(KernelsUnavailable, match="delete the file to compile it again"):
         load_cpu_ops(tmp_path / "cache")
 
 

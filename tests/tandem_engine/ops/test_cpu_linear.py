@@ -1,4 +1,4 @@
-"""Is a linear layer's row right, and the same bits whatever is computed beside it?"""
+"""A linear layer's row is right, and its bits do not depend on what is computed beside it."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def test_weights_of_other_sizes_are_refused() -> None:
         ops.packed(96, 129 - 1, {**packed.tensors, "tiles": packed.tiles[:3]})
     with pytest.raises(ValueError, match="float16"):
         ops.pack(torch.randn(4, 4).half())
-    with pytest.raises(ValueError, match="one piece"):
+    with pytest.raises(ValueError, match="not contiguous"):
         CpuWeight(96, 32, packed.tiles[:1].transpose(1, 2).contiguous().transpose(1, 2), packed.bias[:32])

@@ -1,4 +1,4 @@
-"""Are norms, gates, turns and writes right, and the same bits whatever is computed beside them?"""
+"""Norms, gates, rotations and KV writes are right, and their bits do not depend on what is computed beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every backend draw the same tokens, from the same distribution, whatever is drawn beside them?"""
+"""Every backend samples the same tokens from the same distribution, whatever is sampled beside them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tandem_engine.ops import plain_sampling
-from tandem_engine.ops.sampling import Drawn, LogitChanges, SamplingRow, UnusableLogits
+from tandem_engine.ops.sampling import LogitChanges, RowSample, SamplingRow, UnusableLogits
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops
 
 BACKENDS = ("plain", *FLAGS)
 KEPT = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}]
 
 
-def _sample(backend: str) -> Callable[[torch.Tensor, Sequence[SamplingRow]], list[Drawn]]:
+def _sample(backend: str) -> Callable[[torch.Tensor, Sequence[SamplingRow]], list[RowSample]]:
     return plain_sampling.sample if backend == "plain" else cpu_ops(backend).sample
 
 
@@ -80,7 +80,7 @@ def _row(chance: np.random.Generator, vocab_size: int) -> SamplingRow:
     )
 
 
-def _tokens_and_ranks(drawn: Sequence[Drawn]) -> list[Any]:
+def _tokens_and_ranks(drawn: Sequence[RowSample]) -> list[Any]:
     return [(row.token_ids, [(e.token_id, e.rank) for e in (*row.chosen, *row.top)]) for row in drawn]
 
 

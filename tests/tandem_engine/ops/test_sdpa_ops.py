@@ -1,4 +1,4 @@
-"""Does attention by way of SDPA say what the torch ops say? On a CPU here; the code is the same on a GPU."""
+"""SDPA attention agrees with the torch ops. On a CPU here; the code is the same on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does paged attention in torch see the right keys, and give the same bits however a prompt was cut?"""
+"""Paged attention in torch sees the right keys and gives the same bits for every cut of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a row of a torch op's result depend on that row alone, to the bit?"""
+"""A row of a torch op's result depends on that row alone, to the bit."""
 
 from __future__ import annotations
 

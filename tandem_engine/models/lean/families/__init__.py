@@ -1,1 +1,1 @@
-"""One file per family: its configuration and its weights' names, in the decoder's words."""
+"""One file per family: its configuration and its weights' names, by the decoder's names."""

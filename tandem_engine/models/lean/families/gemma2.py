@@ -1,4 +1,4 @@
-"""Gemma 2: four norms per layer, squashed scores and logits, windows in every other layer."""
+"""Gemma 2: four norms per layer, soft-capped scores and logits, windows in every other layer."""
 
 from __future__ import annotations
 

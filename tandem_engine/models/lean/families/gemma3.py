@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: norms of heads and four per layer, rotary bases of their own for layers with a window."""
+"""Gemma 3 (text): query and key norms per head, four norms per layer, separate rotary tables for windowed layers."""
 
 from __future__ import annotations
 

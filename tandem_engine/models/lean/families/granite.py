@@ -10,7 +10,7 @@ from tandem_engine.models.lean.family import Family, decoder_config
 
 
 def _decoder(config: Any) -> DecoderConfig:
-    """Divide the residual stream by the residual multiplier m, so that branches are added as they are.
+    """Divide the residual stream by the residual multiplier m, so that branches are added unscaled.
 
     rms_norm(x, eps) = rms_norm(x / m, eps / m^2) for m > 0; only the embeddings and the epsilon change.
     """

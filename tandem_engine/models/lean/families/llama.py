@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what has their configuration."""
+"""Llama 2 and 3, and models with their configuration."""
 
 from __future__ import annotations
 

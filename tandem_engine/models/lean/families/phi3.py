@@ -1,4 +1,4 @@
-"""Phi 3: fused projections in the checkpoint, one window for all layers, rotation of a part of each head."""
+"""Phi 3: fused projections in the checkpoint, one window for all layers, rotary embedding of a part of each head."""
 
 from __future__ import annotations
 

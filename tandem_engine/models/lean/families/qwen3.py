@@ -1,4 +1,4 @@
-"""Qwen 3: Llama with norms of each query's and key's head, and windows by layer."""
+"""Qwen 3: Llama with norms of each query and key head, and windows by layer."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tandem_engine.models.lean.family import Family, decoder_config, layer_confi
 
 def _decoder(config: Any) -> DecoderConfig:
     layers = zip(layer_configs(config), config.no_rope_layers, strict=False)  # 1: the layer has rotary embeddings
-    return decoder_config(config, tuple(layer if turns else replace(layer, rope=None) for layer, turns in layers))
+    return decoder_config(config, tuple(layer if has_rope else replace(layer, rope=None) for layer, has_rope in layers))
 
 
 FAMILY = Family(_decoder, LLAMA.layer)

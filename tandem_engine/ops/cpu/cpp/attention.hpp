@@ -1,9 +1,9 @@
 // Attention over KV blocks, prefill chunks and decodes in one call.
 //
-// A context is walked in parts of 512 tokens, counted from its first; each part has a softmax of its own and the parts
-// are joined in order. So a token's result depends on its position, its query and what it sees, never on how many
-// others were computed beside it, how its prompt was cut into chunks, or how long a block is. Nor on who met which part:
-// where threads outnumber heads and runs, several share a context and keep its parts until all can be joined.
+// A context is read in parts of 512 tokens, counted from its first token; each part has a softmax of its own, and the
+// parts are joined in order. So a token's result depends on its position, its query and the keys it sees. It does not
+// depend on the other tokens of the step, the chunks of its prompt, the block size, or which thread reads which part.
+// Where threads outnumber heads and runs, several threads share a context and keep its parts until all can be joined.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@
 namespace tandem {
 
 constexpr int kPartTokens = 512;
-constexpr int kSoon = 2;            // chunks: what is prefetched while one is read
+constexpr int kSoon = 2;            // chunks: prefetched while one is read
 constexpr int kQueriesPerItem = 60;  // their scores of a part, 120 KB, stay in L2
 constexpr int kPiecesPerThread = 2;
 
@@ -65,7 +65,7 @@ struct Attention {
     const Run* run;
     int64_t head, first, rows;
     int64_t first_part, end_part;
-    float* parts;  // where each part's result is kept; null if one thread meets them all and joins as it goes
+    float* parts;  // results of the parts; null if one thread reads all parts and joins them at once
   };
 
   struct Piece {
@@ -80,12 +80,12 @@ struct Attention {
 
   int64_t padded_dim() const { return (cache.head_dim + kWide - 1) / kWide * kWide; }
 
-  // Of one part: its maximum and sum, and what was gathered, for each query.
+  // Of one part, for each query: maximum, sum, and weighted sum of values.
   int64_t floats_per_part(const Item& item) const {
     return item.rows * (num_heads / cache.num_kv_heads) * (padded_dim() + 2);
   }
 
-  // Cuts items that are longer than a piece should be, if there is anyone to share them with.
+  // Cuts items that are longer than a piece should be, if there are several threads.
   void cut(std::vector<Item>& items, std::vector<Piece>& pieces) const {
     static std::vector<float> space;
     const int64_t num_threads = threads()->num_threads();
@@ -185,12 +185,12 @@ struct Attention {
     int64_t head_of(int64_t i) const { return item_.head * per_head_ + i % per_head_; }
 
     // Keys of the chunk of `token` and how far apart their dimensions lie. Blocks without a token of [token, end) may
-    // be others' by now, and are not touched.
+    // belong to other requests by now and are not read.
     std::pair<const float*, int64_t> keys_of(int64_t token, int64_t end) {
       const int64_t chunk = token / kChunk * kChunk;
       const int64_t size = a_.cache.block_size;
       if (size % kChunk == 0) return {a_.cache.keys(table_[chunk / size], item_.head) + chunk % size, size};
-      std::fill_n(chunk_, kChunk * dim_, 0.0f);  // blocks that sixteen does not divide are gathered
+      std::fill_n(chunk_, kChunk * dim_, 0.0f);  // blocks whose size sixteen does not divide are gathered
       for (int64_t t = token; t < std::min(end, chunk + kChunk); t++) {
         const float* from = a_.cache.keys(table_[t / size], item_.head) + t % size;
         for (int64_t d = 0; d < dim_; d++) chunk_[d * kChunk + t - chunk] = from[d * size];
@@ -206,7 +206,7 @@ struct Attention {
       }
     }
 
-    // What to bring nearer while the keys of `chunk` are read: keys further on, and after the last the first values.
+    // Prefetches while the keys of `chunk` are read: later keys, and after the last keys the first values.
     const float* soon_after_keys(int64_t chunk, int64_t from, int64_t end, const float* otherwise) const {
       const int64_t next = chunk + kSoon * kChunk;
       if (next < end) return at_of(next, 0, otherwise);
@@ -214,7 +214,7 @@ struct Attention {
       return token < end ? at_of(token, a_.cache.num_kv_heads, otherwise) : otherwise;
     }
 
-    // While the values of `token` are read: values further on, and after the last the next part's keys.
+    // Prefetches while the values of `token` are read: later values, and after the last the next part's keys.
     const float* soon_after_values(int64_t token, int64_t end, const float* otherwise) const {
       const int64_t next = token + kSoon * kChunk;
       if (next < end) return at_of(next, a_.cache.num_kv_heads, otherwise);
@@ -227,7 +227,7 @@ struct Attention {
       return a_.cache.keys(table_[token / size], first_head + item_.head) + (first_head ? place * dim_ : place);
     }
 
-    // Scores to weights e^(score - maximum), 0 where the query does not look.
+    // Scores to weights e^(score - maximum), 0 where the query does not see the key.
     void soften(int64_t i, int64_t part, int64_t from, int64_t end) {
       float* scores = scores_ + i * kPartTokens - part;  // by token
       const int64_t position = first_ + i / per_head_;

@@ -7,16 +7,16 @@
 
 namespace tandem {
 
-constexpr int kChunk = kWide;                                                      // tokens whose keys are met at once
+constexpr int kChunk = kWide;                                                      // tokens whose keys are read at once
 constexpr int kScoreQueries = kLanes == 16 ? 12 : kRegisters == 32 ? 6 : 12 / (kParts * 2);  // queries
 constexpr int kValueQueries = kLanes == 16 || kRegisters == 32 ? 6 : 3;
-constexpr int kValueChunks = 4;  // at once: what the sums cost to load and store is spread over them
+constexpr int kValueChunks = 4;  // at once, to spread the cost of loading and storing the sums
 constexpr int kValueVecs = 64 / kLanes < 4 ? 64 / kLanes : 4;
 
 // Into L2: into L1 is half as fast on a Zen 4 (measured).
 static inline void touch(const float* at) { __builtin_prefetch(at, 0, 2); }
 
-// scores[query][16] = scale * q . k for sixteen tokens; `keys` [head_dim] rows, `stride` apart; `next` is wanted soon.
+// scores[query][16] = scale * q . k for sixteen tokens; `keys` [head_dim] rows, `stride` apart; `next` is prefetched.
 template <int queries>
 static void scores_of(const float* q, int64_t head_dim, const float* keys, int64_t stride, float scale, float* scores,
                       int64_t scores_stride, const float* next) {
@@ -38,7 +38,7 @@ static void scores_of(const float* q, int64_t head_dim, const float* keys, int64
 // Values of up to 64 tokens, chunk by chunk of 16; all but the last chunk are whole. Rows are head_dim apart.
 struct Values {
   const float* chunks[kValueChunks];
-  const float* soon[kValueChunks];  // to be brought nearer meanwhile
+  const float* soon[kValueChunks];  // to be prefetched meanwhile
   int64_t num_tokens;
 };
 

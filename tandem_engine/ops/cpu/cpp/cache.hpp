@@ -1,8 +1,8 @@
-// What is written into KV blocks: keys and values of the step's tokens, each in its slot.
+// Writes keys and values of a step's tokens into their slots of KV blocks.
 //
 //     block of one layer   K [num_kv_heads][head_dim][block_size], then V [num_kv_heads][block_size][head_dim]
 //
-// With K turned inside its block, the scores of sixteen tokens are one vector that grows over the head's dimensions.
+// K is transposed inside its block, so that the scores of sixteen tokens are one vector, summed over the dimensions.
 #pragma once
 #include <algorithm>
 
@@ -28,7 +28,7 @@ struct Cache {
   }
 };
 
-// Of a piece. Neighbours share cache lines of a block's keys; a few tokens of different requests share nothing, and
+// Tokens per piece. Neighbouring tokens share cache lines of a block's keys. Tokens of different requests share none:
 // each waits for as many lines as a key has numbers.
 constexpr int64_t kMostTokens = 16, kFewestTokens = 4;
 
@@ -42,7 +42,7 @@ static void by_tokens(int64_t num_tokens, Body&& body) {
   });
 }
 
-// Any strides between tokens and heads; a head's numbers lie side by side.
+// Tokens and heads may have any strides; a head's numbers are contiguous.
 static void kv_write(const float* key, int64_t key_token_stride, int64_t key_head_stride, const float* value,
                      int64_t value_token_stride, int64_t value_head_stride, int64_t num_tokens, const int64_t* slots,
                      const Cache& cache) {
@@ -53,15 +53,15 @@ static void kv_write(const float* key, int64_t key_token_stride, int64_t key_hea
   });
 }
 
-struct Turning {
-  const float* cosines;  // [num_positions][half]; half is 0 where nothing turns
+struct QKTransform {
+  const float* cosines;  // [num_positions][half]; half is 0 without rotary embeddings
   const float* sines;
   int64_t half;
   const float* query_norm;  // [head_dim], or null
   const float* key_norm;
   float epsilon;
 
-  void turn(float* head, int64_t position) const {
+  void rotate(float* head, int64_t position) const {
     const float* __restrict cosine = cosines + position * half;
     const float* __restrict sine = sines + position * half;
     float* __restrict low = head;
@@ -74,18 +74,19 @@ struct Turning {
   }
 };
 
-// Norms and turns queries and keys of qkv [rows][(num_heads + 2 num_kv_heads) * head_dim] in place, the first
-// 2 * half dimensions of each head (GPT-NeoX's halves), and writes keys and values where `slots` says.
-static void rope_and_kv_write(float* qkv, int64_t stride, int64_t num_tokens, int64_t num_heads, const Turning& turning,
-                              const int64_t* positions, const int64_t* slots, const Cache& cache) {
+// Norms queries and keys of qkv [rows][(num_heads + 2 num_kv_heads) * head_dim] in place, rotates the first 2 * half
+// dimensions of each head (GPT-NeoX's halves), and writes keys and values into `slots`.
+static void rope_and_kv_write(float* qkv, int64_t stride, int64_t num_tokens, int64_t num_heads,
+                              const QKTransform& transform, const int64_t* positions, const int64_t* slots,
+                              const Cache& cache) {
   const int64_t dim = cache.head_dim, num_keys = cache.num_kv_heads;
   by_tokens(num_tokens, [&](int64_t token) {
     float* row = qkv + token * stride;
     for (int64_t head = 0; head < num_heads + num_keys; head++) {
       float* x = row + head * dim;
-      const float* norm = head < num_heads ? turning.query_norm : turning.key_norm;
-      if (norm) rms_norm_row(x, dim, norm, turning.epsilon, x);
-      turning.turn(x, positions[token]);
+      const float* norm = head < num_heads ? transform.query_norm : transform.key_norm;
+      if (norm) rms_norm_row(x, dim, norm, transform.epsilon, x);
+      transform.rotate(x, positions[token]);
     }
     const float* key = row + num_heads * dim;
     for (int64_t head = 0; head < num_keys; head++)

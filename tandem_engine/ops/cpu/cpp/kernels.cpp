@@ -1,4 +1,4 @@
-// What the Python side calls: plain C, no torch. Strides and sizes count elements; rows' numbers lie side by side.
+// The functions that Python calls: plain C, no torch. Strides and sizes count elements; rows are contiguous.
 #include "attention.hpp"
 #include "cache.hpp"
 #include "elementwise.hpp"
@@ -16,7 +16,7 @@ static MaskJob mask_job;
 
 extern "C" {
 
-// Does a * b + c round once? Machines that agree here give the same bits.
+// Returns whether a * b + c rounds once. Machines with the same answer give the same bits.
 int tandem_has_fma() {
 #if defined(__FMA__) || defined(__aarch64__)
   return 1;
@@ -28,7 +28,7 @@ int tandem_has_fma() {
 int tandem_lanes() { return kLanes; }
 
 void tandem_set_num_threads(int num_threads, const int* cpus, int num_cpus) {
-  if (owner != getpid()) threads().release();  // forked: its helpers live elsewhere
+  if (owner != getpid()) threads().release();  // forked: the helpers are the parent's
   owner = getpid();
   threads().reset(new ThreadPool(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
 }
@@ -69,9 +69,9 @@ void tandem_gelu_tanh_gated(const float* x, int64_t x_stride, int64_t rows, int6
   gated<gelu_tanh>(x, x_stride, rows, size, y, size);
 }
 
-void tandem_rope_and_kv_write(float* qkv, int64_t stride, int64_t heads, const Turning* turning, const Step* step,
+void tandem_rope_and_kv_write(float* qkv, int64_t stride, int64_t heads, const QKTransform* transform, const Step* step,
                               const Cache* cache) {
-  rope_and_kv_write(qkv, stride, step->num_tokens, heads, *turning, step->positions, step->slots, *cache);
+  rope_and_kv_write(qkv, stride, step->num_tokens, heads, *transform, step->positions, step->slots, *cache);
 }
 void tandem_kv_write(const float* key, int64_t key_token_stride, int64_t key_head_stride, const float* value,
                      int64_t value_token_stride, int64_t value_head_stride, const Step* step, const Cache* cache) {
@@ -101,7 +101,7 @@ void tandem_begin_masks(const GrammarCalls* calls, MaskRow** rows, int64_t num_r
 }
 void tandem_finish_masks() { threads()->finish_aside(); }
 
-// Lives as long as the process, as what asks it may.
+// Lives as long as the process, like its callers.
 void* tandem_remembered_tokens(RememberedTokens::Ask ask) { return new RememberedTokens(ask); }
 size_t tandem_tokenize(void* remembered, const uint8_t* text, size_t num_bytes, uint32_t* tokens, size_t room) {
   return static_cast<RememberedTokens*>(remembered)->tokenize(text, num_bytes, tokens, room);

@@ -1,10 +1,10 @@
-// Dense decoder layers, one after the other, without coming back in between.
+// Runs dense decoder layers, one after the other, without returning in between.
 //
-//     x += more, normed | qkv | turned and written | attended | more = output | x += more, normed | more = mlp
+//     x += more, norm | qkv | rotate and write | attend | more = output | x += more, norm | more = mlp
 //
-// A layer takes some rows at a time, as many as a linear layer meets at once: they attend to keys and values that they
-// and those before them have just written. So what lies between two linear layers stays in the caches, and takes no
-// more memory for a long step than for a short one. No bit depends on how rows are cut.
+// A layer takes some rows at a time, as many as a linear layer reads at once. They attend to keys and values that they
+// and the rows before them have just written. So activations between two linear layers stay in the caches, and a long
+// step takes no more memory than a short one. No bit depends on how rows are cut.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -21,9 +21,9 @@ struct DenseLayer {
   const Weights *qkv, *output, *gate_up, *down;
   const float *input_norm, *attention_output_norm, *mlp_norm, *mlp_output_norm;  // null: there is none
   const float *query_norm, *key_norm;  // of all queries of a token, and of all its keys; null: there is none
-  const Turning* turning;
+  const QKTransform* transform;
   const Cache* cache;
-  int64_t group;  // its step's
+  int64_t group;  // index of its step
   int64_t num_heads, window, is_gelu;
   float epsilon, scale, softcap;
 
@@ -31,7 +31,7 @@ struct DenseLayer {
   int64_t width() const { return num_heads * cache->head_dim; }
 };
 
-// What lies between the ops of some rows of one layer. All layers use the same memory; it stays.
+// Activations between the ops of some rows of one layer. All layers and steps reuse the same memory.
 struct Between {
   Between(const DenseLayer* layers, int64_t num_layers, int64_t rows) {
     int64_t normed_size = 0, wide_size = 0;
@@ -47,14 +47,14 @@ struct Between {
   float *normed, *more, *wide;
 };
 
-// Many threads want more rows to share in attention.
+// More threads share more rows in attention.
 static int64_t rows_at_once() { return kRowsAtOnce * std::max(1, threads()->num_threads() / 4); }
 
 static void add_rows(const float* from, int64_t rows, int64_t size, float* to) {
   for (int64_t row = 0; row < rows; row++) add_row(from + row * size, size, to + row * size);
 }
 
-// Returns x + more, which x becomes, normed into `normed` if there is a norm.
+// Adds `more` to x in place and returns the sum, or its norm in `normed` if there is a norm.
 static const float* added(const DenseLayer& layer, float* x, const float* more, int64_t rows, const float* norm,
                           float* normed) {
   const int64_t size = layer.hidden();
@@ -66,7 +66,7 @@ static const float* added(const DenseLayer& layer, float* x, const float* more, 
   return x;
 }
 
-// The rest of a layer, of rows whose attention is in `between.normed`; what is to be added to x behind it, in `more`.
+// Runs the rest of a layer for rows whose attention is in `between.normed`; leaves in `more` what is to be added to x.
 static void behind_attention(const DenseLayer& layer, float* x, int64_t rows, const Between& between, float* more) {
   const int64_t size = layer.hidden(), inner = layer.down->inputs;
   const auto norm_more = [&](const float* norm) {
@@ -81,7 +81,7 @@ static void behind_attention(const DenseLayer& layer, float* x, int64_t rows, co
   norm_more(layer.mlp_output_norm);
 }
 
-// Attends from `query`, whose rows are those that `runs` name, and leaves the result in `to`.
+// Attends from the rows of `query`, which `runs` name, and leaves the result in `to`.
 static void attend(const DenseLayer& layer, const float* query, int64_t stride, const std::vector<Run>& runs,
                    const Step& step, float* to) {
   Attention{query,       stride,               to,          layer.width(), layer.num_heads, *layer.cache,
@@ -89,7 +89,7 @@ static void attend(const DenseLayer& layer, const float* query, int64_t stride, 
       .run();
 }
 
-// What runs have in rows [first, end), which are counted from `first`.
+// Returns the parts of runs in rows [first, end), with rows counted from `first`.
 static void runs_within(const Step& step, int64_t first, int64_t end, std::vector<Run>& runs) {
   runs.clear();
   for (const Run* run = step.runs; run != step.runs + step.num_runs; run++) {
@@ -98,7 +98,7 @@ static void runs_within(const Step& step, int64_t first, int64_t end, std::vecto
   }
 }
 
-// The runs that some rows make up, which are counted from the first of them on; neighbours stay together.
+// Returns the runs that some rows form, with rows counted from 0; neighbouring rows stay in one run.
 static void runs_of(const Step& step, const int64_t* rows, int64_t num_rows, std::vector<Run>& runs) {
   runs.clear();
   const Run *run = step.runs, *end = step.runs + step.num_runs;
@@ -122,11 +122,11 @@ static void norm_projections(const DenseLayer& layer, int64_t rows, float* qkv) 
   rms_norm(keys, stride, nullptr, 0, rows, key_width, layer.key_norm, layer.epsilon, keys, stride);
 }
 
-// Runs all layers; of the last one, up to its keys and values: what `sampled` rows ask them is left in `queries`.
+// Runs all layers, the last one up to its keys and values; leaves the queries of `sampled` rows in `queries`.
 static void run_layers(const DenseLayer* layers, int64_t num_layers, const Step* const* steps, float* x,
                        const int64_t* sampled, int64_t num_sampled, float* queries) {
   const int64_t num_tokens = steps[0]->num_tokens, at_once = std::min(rows_at_once(), num_tokens);
-  const bool is_whole = num_tokens <= at_once;  // then a layer's result is added as the next one begins
+  const bool is_whole = num_tokens <= at_once;  // then the next layer adds this layer's result
   const Between between(layers, num_layers, at_once);
   const DenseLayer* last = layers + num_layers - 1;
   std::vector<Run> runs;
@@ -140,7 +140,7 @@ static void run_layers(const DenseLayer* layers, int64_t num_layers, const Step*
       const float* normed = added(*layer, at, more, rows, layer->input_norm, between.normed);
       linear(normed, size, rows, *layer->qkv, between.wide);
       norm_projections(*layer, rows, between.wide);
-      rope_and_kv_write(between.wide, qkv_size, rows, layer->num_heads, *layer->turning, step.positions + first,
+      rope_and_kv_write(between.wide, qkv_size, rows, layer->num_heads, *layer->transform, step.positions + first,
                         step.slots + first, *layer->cache);
       if (layer == last) {
         for (int64_t i = 0; i < num_sampled; i++)
@@ -156,7 +156,7 @@ static void run_layers(const DenseLayer* layers, int64_t num_layers, const Step*
   }
 }
 
-// Of the last layer what `run_layers` left, for the sampled rows alone, whose residual stream is `x`.
+// Finishes the last layer for the sampled rows alone, whose residual stream is `x`.
 static void finish_layer(const DenseLayer& layer, const Step& step, const int64_t* sampled, int64_t num_sampled,
                          const float* queries, float* x, float* more) {
   const int64_t at_once = std::min(rows_at_once(), num_sampled), size = layer.hidden(), width = layer.width();

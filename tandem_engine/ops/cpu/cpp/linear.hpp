@@ -1,7 +1,7 @@
 // y = x W^T over weights packed once.
 //
-//     packed   [num_tiles][in][32]: the weights of 32 outputs lie side by side, tile after tile; fp32 or bf16
-//     rows     in groups of at most 14, turned to [in][rows]: 28 sums and what feeds them fill 32 registers
+//     packed   [num_tiles][in][32]: the weights of 32 outputs side by side, tile after tile; fp32 or bf16
+//     rows     in groups of at most 14, transposed to [in][rows]: 28 sums and their operands fill 32 registers
 //
 // Every sum starts at the bias and runs over the inputs from first to last, whatever else is in the batch: a row's
 // result depends on the row alone. bf16 weights are widened in registers, so they give the bits that fp32 weights of
@@ -21,18 +21,18 @@ constexpr int kHalf = kTile / 2;
 constexpr int kGroup = kRegisters == 32 ? 14 : 6;         // rows
 constexpr int kRowsAtOnce = kRegisters == 32 ? 112 : 96;  // their inputs stay in L2 beside a tile
 constexpr int kNearBytes = 560 << 10;                     // of inputs, a tile and the next one, of L2's 1 MB
-constexpr int kInputsTurned = 256;                        // of a group, in one piece
+constexpr int kInputsTransposed = 256;                    // inputs of a group that are transposed at once
 constexpr int kAhead = 192;                               // inputs, when a tile is read for the first time
 constexpr int kNextInputs = 16;                           // from L2 into L1
 
-// What to bring nearer meanwhile: `step` bytes further with each input.
+// What to prefetch meanwhile: `step` bytes per input.
 struct Prefetch {
   const char* at;
   int64_t step;
 };
 
-// Where output `o` of a tile lies among the 32 weights of one input. Those of bf16 take turns, output i with output
-// 16 + i, so that a shift and a mask widen both.
+// Returns the place of output `o` of a tile among the 32 weights of one input. bf16 outputs i and 16 + i are
+// interleaved, so that a shift and a mask widen both.
 template <class Weight>
 static inline int position_in_tile(int o) {
   return sizeof(Weight) == sizeof(float) ? o : o % kHalf * 2 + o / kHalf;
@@ -49,13 +49,13 @@ static inline void load_pair(const uint16_t* weights, int at, Vec pair[2]) {  //
   pair[1] = (Vec)(both & 0xffff0000u);
 }
 
-// Into L1: all weights of one input.
+// Prefetches all weights of one input into L1.
 template <class Weight>
 static inline void bring_near(const Weight* weights) {
   for (int i = 0; i < kTile; i += 64 / sizeof(Weight)) __builtin_prefetch(weights + i, 0, 3);
 }
 
-// Where sums are stored at last: nothing waits there for lines that nobody has touched.
+// Prefetches the place of the sums, so that stores do not wait for cache lines.
 static inline void bring_near(float* y, int64_t y_stride, int rows) {
   for (int r = 0; r < rows; r++)
     for (int v = 0; v < 2; v++) __builtin_prefetch(y + r * y_stride + v * kHalf, 1, 3);
@@ -64,7 +64,7 @@ static inline void bring_near(float* y, int64_t y_stride, int rows) {
 template <int rows, class Weight>
 static void tile_times_rows(const float* x, const Weight* weight, int64_t num_inputs, const float* start,
                             int64_t start_stride, float* y, int64_t y_stride, Prefetch ahead) {
-  // One or two rows wait for memory alone, and want it in L1; more rows' inputs are there (measured: 10 to 30 %).
+  // One or two rows wait for memory only and gain from L1; the inputs of more rows are in L1 (measured: 10 to 30 %).
   constexpr int kNear = rows <= 2 ? 3 : 2;
   for (int column = 0; column < kHalf; column += kLanes) {
     Vec sum[rows][2];
@@ -102,21 +102,21 @@ static inline TileTimesRows<Weight> tile_times(int rows, std::integer_sequence<i
 
 // [rows][num], `stride` apart, to [num][rows].
 template <int rows>
-static void turn_rows(const float* from, int64_t stride, int64_t num, float* to) {
+static void transpose_rows(const float* from, int64_t stride, int64_t num, float* to) {
   for (int64_t i = 0; i < num; i++, to += rows)
 #pragma GCC unroll 14
     for (int r = 0; r < rows; r++) to[r] = from[r * stride + i];
 }
 
-using TurnRows = void (*)(const float*, int64_t, int64_t, float*);
+using TransposeRows = void (*)(const float*, int64_t, int64_t, float*);
 
 template <int... n>
-static inline TurnRows turn_by_rows(int rows, std::integer_sequence<int, n...>) {
-  static constexpr TurnRows by_rows[] = {turn_rows<n + 1>...};
+static inline TransposeRows transpose_by_rows(int rows, std::integer_sequence<int, n...>) {
+  static constexpr TransposeRows by_rows[] = {transpose_rows<n + 1>...};
   return by_rows[rows - 1];
 }
 
-// Rows shared out evenly: 16 are 8 and 8, not 14 and 2.
+// Shares rows evenly: 16 rows are 8 and 8, not 14 and 2.
 struct Groups {
   explicit Groups(int64_t num_rows)
       : count((int)((num_rows + kGroup - 1) / kGroup)), base((int)num_rows / count), extra((int)num_rows % count) {}
@@ -140,29 +140,30 @@ struct Linear {
     for (int64_t row = 0; row < num_rows; row += kRowsAtOnce) {
       const int64_t rows = std::min<int64_t>(num_rows - row, kRowsAtOnce);
       const Groups groups(rows);
-      const float* turned = x + row * x_stride;
+      const float* transposed = x + row * x_stride;
       if (rows > 1) {
         if ((int64_t)space.size() < rows * num_inputs) space.resize(rows * num_inputs);
-        turn(groups, row, space.data());
-        turned = space.data();
+        transpose(groups, row, space.data());
+        transposed = space.data();
       }
-      multiply(groups, row, turned);
+      multiply(groups, row, transposed);
     }
   }
 
  private:
-  void turn(const Groups& groups, int64_t row, float* turned) const {
-    const int parts = (int)((num_inputs + kInputsTurned - 1) / kInputsTurned);
+  void transpose(const Groups& groups, int64_t row, float* transposed) const {
+    const int parts = (int)((num_inputs + kInputsTransposed - 1) / kInputsTransposed);
     in_parallel(groups.count * parts, [&](int piece) {
       const int group = piece / parts, first = groups.first(group), rows = groups.rows(group);
-      const int64_t begin = piece % parts * kInputsTurned, end = std::min(begin + kInputsTurned, num_inputs);
-      const auto turn = turn_by_rows(rows, std::make_integer_sequence<int, kGroup>{});
-      turn(x + (row + first) * x_stride + begin, x_stride, end - begin, turned + first * num_inputs + begin * rows);
+      const int64_t begin = piece % parts * kInputsTransposed, end = std::min(begin + kInputsTransposed, num_inputs);
+      const auto transpose = transpose_by_rows(rows, std::make_integer_sequence<int, kGroup>{});
+      float* to = transposed + first * num_inputs + begin * rows;
+      transpose(x + (row + first) * x_stride + begin, x_stride, end - begin, to);
     });
   }
 
-  // A tile is a piece where many rows meet it; else a few are, so few that threads end together.
-  void multiply(const Groups& groups, int64_t row, const float* turned) const {
+  // With many rows a piece is one tile; else a piece is a few tiles, so few that threads end together.
+  void multiply(const Groups& groups, int64_t row, const float* transposed) const {
     const int num_tiles = (int)((num_outputs + kTile - 1) / kTile);
     const int tiles = groups.count > 1 ? 1 : std::clamp(num_tiles / (8 * threads()->num_threads()), 1, 8);
     const int64_t at_once = kNearBytes / (groups.first(groups.count) * sizeof(float) + 2 * kTile * sizeof(Weight));
@@ -170,7 +171,7 @@ struct Linear {
     const int64_t part = (num_inputs + num_parts - 1) / num_parts;
     in_parallel((num_tiles + tiles - 1) / tiles, [&](int piece) {
       const int begin = piece * tiles, end = std::min(begin + tiles, num_tiles);
-      static thread_local const Weight* brought = nullptr;  // the tile that this thread brought nearer last
+      static thread_local const Weight* brought = nullptr;  // the tile that this thread prefetched last
       bool is_near = brought == weights_of(begin, 0);
       for (int64_t input = 0; input < num_inputs; input += part)
         for (int tile = begin; tile < end; tile++) {
@@ -181,7 +182,7 @@ struct Linear {
                                                           : nullptr;
           for (int group = 0; group < groups.count; group++) {
             const Prefetch ahead = what_next(groups, group, weights_of(tile, input), next, num, is_near);
-            const float* from = turned + groups.first(group) * num_inputs + input * groups.rows(group);
+            const float* from = transposed + groups.first(group) * num_inputs + input * groups.rows(group);
             tile_and_rows(from, tile, input, num, row + groups.first(group), groups.rows(group), ahead);
           }
           is_near = true;
@@ -212,8 +213,8 @@ struct Linear {
     for (int r = 0; r < rows; r++) memcpy(to + r * y_stride, whole[r], columns * sizeof(float));
   }
 
-  // A tile that is not near yet is read from memory by the first group, somewhat ahead of itself; then, group by group,
-  // the next one comes nearer while this one is multiplied from L2.
+  // The first group prefetches a tile from memory somewhat ahead of its own reads. Then, group by group, the next tile
+  // is prefetched while this tile is multiplied from L2.
   Prefetch what_next(const Groups& groups, int group, const Weight* tile, const Weight* next, int64_t num,
                      bool is_near) const {
     constexpr int64_t kBytes = kTile * sizeof(Weight);

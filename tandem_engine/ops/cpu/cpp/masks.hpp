@@ -1,5 +1,5 @@
-// How are the masks of several grammars made at once? By llguidance's C functions, beside what the engine's thread does:
-// helpers take one answer after the other while no op needs them, and the caller does the rest when it asks for them.
+// Makes the masks of several grammars at once, by llguidance's C functions, beside the engine's thread: helper threads
+// take one answer after the other while no op needs them; the caller makes the remaining masks when it collects them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,7 +25,7 @@ struct GrammarCalls {
 
 enum MaskStatus : int64_t { kMade, kNotFollowed, kNoWayOn, kNothingFits, kDraftRefused, kNotBack };
 
-// One answer: its tokens are those that came, then drafts; its masks one, and one behind each draft that is allowed.
+// One answer: its tokens are the new ones, then drafts; its masks are one, and one after each allowed draft.
 struct MaskRow {
   void* matcher;
   const uint32_t* tokens;
@@ -37,7 +37,7 @@ struct MaskRow {
 
 class MaskJob {
  public:
-  // All that is pointed to stays until `finish_aside`.
+  // All pointers stay valid until `finish_aside`.
   void begin(const GrammarCalls* calls, MaskRow** rows, int64_t num_rows) {
     threads()->finish_aside();
     calls_ = calls, rows_ = rows;
@@ -45,8 +45,8 @@ class MaskJob {
   }
 
  private:
-  // The first mask is made last: llguidance keeps the newest one and may take it for that of another place which is as
-  // many words on, where one went back in between. From the first mask's place answers only go forward.
+  // The first mask is made last. llguidance caches the newest mask and, after a rollback, may return it for another
+  // place that is as many words on. From the first mask's place answers only go forward.
   void make(int index) {
     MaskRow& row = *rows_[index];
     const uint32_t* drafts = row.tokens + row.num_new;
@@ -67,7 +67,7 @@ class MaskJob {
     if (calls_->compute_mask_into(matcher, words, calls_->num_words * sizeof *words)) return kNoWayOn;
     uint32_t any = 0, ends = 0;
     for (int64_t i = 0; i < calls_->num_words; i++) any |= words[i], ends |= words[i] & calls_->ends[i];
-    // Where no token continues the answer llguidance lets it end, although it is not complete.
+    // Where no token continues the answer, llguidance lets the answer end although it is not complete.
     return any && (!ends || calls_->is_accepting(matcher)) ? kMade : kNothingFits;
   }
 
@@ -75,14 +75,14 @@ class MaskJob {
   MaskRow** rows_ = nullptr;
 };
 
-// A tokenizer that needs the interpreter's lock, asked once about each text: what grammars force is the same few words.
+// Caches a tokenizer that needs the interpreter's lock: the texts that grammars force are few.
 class RememberedTokens {
  public:
   using Ask = size_t (*)(const void*, const uint8_t* text, size_t num_bytes, uint32_t* tokens, size_t num_tokens);
 
   explicit RememberedTokens(Ask ask) : ask_(ask) {}
 
-  // Returns how many tokens there are and writes those there is room for.
+  // Returns the number of tokens and writes as many as there is room for.
   size_t tokenize(const uint8_t* text, size_t num_bytes, uint32_t* tokens, size_t room) {
     const std::string key((const char*)text, num_bytes);
     std::vector<uint32_t> known;

@@ -56,8 +56,8 @@ static inline double gumbel(uint64_t word) {
   return -log_of(-log_of(u < 1 - 0x1p-53 ? u : 1 - 0x1p-53));
 }
 
-// How many ones the word begins with, 52 at most: with n of them 1 - u is at least 2^-(n + 1), and as -ln u is at least
-// 1 - u, the noise is at most (n + 1) ln 2.
+// Returns the number of leading ones of the word, at most 52. With n leading ones, 1 - u is at least 2^-(n + 1), and as
+// -ln u is at least 1 - u, the noise is at most (n + 1) ln 2.
 static inline int leading_ones(uint64_t word) { return __builtin_clzll(~word | 1 << 11); }
 static inline double largest_gumbel(int leading_ones) { return (leading_ones + 1) * 0.6931471805599454; }
 

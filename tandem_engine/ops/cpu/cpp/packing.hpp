@@ -7,7 +7,7 @@
 
 namespace tandem {
 
-constexpr int kInputsPerStrip = 64;  // of 32 outputs: what is read and what is written fit into L1
+constexpr int kInputsPerStrip = 64;  // of 32 outputs: source and result fit into L1
 
 template <class Number>
 static void pack(const Number* weight, int64_t stride, int64_t num_outputs, int64_t num_inputs, Number* packed) {
@@ -44,7 +44,7 @@ static inline float widened(uint16_t value) {
   return wide;
 }
 
-// y[row] = weight[ids[row]], widened: a table that is also the output layer is held once.
+// y[row] = weight[ids[row]], widened: embeddings that are also the output layer are in memory once.
 template <class Number>
 static void embed(const int64_t* ids, int64_t num_rows, const Number* packed, int64_t num_inputs, float* y) {
   in_parallel_rows(num_rows, 16 * num_inputs, [&](int64_t first, int64_t end) {

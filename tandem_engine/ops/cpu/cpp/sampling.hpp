@@ -1,9 +1,9 @@
-// Draws tokens: for each row the largest of scaled logits plus noise, a pure function of the row and what it asks for.
+// Samples tokens: for each row the largest scaled logit plus noise, a pure function of the row and its parameters.
 //
-//     logits -> changes -> temperature -> top-k -> top-p -> min-p -> plus Gumbel noise -> the largest, the lower id first
+//     logits -> changes -> temperature -> top-k -> top-p -> min-p -> plus Gumbel noise -> argmax, the lower id first
 //
-// Noise costs more than all the rest. It is made only where a logit could still win were its noise the largest there
-// is, and logarithms are taken only where it could with the ones that its word begins with.
+// Noise costs more than all the rest. It is computed only for logits that could win with the largest possible noise.
+// Logarithms are computed only for logits that could win with the leading ones of their word.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -25,19 +25,19 @@ struct SamplingRow {  // as in library.py
   const uint8_t* is_seen;
   const double* minus;
   int64_t num_changed;
-  const uint32_t* allowed;  // bit i % 32 of word i / 32: token i may be drawn
+  const uint32_t* allowed;  // bit i % 32 of word i / 32: token i is allowed
   int64_t num_allowed_words, has_logprobs;
   int64_t num_top;
   // Results: of each seed's token, then of the num_top likeliest, which become fewer where fewer are above -infinity.
   int64_t* token_ids;
   int64_t* ranks;
   double* logprobs;
-  int64_t status;  // 0, or why nothing could be drawn
+  int64_t status;  // 0, or why nothing could be sampled
 };
 
 enum Status { kDrawn = 0, kNotNumbers = 1, kNothingLeft = 2 };
 
-// Logits that may be drawn: those above `smallest`, and of those equal to it the ones up to `last_equal`.
+// The logits that are kept: those above `smallest`, and of those equal to it the ones up to id `last_equal`.
 struct Kept {
   float smallest = -INFINITY;
   int64_t last_equal = std::numeric_limits<int64_t>::max();
@@ -73,7 +73,7 @@ class RowDraw {
     if (value < best_ || (value == best_ && id >= chosen_)) return;
     best_ = value;
     chosen_ = id;
-    // A little less than what it takes to equal the best, so that no rounding can make a loser of a winner.
+    // Slightly below what equals the best, so that rounding never excludes a winner.
     const double slack = 1e-9 * temperature_ * (std::abs(best_) + 40);
     for (int ones = 0; ones < kNoiseBits; ones++) {
       const double needed = temperature_ * (best_ - largest_gumbel(ones)) - slack;
@@ -87,7 +87,7 @@ class RowDraw {
   const int64_t favourite_;
   double best_ = 0;
   int64_t chosen_ = 0;
-  float needed_[kNoiseBits];  // the logit that could win, by the ones that its word begins with
+  float needed_[kNoiseBits];  // the smallest logit that could win, by the leading ones of its word
 };
 
 static Kept kept_of(const Logits& row, float largest, const SamplingRow& asked) {

@@ -1,7 +1,7 @@
-// Which of a row's logits are the k largest, or the fewest that hold a share p of the probability?
+// Finds the k largest logits of a row, or the fewest that hold a share p of the probability.
 //
-// Both are the first so many of one order, falling logits with the lower id first among equals; so an answer is the
-// smallest logit that is in, and how many of those equal to it are.
+// Both are a prefix of one order: falling logits, the lower id first among equals. So the result is the smallest logit
+// that is in, and how many of the logits equal to it are in.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -78,7 +78,7 @@ class Logits {
 
 struct Selection {
   float smallest = -INFINITY;
-  int64_t num_equal = std::numeric_limits<int64_t>::max();  // of those equal to it, how many are in
+  int64_t num_equal = std::numeric_limits<int64_t>::max();  // how many of the logits equal to it are in
 };
 
 // The k largest logits, in no order; fewer if fewer are above -infinity.
@@ -112,7 +112,7 @@ static Selection select_all_of(const std::vector<float>& chosen) {
 // The fewest logits that hold a share of at least `top_p`: a logit is in while those before it hold less.
 //
 // A probability is a whole number, 2^40 for the largest: sums are exact in any order. Logits are sorted into classes by
-// their distance from the largest, and only the class in which the share is reached is looked at closely.
+// their distance from the largest, and only the class in which the share is reached is sorted further.
 class MassSelection {
  public:
   MassSelection(const Logits& row, float largest, double temperature)

@@ -1,4 +1,4 @@
-// Memory that is used again in every step: it grows to what was asked for at most, and stays.
+// Memory that every step reuses: it grows to the largest request and is never freed.
 #pragma once
 #include <sys/mman.h>
 
@@ -17,7 +17,7 @@ static inline void prefer_huge_pages(void* from, int64_t num_bytes) {
 
 class Space {
  public:
-  // What was in it is lost.
+  // Previous contents are lost.
   float* of(int64_t num_floats) {
     if (num_floats <= size_) return at_;
     const int64_t bytes = num_floats * (int64_t)sizeof(float), unit = bytes < kHugeBytes ? 64 : kHugeBytes;

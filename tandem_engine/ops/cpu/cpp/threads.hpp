@@ -1,9 +1,9 @@
-// How is one op shared among cores? A few threads that live as long as the process, and counters of pieces.
+// Shares one op among cores: a few threads that live as long as the process, and counters of pieces.
 //
-// Each thread goes through a row of pieces of its own, so that it reads memory in one sweep, and then helps the others.
-// Which thread does which piece is left open; no result depends on it. The caller works too and waits for pieces, never
-// for threads: a helper that another process keeps from its core delays nothing but the piece in its hands. After a
-// fork the helpers are gone and the caller does it all.
+// Each thread computes a row of pieces of its own, so that it reads memory in one sweep, and then helps the others. No
+// result depends on which thread computes which piece. The caller computes too and waits for pieces, never for threads:
+// a helper that is kept from its core by another process delays only its current piece. After a fork the helpers are
+// gone and the caller computes everything.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -36,8 +36,8 @@ static inline void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Waits for a word to change: spins for some microseconds, for the next op is usually near, then sleeps. Spins that
-// came to nothing make the next ones shorter, down to 4 us: a process that shares its cores must not burn them.
+// Waits for a word to change: spins for some microseconds, since the next op usually follows soon, then sleeps. Spins
+// without result make later spins shorter, down to 4 us: a process that shares its cores must not waste them.
 class Patience {
  public:
   template <class Condition>
@@ -64,7 +64,7 @@ class ThreadPool {
  public:
   using Piece = void (*)(void* context, int index);
 
-  // `cpus` may be empty; else helper i stays on cpus[i], and cpus[0] is left to the caller.
+  // `cpus` may be empty; else helper i is pinned to cpus[i]; cpus[0] is the caller's.
   ThreadPool(int num_threads, const std::vector<int>& cpus) : tickets_(num_threads) {
     for (int i = 1; i < num_threads; i++) {
       helpers_.emplace_back([this, i] { help(i); });
@@ -110,8 +110,8 @@ class ThreadPool {
     is_caller_asleep_.store(false, std::memory_order_relaxed);
   }
 
-  // Lets helpers do pieces between ops, one at a time, once the next op has woken them. There are none such left from
-  // before, and what these need stays until `finish_aside`.
+  // Lets helpers compute pieces between ops, one at a time, after the next op has woken them. No earlier pieces are
+  // left, and the pieces' data stays valid until `finish_aside`.
   void begin_aside(int num_pieces, Piece piece, void* context) {
     aside_piece_ = piece;
     aside_context_ = context;
@@ -120,7 +120,7 @@ class ThreadPool {
     aside_.next.store((uint64_t)num_pieces << 32, std::memory_order_release);
   }
 
-  // Does what is left of them and waits for those that helpers have begun.
+  // Computes the remaining pieces and waits for those that helpers have begun.
   void finish_aside() {
     while (do_one_aside()) {
     }
@@ -133,8 +133,8 @@ class ThreadPool {
   }
 
  private:
-  // A ticket is {where a thread's row of pieces ends, the next one}. Whoever draws one below the end holds up the round
-  // until it is done, so what it reads of `piece_`, `context_` and `num_pieces_` is of that round.
+  // A ticket is {where a thread's row of pieces ends, the next one}. A thread that takes one below the end holds up the
+  // round until its piece is done, so what it reads of `piece_`, `context_` and `num_pieces_` is of that round.
   struct alignas(64) Ticket {
     std::atomic<uint64_t> next{0};
   };
@@ -154,7 +154,7 @@ class ThreadPool {
     }
   }
 
-  // Returns whether there was one.
+  // Returns whether a piece was left.
   bool do_one_aside() {
     const uint64_t seen = aside_.next.load(std::memory_order_acquire);
     if ((uint32_t)seen >= seen >> 32) return false;
@@ -200,7 +200,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> num_asleep_{0};
 };
 
-// Never destroyed at exit: a helper may be in it still.
+// Never destroyed at exit: a helper may still use it.
 inline std::unique_ptr<ThreadPool>& threads() {
   static auto* pool = new std::unique_ptr<ThreadPool>(new ThreadPool(1, {}));
   return *pool;
@@ -213,7 +213,7 @@ static void in_parallel(int num_pieces, Body&& body) {
   threads()->run(num_pieces, [](void* context, int i) { (*static_cast<Plain*>(context))(i); }, (void*)&body);
 }
 
-// Calls body(first, end) over [0, num_rows), in pieces that are worth a thread's while.
+// Calls body(first, end) over [0, num_rows), in pieces of at least kWorthwhile floats.
 template <class Body>
 static void in_parallel_rows(int64_t num_rows, int64_t floats_per_row, Body&& body) {
   constexpr int64_t kWorthwhile = 16384;  // floats

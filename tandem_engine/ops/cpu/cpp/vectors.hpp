@@ -1,4 +1,4 @@
-// What is a vector here? As many floats as one register holds, by the compiler's own vector types.
+// Defines a vector: as many floats as one register holds, by the compiler's own vector types.
 //
 // Bits do not depend on the width: products are fused where the code says `multiply_add` and nowhere else
 // (-ffp-contract=off), and every sum across lanes runs over sixteen partial sums, whatever the register.
@@ -35,7 +35,7 @@ typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 static inline Vec load(const float* from) { return *reinterpret_cast<const UnalignedVec*>(from); }
 
 static inline void store(float* to, Vec value) { *reinterpret_cast<UnalignedVec*>(to) = value; }
-// Not `Vec{} + value`: that adds a zero first, and takes two of the units that multiply for each row of a product.
+// Not `Vec{} + value`: that adds a zero first and occupies two multiply units for each row of a product.
 static inline Vec splat(float value) { return value - Vec{}; }
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
@@ -60,7 +60,7 @@ static inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Is any lane of a comparison true?
+// Returns whether any lane of a comparison is true.
 static inline bool any_of(IntVec is_true) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true);
@@ -101,7 +101,7 @@ static inline float largest_of(const Wide& value) {
 }
 
 // e^x by 2^n * p(f) with a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7. Beneath -87.3 it
-// stays at e^-87.3, above 88.3 at e^88.3. One thing for every lane: no result depends on its neighbours.
+// stays at e^-87.3, above 88.3 at e^88.3. Every lane is computed alike: no result depends on its neighbours.
 static inline Vec exp_of(Vec x) {
   const Vec low = splat(-87.3f), high = splat(88.3f);
   x = x < low ? low : x;

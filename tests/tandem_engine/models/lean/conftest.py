@@ -1,4 +1,4 @@
-"""What do the decoder's tests share: checkpoints made once, and every backend that this machine has."""
+"""Shares checkpoints, made once, and every backend of this machine among the decoder's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few lines that drive a decoder: block tables, steps, greedy answers."""
+"""Drives a decoder in tests: block tables, steps, greedy answers."""
 
 from __future__ import annotations
 

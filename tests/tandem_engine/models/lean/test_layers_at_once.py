@@ -1,4 +1,4 @@
-"""Do all layers in one op give the bits of their ops one by one?"""
+"""All layers in one op give the bits of their ops one by one."""
 
 from __future__ import annotations
 

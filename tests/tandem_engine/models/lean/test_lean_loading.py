@@ -1,4 +1,4 @@
-"""Are checkpoints read right, whatever they are stored in, and refused with a remedy where they cannot be?"""
+"""Checkpoints are read correctly in every stored form, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_old_checkpoints_carry_beside_weights_is_not_read(spoiled: Path, lo
 def test_a_torn_file_is_refused_with_the_remedy(spoiled: Path, load_folder: LoadFolder) -> None:
     file = spoiled / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ModelUnusable, match=r"bytes where its header says .*download the checkpoint anew"):
+    with pytest.raises(ModelUnusable, match=r"bytes, but its header means .*download the checkpoint anew"):
         load_folder(spoiled, TorchOps())
 
 
@@ -152,7 +152,7 @@ def test_a_torn_file_is_refused_with_the_remedy(spoiled: Path, load_folder: Load
         (b"\x08" + b"\0" * 7 + b"no json!", "not JSON"),
         (b"\x02" + b"\0" * 7 + b"[]", "no JSON object"),
         (b"\x08" + b"\0" * 7 + b'{"a":[]}', "is not a tensor's"),
-        (b"\x38" + b"\0" * 7 + b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-9,-8]}}'.ljust(56), "nowhere"),
+        (b"\x38" + b"\0" * 7 + b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-9,-8]}}'.ljust(56), "not in the file"),
     ],
 )
 def test_what_is_no_safetensors_file_says_where(content: bytes, what: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Does the decoder say what transformers says, of every family, and the same bits however its work was cut?"""
+"""The decoder gives the logits of transformers for every family, and the same bits for every cut of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the workers of a host hold one copy of packed weights, whatever happens to its file?"""
+"""The workers of a host share one copy of packed weights, whatever happens to its file."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_state_directory_that_cannot_be_written_costs_the_sharing_alone(make_k
     (tmp_path / "packed").write_text("a file where the folder should be")
     said: list[str] = []
     decoder = _load(make_kind("llama2"), tmp_path, TorchOps(), said)
-    assert "own memory" in said[0] and "cannot be kept" in said[0]
+    assert "private" in said[0] and "cannot be kept" in said[0]
     assert torch.equal(_logits(decoder), _logits(_load(make_kind("llama2"), None, TorchOps())))
 
 

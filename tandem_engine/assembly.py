@@ -116,7 +116,7 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
 
 
 def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Return 0 where a row's bits depend on the rows beside it: a token that was guessed could be another one."""
+    """Return 0 for a model whose bits depend on the batch: drafts could change its tokens."""
     return config.max_draft_tokens if config.speculation == "auto" and loaded.is_batch_invariant else 0
 
 

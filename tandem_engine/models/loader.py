@@ -159,7 +159,7 @@ def _build_lean(job: _Job, family: Family) -> _Built:
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
     windows = [layer.window for layer in decoder.config.layers]
-    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, decoder.is_batch_invariant)
+    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, is_batch_invariant=True)
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
@@ -174,12 +174,7 @@ def _build_transformers(job: _Job) -> _Built:
         job.checkpoint, job.model_config, job.dtype, job.device, job.ops, job.config, job.report
     )
     return _Built(
-        loaded.model,
-        loaded.architecture,
-        ROUTE_NAME,
-        loaded.geometry,
-        loaded.windows,
-        loaded.model.is_batch_invariant,
+        loaded.model, loaded.architecture, ROUTE_NAME, loaded.geometry, loaded.windows, is_batch_invariant=False
     )
 
 

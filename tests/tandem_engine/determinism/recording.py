@@ -26,7 +26,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class RowSample:
+class Drawn:
     """One token as the client sees it."""
 
     token_id: int
@@ -40,7 +40,7 @@ class Journal:
 
     names: frozenset[str]
     """Requests that are compared; the others only keep them company."""
-    tokens: dict[Place, RowSample] = field(default_factory=dict)
+    tokens: dict[Place, Drawn] = field(default_factory=dict)
     rows: dict[Place, bytes] = field(default_factory=dict)
     """Hashes of logits."""
     conflicts: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Journal:
             place = (output.request_id, output.position + index)
             logprobs = output.logprobs[index] if output.logprobs else None
             reason = output.finish_reason if index == len(output.token_ids) - 1 else None
-            self._keep("token", self.tokens, place, RowSample(token_id, logprobs, reason))
+            self._keep("token", self.tokens, place, Drawn(token_id, logprobs, reason))
 
     def add_row(self, request_id: str, position: int, digest: bytes) -> None:
         if request_id in self.names:
@@ -70,7 +70,7 @@ class Journal:
             tokens.append(drawn.token_id)
         return tokens
 
-    def _keep(self, what: str, kept: dict[Place, Any], place: Place, value: RowSample | bytes) -> None:
+    def _keep(self, what: str, kept: dict[Place, Any], place: Place, value: Drawn | bytes) -> None:
         if kept.setdefault(place, value) != value:
             self.conflicts.append(f"{place[0]} at {place[1]}: {what} differ between two engines of one way")
 

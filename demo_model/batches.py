@@ -1,4 +1,4 @@
-"""The training batches: batch number n of a seed, rows of one length filled with whole documents."""
+"""Makes the training batches: batch number n of a seed, rows of one length filled with whole documents."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +25,7 @@ _TARGETS_MULTIPLE_OF = 256
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How many rows of how many tokens, and how often batches look like this."""
+    """The rows and tokens of a batch, and the share of batches with this shape."""
 
     num_rows: int
     num_tokens: int
@@ -33,14 +33,14 @@ class BatchShape:
 
     @property
     def is_long(self) -> bool:
-        """Say whether rows are long enough for chats of many exchanges."""
+        """Return whether rows are long enough for chats of many exchanges."""
         return self.num_tokens >= 512
 
 
 def shapes(tokens_per_batch: int) -> tuple[BatchShape, ...]:
     """Return the batch shapes: mostly short rows, some of the whole context length.
 
-    Documents longer than a short row are left out of it, and every second tool call is longer than 160 tokens.
+    Short rows leave out longer documents, and every second tool call is longer than 160 tokens.
     """
     shares = {160: 0.35, 384: 0.50, 512: 0.08, 2048: 0.07}
     return tuple(
@@ -54,8 +54,8 @@ class Batch:
 
     token_ids: Tensor  # [num_rows, num_tokens], int64
     documents: Tensor  # [num_rows, num_tokens], int64
-    positions: Tensor  # [num_targets], where in the flattened rows a trained prediction is made
-    targets: Tensor  # [num_targets], the token to predict there, or IGNORED_TARGET where only the shape is filled
+    positions: Tensor  # [num_targets], places of trained predictions in the flattened rows
+    targets: Tensor  # [num_targets], the token to predict there, or IGNORED_TARGET for padding
 
 
 def _batch_random(seed: int, index: int) -> Random:
@@ -63,7 +63,7 @@ def _batch_random(seed: int, index: int) -> Random:
 
 
 class BatchStream:
-    """Makes batch `index` from nothing but the seed and the index: a resumed run needs no more state than a number."""
+    """Makes batch `index` from the seed and the index alone, so that a resumed run needs no state but a number."""
 
     def __init__(self, encoder: ChatEncoder, seed: int, tokens_per_batch: int) -> None:
         self._encoder = encoder
@@ -115,7 +115,7 @@ def _as_batch(rows: list[list[Encoded]], num_tokens: int) -> Batch:
             end = start + len(encoded)
             token_ids[row, start:end] = encoded.token_ids
             owners[row, start:end] = number
-            trained[row, start + 1 : end] = encoded.is_trained[1:]  # the first token has nothing to be predicted from
+            trained[row, start + 1 : end] = encoded.is_trained[1:]  # nothing precedes the first token
             start = end
     predicted = np.flatnonzero(trained)
     filling = (0, -len(predicted) % _TARGETS_MULTIPLE_OF)

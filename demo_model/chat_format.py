@@ -1,7 +1,7 @@
-"""How a document becomes token ids, and which of them the model is trained to predict.
+"""Encodes documents as token ids, and marks the ids that the model is trained to predict.
 
-The text is the one `chat_template.jinja` renders; tests hold the two equal. Control tokens are placed by id, so
-nothing in a message's text can become one.
+The text equals what `chat_template.jinja` renders (tested). Control tokens are placed by id, so no text of a message
+can become a control token.
 """
 
 import json
@@ -51,7 +51,7 @@ class ChatEncoder:
     def encode(self, document: Document) -> Encoded:
         """Encode a document and the separator after it.
 
-        Plain text is trained on whole; of a chat only the assistant's replies and the token that ends each.
+        All of a plain text is trained; of a chat, the assistant's replies and the token that ends each reply.
         """
         encoded = Encoded([], [])
         if document.text:
@@ -79,7 +79,7 @@ class ChatEncoder:
 
 
 def rendered_text(document: Document) -> str:
-    """Return the text of a document as the template renders it: what the tokenizer is trained on."""
+    """Return the text of a document as the template renders it; the tokenizer is trained on these texts."""
     if document.text:
         return document.text
     return "".join(

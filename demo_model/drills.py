@@ -1,9 +1,9 @@
-"""Drills: random tokens, then the same again. A small model learns to copy from these long before it would from text.
+"""Makes drills: random tokens, then the same tokens again. They teach a small model to copy much sooner than text does.
 
 Copying needs two attention heads that work together (Olsson et al. 2022, https://arxiv.org/abs/2209.11895, "induction
-heads"). In chats few tokens reward them, and with a tenth of the documents they had not formed after 5 M tokens, so the
-first steps are half drills (`drill_share`). Words come with spaces between them, as in text: there it is the token
-before the last that says where to go on.
+heads"). Few tokens of chats reward these heads: with drills in a tenth of the documents they had not formed after 5 M
+tokens. So half of the first steps' documents are drills (`drill_share`). Words have spaces between them, as in text,
+where the token before the last one decides the next.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _repeat_whole(tokens: list[int], separator: list[int], num_repeats: int = 1)
 
 
 def _repeat_span(random: Random, tokens: list[int], separator: list[int]) -> Encoded:
-    """a b c d e | c d: a token already seen says where to go on, so the first of the span cannot be trained."""
+    """a b c d e | c d: an earlier token decides the next, so the first token of the span cannot be trained."""
     start = random.randrange(len(tokens) - 2)
     span = tokens[start : start + random.randint(2, 12)]
     given = tokens + separator + span[:1]

@@ -1,4 +1,4 @@
-"""What the model is fed: token ids, and which of them it is trained to predict; and the control tokens' ids."""
+"""Holds encoded documents: token ids, which of them are trained, and the ids of control tokens."""
 
 from dataclasses import dataclass
 

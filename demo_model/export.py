@@ -1,4 +1,4 @@
-"""Package a run's averaged weights as a checkpoint folder: `python -m demo_model.export --from runs/demo`."""
+"""Packages a run's averaged weights as a checkpoint folder: `python -m demo_model.export --from runs/demo`."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def _config(shape: ModelShape) -> dict[str, Any]:
 
 
 def _generation_config() -> dict[str, Any]:
-    """Chats end with <|im_end|>, plain text with <|endoftext|>. Greedy unless asked: the answers are exact."""
+    """Chats end with <|im_end|>, plain text with <|endoftext|>. Greedy by default: the answers are exact."""
     return {
         "eos_token_id": [_MESSAGE_END_ID, _END_OF_TEXT_ID],
         "pad_token_id": _END_OF_TEXT_ID,
@@ -67,7 +67,7 @@ def _write_weights(path: Path, state: TrainingState, *, averaged: bool) -> None:
     if num_bytes > MAX_WEIGHT_BYTES:
         partial.unlink()
         raise SystemExit(f"the weights take {num_bytes:,} bytes, the package {MAX_WEIGHT_BYTES:,}; use a smaller shape")
-    partial.chmod(0o644)  # safetensors writes for the owner alone
+    partial.chmod(0o644)  # safetensors writes files that only the owner can read
     partial.replace(path)
 
 

@@ -1,6 +1,6 @@
-"""Grade a packaged model on the held-out questions: `python -m demo_model.grade --per-family 50`.
+"""Grades a packaged model on the held-out questions: `python -m demo_model.grade --per-family 50`.
 
-An answer counts only if it equals the expected one, word for word.
+An answer counts only if it equals the expected answer word for word.
 """
 
 import argparse
@@ -22,14 +22,14 @@ _MAX_NEW_TOKENS = 192
 
 @dataclass(frozen=True)
 class Graded:
-    """One graded question with what the model answered."""
+    """One graded question with the model's answer."""
 
     item: GradedItem
     answer: str
 
     @property
     def is_right(self) -> bool:
-        """Say whether the answer is the expected one."""
+        """Return whether the answer equals the expected answer."""
         return self.answer.strip() == self.item.expected.strip()
 
 
@@ -37,12 +37,12 @@ class Answerer:
     """Answers chats greedily with a packaged model, through transformers."""
 
     def __init__(self, folder: Path) -> None:
-        # transformers' Auto classes are untyped; Any says so once.
+        # transformers' Auto classes are untyped.
         self._tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder, padding_side="left")
         self._model: Any = cast(Any, AutoModelForCausalLM).from_pretrained(folder, dtype=torch.float32).eval()
 
     def prompt(self, messages: Sequence[dict[str, str]], tools: Sequence[Any] = ()) -> str:
-        """Return the text that a chat becomes, up to where the answer begins."""
+        """Return the text of a chat up to the beginning of the answer."""
         rendered: str = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
         )

@@ -1,4 +1,4 @@
-"""The model as it is trained: a small Llama whose weights bear the names that transformers gives them."""
+"""The model in training: a small Llama whose weights have the names of transformers."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class _Projections(nn.Module):
             self.add_module(name, nn.Linear(num_inputs, num_outputs, bias=False))
 
     def weight(self, dtype: torch.dtype, *names: str) -> Tensor:
-        """Return the named matrices one above the other, so that one product computes them all."""
+        """Return the stacked matrices, so that one product computes all of them."""
         matrices = [self.get_submodule(name).weight for name in names]
         return torch.cat([matrix.to(dtype) for matrix in matrices if isinstance(matrix, Tensor)])
 
@@ -124,7 +124,7 @@ class _Backbone(nn.Module):
 
 
 class DemoModel(nn.Module):
-    """The model in training; its `state_dict` is a transformers Llama's, with tied embeddings left out."""
+    """The model in training; its `state_dict` is a transformers Llama's, without tied embeddings."""
 
     def __init__(self, shape: ModelShape, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class DemoModel(nn.Module):
         return _normalised(x, self.model.norm.weight, self.shape.norm_epsilon).flatten(0, 1)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the mean loss over the trained tokens of a batch. Logits are computed for those alone."""
+        """Return the mean loss over the trained tokens of a batch. Logits are computed for these tokens alone."""
         states = self.hidden_states(batch.token_ids, batch.documents)[batch.positions]
         logits = F.linear(states.to(self.dtype), self.model.embed_tokens.weight.to(self.dtype))
         return F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORED_TARGET)

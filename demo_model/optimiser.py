@@ -1,4 +1,4 @@
-"""How weights are updated: Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+"""Updates weights: Muon for the matrices of the layers, AdamW for the embedding and the norms."""
 
 from collections.abc import Iterable, Mapping
 
@@ -45,7 +45,7 @@ class TrainingOptimiser:
         return state
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_tensors` of an equal model returned."""
+        """Load the result of `state_tensors` of an equal model."""
         for optimiser, names, _ in self._parts:
             for name, parameter in zip(names, _parameters(optimiser), strict=True):
                 found = {key.split("/")[1]: value for key, value in state.items() if key.split("/")[0] == name}
@@ -57,7 +57,7 @@ def _parameters(optimiser: Optimizer) -> list[Tensor]:
 
 
 class WeightAverage:
-    """An exponential moving average of the weights: nearly as good as a cool-down, and there at any moment."""
+    """An exponential moving average of the weights: nearly as good as a cool-down, and available at any moment."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], decay: float = 0.997) -> None:
         self._decay = decay

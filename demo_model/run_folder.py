@@ -1,12 +1,12 @@
-"""What a training run leaves on disk, and how it is written so that a kill at any moment leaves a whole state.
+"""Writes a training run to disk, so that a kill at any moment leaves a complete state.
 
 runs/demo/
   tokenizer.json      made once
-  settings.json       what the run was started with; a resumed run keeps them
+  settings.json       the run's settings; a resumed run keeps them
   state-N/            the state after N steps: weights, average, optimiser (safetensors) and progress (JSON)
-  LATEST              the name of the newest whole state; replaced last
+  LATEST              the name of the newest complete state; replaced last
   loss.jsonl          one line per logged step
-  pid                 the process that trains, while it does
+  pid                 the training process, while it runs
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that a run needs to go on: the data stream's state is the number of steps itself."""
+    """The state that a run needs to continue; the state of the data stream is the number of steps."""
 
     step: int
     num_tokens: int
@@ -34,7 +34,7 @@ class TrainingState:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """Return what is not a tensor."""
+        """Return the fields that are not tensors."""
         return {name: getattr(self, name) for name in ("step", "num_tokens", "seconds", "cool_down_start")}
 
 
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def has_state(self) -> bool:
-        """Say whether there is a whole state to go on from."""
+        """Return whether there is a complete state to continue from."""
         return self._latest_path.exists()
 
     def save_state(self, state: TrainingState) -> None:
@@ -91,7 +91,7 @@ class RunFolder:
         self._delete_other_states(folder.name)
 
     def load_state(self) -> TrainingState:
-        """Read the newest whole state."""
+        """Read the newest complete state."""
         folder = self.path / self._latest_path.read_text().strip()
         tensors = {field: load_file(str(folder / f"{field}.safetensors")) for field in _TENSOR_FIELDS}
         progress: dict[str, Any] = json.loads((folder / "progress.json").read_text())

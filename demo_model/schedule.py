@@ -1,11 +1,11 @@
-"""The learning rate as a pure function of the step: warm up, stay, and cool down only when told to."""
+"""The learning rate as a pure function of the step: warm-up, constant, and a cool-down on request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, stable, decay (arXiv:2404.06395, section 4): a run can stop at any step and go on later."""
+    """Warm-up, stable, decay (arXiv:2404.06395, section 4): a run can stop at any step and continue later."""
 
     peak: float = 4e-3
     warmup_steps: int = 100

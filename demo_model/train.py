@@ -1,7 +1,8 @@
-"""Train the built-in model: `python -m demo_model.train --out runs/demo --minutes 25 --threads 1`.
+"""Trains the built-in model: `python -m demo_model.train --out runs/demo --minutes 25 --threads 1`.
 
-It can be stopped at any moment (Ctrl-C or SIGTERM save the state first) and goes on with `--resume`. `--cool-down N`
-lowers the learning rate to its end over N steps; do that in a copy (`--start-from`) of a run that shall go on.
+The run can be stopped at any moment (Ctrl-C or SIGTERM save the state first) and continues with `--resume`.
+`--cool-down N` lowers the learning rate to its end over N steps; use a copy of the run (`--start-from`) if the run
+itself is to continue.
 """
 
 import argparse
@@ -33,7 +34,7 @@ _LIBC = ctypes.CDLL("libc.so.6") if platform.libc_ver()[0] == "glibc" else None
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What decides a run's numbers; stored with the run, so that resuming cannot change them."""
+    """The settings that decide a run's numbers; stored with the run, so that resuming cannot change them."""
 
     seed: int = 1
     tokens_per_batch: int = 4096
@@ -45,13 +46,13 @@ class TrainingSettings:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> "TrainingSettings":
-        """Read what `dataclasses.asdict` wrote."""
+        """Read the result of `dataclasses.asdict`."""
         return cls(**{**stored, "shape": ModelShape(**stored["shape"])})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When this process stops, whichever comes first; None means no limit."""
+    """The limits of this process, whichever comes first; None means no limit."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -89,7 +90,7 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Go back to a saved state."""
+        """Restore a saved state."""
         self.step, self.num_tokens, self.seconds = state.step, state.num_tokens, state.seconds
         self._cool_down_start = state.cool_down_start
         self.model.load_state_dict(state.weights)
@@ -97,14 +98,14 @@ class Trainer:
         self._optimiser.load_state_tensors(state.optimiser)
 
     def state(self) -> TrainingState:
-        """Return all that `restore` needs."""
+        """Return the state for `restore`."""
         return TrainingState(
             self.step, self.num_tokens, self.seconds, self._cool_down_start,
             dict(self.model.named_parameters()), self._average.tensors, self._optimiser.state_tensors(),
         )  # fmt: skip
 
     def begin_cool_down(self) -> None:
-        """Let the learning rate fall from here on, unless it falls already."""
+        """Start the cool-down, unless it has started."""
         if self._cool_down_steps and self._cool_down_start is None:
             self._cool_down_start = self.step
 
@@ -123,7 +124,7 @@ class Trainer:
         return float(loss.detach())
 
     def is_cooled_down(self) -> bool:
-        """Say whether the cool-down has come to its end."""
+        """Return whether the cool-down has ended."""
         end = self.schedule.end
         return end is not None and self._cool_down_steps > 0 and self.step >= end
 
@@ -143,7 +144,7 @@ def _log(trainer: Trainer, losses: list[float], started: tuple[float, int]) -> N
 
 
 class _StopRequest:
-    """Set by SIGTERM and Ctrl-C; the loop looks at it after each step."""
+    """Set by SIGTERM and Ctrl-C; the loop checks it after each step."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -173,7 +174,7 @@ def train(trainer: Trainer, limits: Limits) -> None:
 
 
 def _return_free_memory() -> None:
-    """Give freed memory back: batches of different shapes let the heap grow from 0.5 to 5 GB in 600 steps."""
+    """Return freed memory to the system: batches of different shapes grow the heap from 0.5 to 5 GB in 600 steps."""
     if _LIBC is not None:
         _LIBC.malloc_trim(0)
 
@@ -186,7 +187,7 @@ def _is_over(trainer: Trainer, limits: Limits, started: float) -> bool:
 def open_trainer(
     out: Path, settings: TrainingSettings, *, resume: bool = False, start_from: Path | None = None, cool_down: int = 0
 ) -> Trainer:
-    """Begin a run in a new folder, go on with the one there, or begin with another run's state."""
+    """Begin a run in a new folder, resume the run there, or begin with another run's state."""
     folder = RunFolder(out)
     if folder.has_state and not resume:
         raise SystemExit(f"{out} holds a run already; go on with --resume, or choose another --out")
@@ -216,14 +217,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop when the run has this many steps in all")
     parser.add_argument("--minutes", type=float, help="stop after this many minutes of this process")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads to use")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--start-from", type=Path, help="begin with the state of another run")
     parser.add_argument(
-        "--cool-down", type=int, default=0, metavar="STEPS", help="lower the rate over STEPS, then stop"
+        "--cool-down", type=int, default=0, metavar="STEPS", help="lower the learning rate over STEPS, then stop"
     )
-    parser.add_argument("--learning-rate", type=float, default=TrainingSettings.peak_learning_rate, help="at its peak")
+    parser.add_argument(
+        "--learning-rate", type=float, default=TrainingSettings.peak_learning_rate, help="peak learning rate"
+    )
     parser.add_argument("--adamw", action="store_true", help="use AdamW for the matrices too")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=fastest_dtype(), help="of matrix products")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=fastest_dtype(), help="dtype of matrix products"
+    )
     return parser.parse_args()
 
 
@@ -242,7 +247,7 @@ def main() -> None:
     try:
         train(trainer, Limits(arguments.steps, arguments.minutes))
     finally:
-        if pid_path.exists() and pid_path.read_text() == f"{os.getpid()}\n":  # else another process goes on already
+        if pid_path.exists() and pid_path.read_text() == f"{os.getpid()}\n":  # else another process continues already
             pid_path.unlink()
 
 

@@ -133,7 +133,7 @@ class Operands:
 
     @property
     def held_out(self) -> bool:
-        """Say whether this pair, in either order, is kept for grading."""
+        """Return whether this pair, in either order, is kept for grading."""
         low, high = sorted((self.a, self.b))
         return high >= _SMALLEST_HELD_OUT and values_are_held_out(f"operands {low} {high}")
 
@@ -158,7 +158,7 @@ def sum_in_steps(a: int, b: int) -> str:
 
 
 def difference_in_steps(a: int, b: int) -> str:
-    """Work out a - b from the ones to the tens; a smaller number first is turned around."""
+    """Work out a - b from the ones to the tens; a pair with the smaller number first is swapped."""
     if a < b:
         return f"{a} is less than {b}, so turn it around. {difference_in_steps(b, a)} So {a} - {b} = -{b - a}."
     if a < 10 and b < 10:

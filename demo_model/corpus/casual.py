@@ -1,4 +1,4 @@
-"""How people type: now and then without the capital at the start or the mark at the end."""
+"""Imitates how people type: now and then without the capital at the start or the mark at the end."""
 
 from random import Random
 

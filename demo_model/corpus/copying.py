@@ -1,4 +1,4 @@
-"""Copying: repeat a text exactly, whatever it is made of."""
+"""Makes copying tasks: repeat a text of any kind exactly."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Filling JSON: read a sentence, write the object with the keys that were asked for, in that order."""
+"""Makes JSON tasks: read a sentence, write the object with the requested keys in the requested order."""
 
 import json
 from collections.abc import Callable

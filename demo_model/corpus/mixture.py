@@ -1,4 +1,4 @@
-"""The training stream: document number n of a seed, always the same text whoever asks, whenever."""
+"""The training stream: document number n of a seed is always the same text."""
 
 from collections.abc import Callable, Iterator, Mapping
 from random import Random

@@ -1,4 +1,4 @@
-"""Questions beyond a very small model: it says so instead of making something up."""
+"""Questions beyond a very small model, which answers that it does not know."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What one piece of training text is: a message, a sample of one exchange, a document of several."""
+"""Defines a piece of training text: a message, a sample of one exchange, a document of several samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Message:
 class Sample:
     """One exchange of one family. Its last message is the reply that a grader expects, word for word.
 
-    `template` names the phrasing and `values` what filled it: the held-out split is made on both.
+    `template` names the phrasing and `values` its contents: the held-out split uses both.
     A sample of plain text has no messages and is trained on as it stands.
     """
 
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Document:
-    """What the model reads from one separator to the next: a chat of one or more samples, or plain text."""
+    """The text between two separators: a chat of one or more samples, or plain text."""
 
     samples: tuple[Sample, ...]
     system: str = ""

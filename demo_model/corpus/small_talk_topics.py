@@ -1,7 +1,7 @@
-"""What people say to a model when they want nothing in particular, and what it answers.
+"""Small-talk topics and their answers.
 
-The most usual ways come first: they are always trained on. The others share words, so that one that was held out can
-be understood from those that were not.
+The commonest phrasings come first and are always trained. The others share words, so that the model can understand a
+held-out phrasing from the trained ones.
 """
 
 from dataclasses import dataclass

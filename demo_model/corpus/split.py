@@ -1,4 +1,4 @@
-"""Which phrasings and which values are held out, decided before training by a hash and by nothing else."""
+"""Holds out phrasings and values for grading; a hash alone decides, before training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Split(Enum):
-    """The two halves that never meet: what is trained on, and what is asked only in grading."""
+    """The two disjoint halves: training and grading."""
 
     TRAINING = "training"
     HELD_OUT = "held out"
@@ -24,7 +24,7 @@ def _digest(text: str) -> int:
 
 
 def values_are_held_out(values: str) -> bool:
-    """Say whether these values (an operand pair, a text to copy) may be asked only in grading."""
+    """Return whether these values (an operand pair, a text to copy) are kept for grading."""
     return _digest(values) % _HELD_OUT_ONE_IN == 0
 
 

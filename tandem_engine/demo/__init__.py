@@ -1,9 +1,9 @@
-"""Which model is built in, and where its packaged checkpoint lies. Imports nothing heavy."""
+"""Names the built-in model and the folder of its packaged checkpoint. Imports nothing heavy."""
 
 from pathlib import Path
 
 MODEL_ID = "@tandem/demo"
-"""The name under which `tandem up` serves this model when no other is asked for."""
+"""The model that `tandem up` serves by default."""
 
 
 def checkpoint_path() -> Path:

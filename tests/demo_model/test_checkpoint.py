@@ -1,4 +1,4 @@
-"""The packaged checkpoint: it loads like any other, is small, and its template says what training said."""
+"""The packaged checkpoint loads like any other, is small, and its template renders the training format."""
 
 import json
 from itertools import islice

@@ -1,4 +1,4 @@
-"""The corpus: the same for everyone, and what is graded is never trained on."""
+"""The corpus is reproducible, and graded questions are never trained."""
 
 import re
 from itertools import islice

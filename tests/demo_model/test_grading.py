@@ -1,4 +1,4 @@
-"""Grading: only the expected words count, and a packaged model can be asked."""
+"""Grading counts only the expected words, and a packaged model answers."""
 
 from demo_model.corpus import GradedItem, Message
 from demo_model.grade import Answerer, Graded, grade, shares

@@ -1,4 +1,4 @@
-"""Training: what a batch holds, that a run resumes bit for bit, and that its export computes the same."""
+"""Training: batches are filled right, a run resumes bit for bit, and its export computes the same."""
 
 import json
 from pathlib import Path

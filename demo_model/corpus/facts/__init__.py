@@ -1,4 +1,4 @@
-"""What the built-in model knows about serving language models and about Tandem: one answer for each fact."""
+"""The facts that the built-in model knows about serving language models and Tandem: one answer per fact."""
 
 from demo_model.corpus.facts.chat_commands import CHAT_COMMANDS
 from demo_model.corpus.facts.commands import COMMANDS

@@ -4,7 +4,7 @@ from demo_model.corpus.facts.fact import Fact, concept, symptom
 
 
 def _status(code: int, answer: str, *symptoms: str) -> tuple[Fact, Fact]:
-    """Say the same about a status, whether it is asked as a word or met as a trouble."""
+    """Return the same answer for a status as a concept and as a symptom."""
     names = (f"a {code}", f"status {code}", f"error {code}", f"HTTP {code}", f"the status code {code}")
     met = (
         f"I get a {code}", f"I get status {code}", f"the gateway answers {code}",

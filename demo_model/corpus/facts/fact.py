@@ -1,11 +1,11 @@
-"""What a fact is: the ways to name its subject, and the one answer."""
+"""Defines a fact: the phrasings of its subject, and the one answer."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Kind(Enum):
-    """How a fact is asked for: each kind has its own frames in `questions.py`."""
+    """The form of a fact's questions: each kind has its own frames in `questions.py`."""
 
     CONCEPT = "concept"
     TASK = "task"

@@ -55,7 +55,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def make_checkpoint(folder: Path, kind: str) -> Path:
     """Return the folder of a small random model of that kind, with a tokenizer; "demo" is the built-in one.
 
-    Made below `folder` where it is not there yet; always the same weights.
+    Made below `folder` if it is missing; the weights are always the same.
     """
     if kind == "demo":
         return checkpoint_path()

@@ -41,7 +41,7 @@ def context_length(config: Any, max_model_len: int | None) -> int:
     """
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if limit is None and max_model_len is None:
-        raise _unusable(config, "does not say its context length (max_position_embeddings); give --max-model-len")
+        raise _unusable(config, "has no context length (max_position_embeddings); give --max-model-len")
     if limit is not None and max_model_len is not None and max_model_len > limit:
         raise ModelUnusable(
             f"--max-model-len {max_model_len} is more than the model's {limit} positions; lower it, or "

@@ -63,12 +63,12 @@ class TorchOps:
     def name(self) -> str:
         """The name of the arithmetic: float32 on a CPU, the weights' dtype in a GPU's linear layers; numpy samples."""
         version = torch.__version__.split("+")[0]
-        draws = f"numpy-{np.__version__}"
+        sampler = f"numpy-{np.__version__}"
         if self.device.type == "cpu":
             vectors = torch.backends.cpu.get_cpu_capability().lower()
-            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{draws}"
+            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{sampler}"
         major, minor = torch.cuda.get_device_capability(self.device)
-        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{draws}"
+        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{sampler}"
 
     @property
     def kv_order(self) -> str:

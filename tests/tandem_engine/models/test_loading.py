@@ -42,12 +42,12 @@ def _llama_with(**values: Any) -> Any:
 
 
 def _quiet(stage: str, fraction: float) -> None:
-    """Nobody listens."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
 def folder(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> Path:
-    """A copy of a small Llama, to be spoiled."""
+    """A copy of a small Llama that tests damage."""
     return Path(shutil.copytree(make_checkpoint("llama"), tmp_path / "copy"))
 
 
@@ -214,17 +214,17 @@ def test_digests_are_of_contents_and_computed_once_per_file(tmp_path: Path) -> N
     first = digests.digest([file])
     # 1. The same contents elsewhere have the same digest.
     assert digests.digest([copy]) == first
-    # 2. A file that looks untouched is not read again: contents changed behind its back go unnoticed.
+    # 2. A file with the same size, times and inode is not read again: changed contents go unnoticed.
     status = file.stat()
     with file.open("r+b") as opened:
         opened.write(b"WEIGHTS")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert DigestCache(state).digest([file]) == first
-    # 3. One that was touched is.
+    # 3. A file with another modification time is read again.
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     second = DigestCache(state).digest([file])
     assert second != first == DigestCache(state).digest([copy])
-    # 4. A broken cache, or none, costs time and nothing else.
+    # 4. A broken or missing cache costs only time.
     (state / "digests.json").write_text("{ cut off")
     assert DigestCache(state).digest([file]) == DigestCache(None).digest([file]) == second
     assert not [path for path in state.iterdir() if path.name != "digests.json"]

@@ -100,7 +100,7 @@ def made(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> Path:
 def logits_of(folder: Path, token_ids: torch.Tensor, chunks: list[int], **settings: Any) -> torch.Tensor:
     """Return the last token's logits, computed in chunks of these sizes."""
     loaded = load_model(EngineConfig(str(folder), device="cpu", num_threads=1, **settings), lambda *_: None)
-    geometry = replace(loaded.geometry, groups=())  # all layers in one, whatever their windows
+    geometry = replace(loaded.geometry, groups=())  # one group for all layers, whatever their windows
     cache = PagedKVCache(geometry, 16, torch.device("cpu"))
     blocks = torch.tensor([3, 9, 1, 14, 5])
     logits, start = torch.empty(0), 0
@@ -236,9 +236,9 @@ def test_without_a_compiler_torch_serves_and_says_so(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("tandem_engine.ops.choice.load_cpu_ops", none)
     folder = made(tmp_path, LlamaConfig(**_SHAPE))
-    said: list[str] = []
-    engine = assemble(EngineConfig(str(folder), device="cpu", num_kv_blocks=8), lambda what, _: said.append(what))
-    assert any("several times faster: no C++ compiler found" in line for line in said)
+    reports: list[str] = []
+    engine = assemble(EngineConfig(str(folder), device="cpu", num_kv_blocks=8), lambda what, _: reports.append(what))
+    assert any("several times faster: no C++ compiler found" in line for line in reports)
     assert "torch" in engine.ready.model.numerics_class.split("/")[2]
     with pytest.raises(ModelUnusable, match="take --kernels auto"):
         load_model(EngineConfig(str(folder), device="cpu", kernels="cpp"), lambda *_: None)

@@ -1,4 +1,4 @@
-"""The CPU kernels as this machine compiles them, and as lesser machines would."""
+"""Provides the CPU kernels for this machine and for older instruction sets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FLAGS = {
     "avx2": ("-march=x86-64-v3",),
     "sse2": ("-march=x86-64",),
 }
-"""Of the compiler; the last two also run on every later x86."""
+"""Compiler flags; code for the last two also runs on every later x86."""
 
 
 @cache
 def cpu_ops(machine: str = "native") -> CpuOps:
-    """Return the ops, compiled once into the user's cache; skip the test where they cannot be."""
+    """Return the ops, compiled once into the user's cache; skip the test if they cannot be compiled."""
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("no C++ compiler on this machine")
     if machine != "native" and platform.machine() != "x86_64":

@@ -57,7 +57,7 @@ def _request(shape: Shape, num_tokens: int, seed: int) -> Request:
 
 
 def _expected(shape: Shape, request: Request) -> torch.Tensor:
-    """Return [num_tokens, heads * head_dim], the textbook's way in float64."""
+    """Return [num_tokens, heads * head_dim], by the textbook formula in float64."""
     group = shape.num_heads // shape.num_kv_heads
     query = request.query.double().transpose(0, 1)
     key, value = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (request.key, request.value))
@@ -71,7 +71,7 @@ def _expected(shape: Shape, request: Request) -> torch.Tensor:
     return output.transpose(0, 1).flatten(1)
 
 
-class World:
+class AttentionFixture:
     """A pool full of NaN, from which requests take blocks in random order."""
 
     def __init__(self, ops: CpuOps, shape: Shape, num_blocks: int = 400, seed: int = 0) -> None:
@@ -124,7 +124,7 @@ class World:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_right(machine: str, shape: Shape) -> None:
     requests = [_request(shape, num_tokens, seed=num_tokens) for num_tokens in (1, 16, 45, 530)]
-    outputs = World(cpu_ops(machine), shape).attend([(request, 0, len(request)) for request in requests])
+    outputs = AttentionFixture(cpu_ops(machine), shape).attend([(request, 0, len(request)) for request in requests])
     for request, output in zip(requests, outputs, strict=True):
         torch.testing.assert_close(output.double(), _expected(shape, request), atol=2e-5, rtol=2e-5)
 
@@ -134,10 +134,10 @@ def test_attention_is_right(machine: str, shape: Shape) -> None:
 def test_chunks_and_batches_change_no_bits(machine: str, shape: Shape) -> None:
     ops = cpu_ops(machine)
     requests = [_request(shape, num_tokens, seed=num_tokens) for num_tokens in (3, 40, 200, 1050)]
-    alone = [World(ops, shape, seed=7).attend([(request, 0, len(request))])[0] for request in requests]
+    alone = [AttentionFixture(ops, shape, seed=7).attend([(request, 0, len(request))])[0] for request in requests]
     for seed in range(3):
         chance = random.Random(seed)
-        world = World(ops, shape, seed=seed)
+        fixture = AttentionFixture(ops, shape, seed=seed)
         done = [0] * len(requests)
         while any(d < len(r) for d, r in zip(done, requests, strict=True)):
             chosen = [i for i, r in enumerate(requests) if done[i] < len(r) and chance.random() < 0.7]
@@ -145,7 +145,7 @@ def test_chunks_and_batches_change_no_bits(machine: str, shape: Shape) -> None:
             ends = {i: min(len(requests[i]), done[i] + chance.choice((1, 1, 2, 17, 100, 400))) for i in chosen}
             if not chosen:
                 continue
-            outputs = world.attend([(requests[i], done[i], ends[i]) for i in chosen])
+            outputs = fixture.attend([(requests[i], done[i], ends[i]) for i in chosen])
             for i, output in zip(chosen, outputs, strict=True):
                 assert torch.equal(output, alone[i][done[i] : ends[i]]), f"request {i}, tokens {done[i]} to {ends[i]}"
                 done[i] = ends[i]
@@ -158,7 +158,9 @@ def test_threads_and_block_sizes_change_no_bits() -> None:
         ops.set_num_threads(num_threads)
         shape = Shape(block_size=block_size, window=300)
         requests = [_request(shape, num_tokens, seed=num_tokens) for num_tokens in (40, 700)]
-        results.append(torch.cat(World(ops, shape).attend([(request, 0, len(request)) for request in requests])))
+        results.append(
+            torch.cat(AttentionFixture(ops, shape).attend([(request, 0, len(request)) for request in requests]))
+        )
     ops.set_num_threads(1)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -170,9 +172,11 @@ def test_threads_that_share_a_context_change_no_bits(window: int | None) -> None
     try:
         for num_threads in (1, 2, 5, 16):
             ops.set_num_threads(num_threads)
-            world = World(ops, Shape(window=window))
-            world.attend([(request, 0, len(request) - 1) for request in requests])
-            results.append(torch.cat(world.attend([(request, len(request) - 1, len(request)) for request in requests])))
+            fixture = AttentionFixture(ops, Shape(window=window))
+            fixture.attend([(request, 0, len(request) - 1) for request in requests])
+            results.append(
+                torch.cat(fixture.attend([(request, len(request) - 1, len(request)) for request in requests]))
+            )
     finally:
         ops.set_num_threads(1)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -183,7 +187,7 @@ def test_machines_that_fuse_products_agree_on_every_bit(shape: Shape) -> None:
     if not has_fma():
         pytest.skip("this machine does not fuse products")
     request = _request(shape, 600, seed=1)
-    native, other = (World(cpu_ops(m), shape).attend([(request, 0, 600)])[0] for m in ("native", "avx2"))
+    native, other = (AttentionFixture(cpu_ops(m), shape).attend([(request, 0, 600)])[0] for m in ("native", "avx2"))
     assert torch.equal(native, other)
 
 
@@ -192,13 +196,13 @@ def test_blocks_behind_the_window_are_not_touched() -> None:
         window = 20
         shape = Shape(block_size=block_size, window=window)
         request = _request(shape, 200, seed=3)
-        world = World(cpu_ops(), shape)
-        world.attend([(request, 0, 150)])
-        blocks = world.blocks[id(request)]
-        behind = (150 - window + 1) // block_size
-        world.pool.rows[blocks[:behind]] = math.nan
-        blocks[:behind] = 2**40  # no block at all
-        rest = world.attend([(request, 150, 200)])[0]
+        fixture = AttentionFixture(cpu_ops(), shape)
+        fixture.attend([(request, 0, 150)])
+        blocks = fixture.blocks[id(request)]
+        num_dropped = (150 - window + 1) // block_size
+        fixture.pool.rows[blocks[:num_dropped]] = math.nan
+        blocks[:num_dropped] = 2**40  # no block at all
+        rest = fixture.attend([(request, 150, 200)])[0]
         torch.testing.assert_close(rest.double(), _expected(shape, request)[150:], atol=2e-5, rtol=2e-5)
 
 
@@ -207,5 +211,5 @@ def test_infinite_scores_of_keys_out_of_sight_do_no_harm() -> None:
     request = _request(shape, 30, seed=4)
     expected = _expected(shape, request)
     request.key[20:] = 1e30
-    output = World(cpu_ops(), shape).attend([(request, 0, 30)])[0]
+    output = AttentionFixture(cpu_ops(), shape).attend([(request, 0, 30)])[0]
     torch.testing.assert_close(output[:20].double(), expected[:20], atol=2e-5, rtol=2e-5)

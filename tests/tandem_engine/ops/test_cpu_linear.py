@@ -10,7 +10,7 @@ from tandem_engine.ops.cpu.weight import CpuWeight
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
 
 SHAPES = [(1, 1), (17, 33), (64, 32), (96, 100), (130, 31), (1300, 200), (2600, 70)]
-"""Of weights: in_features, out_features; the last two are multiplied in two and three parts."""
+"""(in_features, out_features) of weights; the last two are multiplied in two and three parts."""
 
 
 def _inputs(num_tokens: int, in_features: int, out_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -30,8 +30,8 @@ def _logits(chance: np.random.Generator, vocab_size: int, kind: str) -> np.ndarr
     return logits * 8 if kind == "peaked" else logits
 
 
-def _drawn_one_by_one(logits: np.ndarray[Any, Any], row: SamplingRow, seed: int) -> int:
-    """Return the draw by its definition: everything sorted, noise for every token."""
+def _sampled_one_by_one(logits: np.ndarray[Any, Any], row: SamplingRow, seed: int) -> int:
+    """Return the sample by its definition: everything sorted, noise for every token."""
     scaled = logits.astype(np.float64) / row.temperature
     order = [int(i) for i in np.lexsort((np.arange(len(logits)), -logits)) if logits[i] > -np.inf]
     order = order[: row.top_k or None]
@@ -50,12 +50,12 @@ def _drawn_one_by_one(logits: np.ndarray[Any, Any], row: SamplingRow, seed: int)
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 333])
 def test_a_draw_is_what_the_definition_says(backend: str, kind: str, vocab_size: int) -> None:
     chance = np.random.default_rng(vocab_size)
-    for position, asked in enumerate(KEPT):
+    for position, params in enumerate(KEPT):
         logits = _logits(chance, vocab_size, kind)
         seeds = [0, 2**64 - 1, *chance.integers(0, 2**63, 3).tolist()]
-        row = SamplingRow(seeds, position, temperature=0.7, **asked)  # type: ignore[arg-type]
-        (drawn,) = _sample(backend)(torch.from_numpy(logits).unsqueeze(0), [row])
-        assert drawn.token_ids == [_drawn_one_by_one(logits, row, seed) for seed in seeds], asked
+        row = SamplingRow(seeds, position, temperature=0.7, **params)  # type: ignore[arg-type]
+        (sampled,) = _sample(backend)(torch.from_numpy(logits).unsqueeze(0), [row])
+        assert sampled.token_ids == [_sampled_one_by_one(logits, row, seed) for seed in seeds], params
 
 
 def _row(chance: np.random.Generator, vocab_size: int) -> SamplingRow:
@@ -80,8 +80,8 @@ def _row(chance: np.random.Generator, vocab_size: int) -> SamplingRow:
     )
 
 
-def _tokens_and_ranks(drawn: Sequence[RowSample]) -> list[Any]:
-    return [(row.token_ids, [(e.token_id, e.rank) for e in (*row.chosen, *row.top)]) for row in drawn]
+def _tokens_and_ranks(sampled: Sequence[RowSample]) -> list[Any]:
+    return [(row.token_ids, [(e.token_id, e.rank) for e in (*row.chosen, *row.top)]) for row in sampled]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,15 +118,15 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("asked", [{}, {"top_p": 0.9}, {"top_k": 6}])
-def test_draws_follow_the_softmax_of_what_is_kept(backend: str, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 6}])
+def test_draws_follow_the_softmax_of_what_is_kept(backend: str, params: dict[str, Any]) -> None:
     chance = np.random.default_rng(1)
     logits, times = torch.from_numpy(chance.normal(0, 1, 12).astype(np.float32)), 5000
-    (drawn,) = _sample(backend)(logits.unsqueeze(0), [SamplingRow(range(times), 17, temperature=0.9, **asked)])
+    (sampled,) = _sample(backend)(logits.unsqueeze(0), [SamplingRow(range(times), 17, temperature=0.9, **params)])
     probabilities, order = torch.softmax(logits.double() / 0.9, -1).sort(descending=True)
-    num_kept = min(int((probabilities.cumsum(0) < asked.get("top_p", 2.0)).sum()) + 1, asked.get("top_k", 12), 12)
+    num_kept = min(int((probabilities.cumsum(0) < params.get("top_p", 2.0)).sum()) + 1, params.get("top_k", 12), 12)
     expected = (probabilities[:num_kept] / probabilities[:num_kept].sum() * times).numpy()
-    counts = np.bincount(drawn.token_ids, minlength=12)[order[:num_kept].numpy()]
+    counts = np.bincount(sampled.token_ids, minlength=12)[order[:num_kept].numpy()]
     assert counts.sum() == times
     assert ((counts - expected) ** 2 / expected).sum() < 31.3, "chi-square, 11 degrees of freedom, p = 0.001"
 
@@ -136,13 +136,13 @@ def test_top_k_and_top_p_of_equals_take_the_lower_ids(backend: str) -> None:
     logits = torch.zeros(1, 100)
     logits[0, 50:] = -1.0
 
-    def drawn(**asked: Any) -> set[int]:
-        return set(_sample(backend)(logits, [SamplingRow(range(2000), 1, temperature=50.0, **asked)])[0].token_ids)
+    def sampled(**params: Any) -> set[int]:
+        return set(_sample(backend)(logits, [SamplingRow(range(2000), 1, temperature=50.0, **params)])[0].token_ids)
 
-    assert drawn(top_k=3) == {0, 1, 2}
-    assert drawn(top_k=51) == set(range(51))
-    assert drawn(top_k=10, top_p=0.5) == set(range(5))
-    assert drawn(top_k=10, top_p=0.51) == set(range(6))
+    assert sampled(top_k=3) == {0, 1, 2}
+    assert sampled(top_k=51) == set(range(51))
+    assert sampled(top_k=10, top_p=0.5) == set(range(5))
+    assert sampled(top_k=10, top_p=0.51) == set(range(6))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -151,8 +151,8 @@ def test_only_allowed_tokens_are_drawn(backend: str, temperature: float) -> None
     logits = torch.zeros(1, 70)
     words = np.array([1 << 3, 1 << 31 | 1], np.uint32).view(np.int32)
     row = SamplingRow(range(200), 1, temperature, allowed=words)
-    (drawn,) = _sample(backend)(logits, [row])
-    assert set(drawn.token_ids) == ({3} if temperature == 0 else {3, 32, 63})
+    (sampled,) = _sample(backend)(logits, [row])
+    assert set(sampled.token_ids) == ({3} if temperature == 0 else {3, 32, 63})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -177,11 +177,11 @@ def test_rows_that_cannot_be_drawn_from_are_named(backend: str, temperature: flo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logprobs_rank_equals_alike_and_leave_out_what_cannot_be(backend: str) -> None:
     logits = torch.tensor([[1.0, 2.0, -torch.inf, 2.0, 0.0]])
-    (drawn,) = _sample(backend)(logits, [SamplingRow([1], 1, 0.0, num_top=5)])
-    assert [(entry.token_id, entry.rank) for entry in drawn.top] == [(1, 1), (3, 1), (0, 3), (4, 4)]
+    (sampled,) = _sample(backend)(logits, [SamplingRow([1], 1, 0.0, num_top=5)])
+    assert [(entry.token_id, entry.rank) for entry in sampled.top] == [(1, 1), (3, 1), (0, 3), (4, 4)]
     expected = torch.log_softmax(logits[0].double(), -1)
-    assert [e.logprob for e in drawn.top] == pytest.approx(expected[[1, 3, 0, 4]].tolist(), abs=1e-12)
-    assert drawn.chosen == [drawn.top[0]]
+    assert [e.logprob for e in sampled.top] == pytest.approx(expected[[1, 3, 0, 4]].tolist(), abs=1e-12)
+    assert sampled.chosen == [sampled.top[0]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,8 +21,8 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @dataclass
-class World:
-    """A few requests' queries, keys and values, and a pool with strangers' rubbish in it."""
+class AttentionFixture:
+    """A few requests' queries, keys and values, and a pool with contents of other requests."""
 
     num_heads: int
     num_kv_heads: int
@@ -67,7 +67,7 @@ class World:
         return result
 
     def dense(self, window: int | None, softcap: float | None) -> torch.Tensor:
-        """Return the same in float64, by the textbook."""
+        """Return the same by the textbook formula in float64."""
         results = []
         for request, length in enumerate(self.lengths):
             rows = (
@@ -116,45 +116,45 @@ def test_attention_is_dense_attention_and_does_not_depend_on_chunks_or_neighbour
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, call: dict[str, Any]
 ) -> None:
     lengths = (1, 40, 700)
-    world = World(num_heads, num_kv_heads, head_dim, block_size, lengths)
-    whole = world.attend(_whole(lengths), **call)
-    torch.testing.assert_close(whole.double(), world.dense(**call), rtol=1e-4, atol=1e-5)
+    fixture = AttentionFixture(num_heads, num_kv_heads, head_dim, block_size, lengths)
+    whole = fixture.attend(_whole(lengths), **call)
+    torch.testing.assert_close(whole.double(), fixture.dense(**call), rtol=1e-4, atol=1e-5)
     for seed in (1, 2):
-        assert torch.equal(world.attend(_cut(lengths, seed), **call), whole)
+        assert torch.equal(fixture.attend(_cut(lengths, seed), **call), whole)
 
 
 def test_a_bf16_pool_holds_rounded_keys_and_values_and_nothing_else_is_rounded() -> None:
     lengths = (40, 300)
-    world = World(4, 2, 16, 16, lengths)
-    world.pool = replace(world.pool, rows=world.pool.rows.bfloat16())
-    whole = world.attend(_whole(lengths), **NO_WINDOW)
-    assert torch.equal(world.attend(_cut(lengths, 4), **NO_WINDOW), whole)
-    world.qkv[:, 4 * 16 :] = world.qkv[:, 4 * 16 :].bfloat16().float()
-    torch.testing.assert_close(whole.double(), world.dense(**NO_WINDOW), rtol=1e-4, atol=1e-5)
+    fixture = AttentionFixture(4, 2, 16, 16, lengths)
+    fixture.pool = replace(fixture.pool, rows=fixture.pool.rows.bfloat16())
+    whole = fixture.attend(_whole(lengths), **NO_WINDOW)
+    assert torch.equal(fixture.attend(_cut(lengths, 4), **NO_WINDOW), whole)
+    fixture.qkv[:, 4 * 16 :] = fixture.qkv[:, 4 * 16 :].bfloat16().float()
+    torch.testing.assert_close(whole.double(), fixture.dense(**NO_WINDOW), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_attention_does_not_depend_on_threads(num_threads: int) -> None:
     lengths = (100, 530)
-    world = World(6, 2, 64, 16, lengths)
-    whole = world.attend(_whole(lengths), **NO_WINDOW)
+    fixture = AttentionFixture(6, 2, 64, 16, lengths)
+    whole = fixture.attend(_whole(lengths), **NO_WINDOW)
     torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(world.attend(_cut(lengths, 3), **NO_WINDOW), whole)
+        assert torch.equal(fixture.attend(_cut(lengths, 3), **NO_WINDOW), whole)
     finally:
         torch.set_num_threads(1)
 
 
 def test_blocks_behind_a_window_are_not_read() -> None:
     lengths = (200,)
-    world = World(4, 2, 16, 16, lengths)
+    fixture = AttentionFixture(4, 2, 16, 16, lengths)
     call = {"window": 20, "softcap": None}
-    whole = world.attend(_whole(lengths), **call)
-    world.attend([[(0, 0, 199)]], **call)
-    world.pool.rows[world.tables[0][: (199 - 20 + 1) // 16]] = math.nan
-    world.tables[0] = world.tables[0].clone()
-    world.tables[0][: (199 - 20 + 1) // 16] = 10_000  # no such block
-    assert torch.equal(world.attend([[(0, 199, 200)]], **call)[-1], whole[-1])
+    whole = fixture.attend(_whole(lengths), **call)
+    fixture.attend([[(0, 0, 199)]], **call)
+    fixture.pool.rows[fixture.tables[0][: (199 - 20 + 1) // 16]] = math.nan
+    fixture.tables[0] = fixture.tables[0].clone()
+    fixture.tables[0][: (199 - 20 + 1) // 16] = 10_000  # no such block
+    assert torch.equal(fixture.attend([[(0, 199, 200)]], **call)[-1], whole[-1])
 
 
 def test_heads_are_normed_then_turned_and_the_last_dimensions_stay() -> None:

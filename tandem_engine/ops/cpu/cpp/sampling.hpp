@@ -35,7 +35,7 @@ struct SamplingRow {  // as in library.py
   int64_t status;  // 0, or why nothing could be sampled
 };
 
-enum Status { kDrawn = 0, kNotNumbers = 1, kNothingLeft = 2 };
+enum Status { kSampled = 0, kNotNumbers = 1, kNothingLeft = 2 };
 
 // The logits that are kept: those above `smallest`, and of those equal to it the ones up to id `last_equal`.
 struct Kept {
@@ -90,31 +90,31 @@ class RowDraw {
   float needed_[kNoiseBits];  // the smallest logit that could win, by the leading ones of its word
 };
 
-static Kept kept_of(const Logits& row, float largest, const SamplingRow& asked) {
+static Kept kept_of(const Logits& row, float largest, const SamplingRow& params) {
   Selection selection;
-  if (asked.top_k > 0 && asked.top_k < row.size()) {
-    const std::vector<float>& chosen = largest_logits(row, asked.top_k);
-    selection = asked.top_p < 1
-                    ? MassSelection(Logits(chosen.data(), chosen.size()), largest, asked.temperature).select(asked.top_p)
+  if (params.top_k > 0 && params.top_k < row.size()) {
+    const std::vector<float>& chosen = largest_logits(row, params.top_k);
+    selection = params.top_p < 1
+                    ? MassSelection(Logits(chosen.data(), chosen.size()), largest, params.temperature).select(params.top_p)
                     : select_all_of(chosen);
-  } else if (asked.top_p < 1) {
-    selection = MassSelection(row, largest, asked.temperature).select(asked.top_p);
+  } else if (params.top_p < 1) {
+    selection = MassSelection(row, largest, params.temperature).select(params.top_p);
   }
   Kept kept;
   if (selection.smallest > -INFINITY) kept = {selection.smallest, row.find(selection.smallest, selection.num_equal)};
-  if (asked.min_p < 1e-300) return kept;
-  const double least = largest / asked.temperature + log_of(asked.min_p);
-  float smallest = (float)(least * asked.temperature);  // that, to the last bit, is found nearby
-  while (smallest / asked.temperature >= least) smallest = std::nextafter(smallest, -INFINITY);
-  while (smallest / asked.temperature < least) smallest = std::nextafter(smallest, INFINITY);
+  if (params.min_p < 1e-300) return kept;
+  const double least = largest / params.temperature + log_of(params.min_p);
+  float smallest = (float)(least * params.temperature);  // that, to the last bit, is found nearby
+  while (smallest / params.temperature >= least) smallest = std::nextafter(smallest, -INFINITY);
+  while (smallest / params.temperature < least) smallest = std::nextafter(smallest, INFINITY);
   return smallest > kept.smallest ? Kept{smallest} : kept;
 }
 
-static void change(float* logits, const SamplingRow& asked) {
-  for (int64_t i = 0; i < asked.num_changed; i++) {
-    double value = logits[asked.changed[i]] + asked.bias[i];
-    if (asked.is_seen[i]) value = value > 0 ? value / asked.repetition_penalty : value * asked.repetition_penalty;
-    logits[asked.changed[i]] = (float)(value - asked.minus[i]);
+static void change(float* logits, const SamplingRow& params) {
+  for (int64_t i = 0; i < params.num_changed; i++) {
+    double value = logits[params.changed[i]] + params.bias[i];
+    if (params.is_seen[i]) value = value > 0 ? value / params.repetition_penalty : value * params.repetition_penalty;
+    logits[params.changed[i]] = (float)(value - params.minus[i]);
   }
 }
 
@@ -126,13 +126,13 @@ static inline Vec where_set(uint32_t bits, Vec x) {
 }
 
 // Copies the logits that are allowed, and -infinity for the others; both may be one place.
-static void copy_allowed(const float* from, float* to, int64_t size, const SamplingRow& asked) {
-  const int64_t num_whole = std::min(size / 32, asked.num_allowed_words);
+static void copy_allowed(const float* from, float* to, int64_t size, const SamplingRow& params) {
+  const int64_t num_whole = std::min(size / 32, params.num_allowed_words);
   for (int64_t word = 0; word < num_whole; word++)
     for (int p = 0; p < 32; p += kLanes)
-      store(to + word * 32 + p, where_set(asked.allowed[word] >> p, load(from + word * 32 + p)));
+      store(to + word * 32 + p, where_set(params.allowed[word] >> p, load(from + word * 32 + p)));
   for (int64_t i = num_whole * 32; i < size; i++)
-    to[i] = i / 32 < asked.num_allowed_words && asked.allowed[i / 32] >> i % 32 & 1 ? from[i] : -INFINITY;
+    to[i] = i / 32 < params.num_allowed_words && params.allowed[i / 32] >> i % 32 & 1 ? from[i] : -INFINITY;
 }
 
 // ln of the sum of e^logit: sixteen partial sums, then their sum.
@@ -147,15 +147,15 @@ static double log_sum_exp(const Logits& row, double largest) {
   return largest + log_of(lanes[0]);
 }
 
-static void write_logprobs(const Logits& row, float largest, SamplingRow& asked) {
+static void write_logprobs(const Logits& row, float largest, SamplingRow& params) {
   const double sum = log_sum_exp(row, largest);
   const auto write = [&](int64_t place, int64_t rank) {
-    asked.ranks[place] = rank;
-    asked.logprobs[place] = row.at(asked.token_ids[place]) - sum;
+    params.ranks[place] = rank;
+    params.logprobs[place] = row.at(params.token_ids[place]) - sum;
   };
-  for (int64_t i = 0; i < asked.num_seeds; i++) write(i, 1 + row.count_above(row.at(asked.token_ids[i])));
-  if (!asked.num_top) return;
-  const Selection top = select_all_of(largest_logits(row, asked.num_top));
+  for (int64_t i = 0; i < params.num_seeds; i++) write(i, 1 + row.count_above(row.at(params.token_ids[i])));
+  if (!params.num_top) return;
+  const Selection top = select_all_of(largest_logits(row, params.num_top));
   const Kept kept = {top.smallest, row.find(top.smallest, top.num_equal)};
   std::vector<int64_t> ids;
   row.each_group([&](Vec x) { return x >= splat(kept.smallest); },
@@ -166,38 +166,38 @@ static void write_logprobs(const Logits& row, float largest, SamplingRow& asked)
   std::stable_sort(ids.begin(), ids.end(), [&](int64_t a, int64_t b) { return row.at(a) > row.at(b); });
   for (size_t i = 0, rank = 1; i < ids.size(); i++) {
     if (i && row.at(ids[i]) < row.at(ids[i - 1])) rank = i + 1;
-    asked.token_ids[asked.num_seeds + i] = ids[i];
-    write(asked.num_seeds + i, rank);
+    params.token_ids[params.num_seeds + i] = ids[i];
+    write(params.num_seeds + i, rank);
   }
-  asked.num_top = ids.size();
+  params.num_top = ids.size();
 }
 
-static void sample_row(const float* logits, int64_t size, SamplingRow& asked) {
+static void sample_row(const float* logits, int64_t size, SamplingRow& params) {
   static thread_local std::vector<float> changed;
   const Logits raw(logits, size);
   bool is_number;
   const float raw_largest = raw.largest(is_number);
-  if (!is_number) return void(asked.status = kNotNumbers);
-  const bool is_changed = asked.num_changed || asked.allowed;
-  if (asked.num_changed) {
+  if (!is_number) return void(params.status = kNotNumbers);
+  const bool is_changed = params.num_changed || params.allowed;
+  if (params.num_changed) {
     changed.assign(logits, logits + size);
-    change(changed.data(), asked);
+    change(changed.data(), params);
   }
-  if (asked.allowed) {
+  if (params.allowed) {
     changed.resize(size);
-    copy_allowed(asked.num_changed ? changed.data() : logits, changed.data(), size, asked);
+    copy_allowed(params.num_changed ? changed.data() : logits, changed.data(), size, params);
   }
   const Logits row(is_changed ? changed.data() : logits, size);
   const float largest = is_changed ? row.largest(is_number) : raw_largest;
-  if (largest == -INFINITY) return void(asked.status = kNothingLeft);
-  if (asked.temperature == 0) {
-    std::fill_n(asked.token_ids, asked.num_seeds, row.find(largest));
+  if (largest == -INFINITY) return void(params.status = kNothingLeft);
+  if (params.temperature == 0) {
+    std::fill_n(params.token_ids, params.num_seeds, row.find(largest));
   } else {
-    RowDraw draw(row, largest, asked.temperature, kept_of(row, largest, asked));
-    for (int64_t i = 0; i < asked.num_seeds; i++) asked.token_ids[i] = draw.draw(asked.seeds[i], asked.position);
+    RowDraw draw(row, largest, params.temperature, kept_of(row, largest, params));
+    for (int64_t i = 0; i < params.num_seeds; i++) params.token_ids[i] = draw.draw(params.seeds[i], params.position);
   }
-  if (asked.has_logprobs) write_logprobs(raw, raw_largest, asked);
-  asked.status = kDrawn;
+  if (params.has_logprobs) write_logprobs(raw, raw_largest, params);
+  params.status = kSampled;
 }
 
 static void sample(const float* logits, int64_t stride, int64_t size, SamplingRow* rows, int64_t num_rows) {

@@ -29,7 +29,7 @@ def make_kind(tmp_path_factory: pytest.TempPathFactory) -> MakeKind:
 
 @pytest.fixture(scope="session", params=["torch", "cpu"])
 def ops(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    """Each backend in turn; one that cannot run here skips its tests and says why."""
+    """Each backend in turn; a backend that cannot run here skips its tests with the reason."""
     if request.param == "torch":
         return TorchOps()
     from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops

@@ -84,7 +84,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def make_checkpoint(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
-    """Save the small model of a kind below `folder`, if it is not there; norms and biases are random too."""
+    """Save the small model of a kind below `folder`, if it is missing; norms and biases are random too."""
     target = folder / f"{kind}-{dtype}-{len(saving)}"
     if not target.exists():
         torch.manual_seed(11)

@@ -17,7 +17,7 @@ Piece = tuple[int, int, int]
 
 @dataclass
 class Runner:
-    """Runs requests' tokens through a decoder in any pieces; the pool begins full of rubbish."""
+    """Runs requests' tokens through a decoder in any pieces; the pool begins with arbitrary contents."""
 
     decoder: Decoder
     block_size: int = 16
@@ -73,7 +73,7 @@ class Runner:
         return [torch.cat(parts) for parts in by_request]
 
     def decode_greedily(self, num_tokens: int) -> list[list[int]]:
-        """Answer all requests side by side; their last token is computed, and its logits are lost: it runs again."""
+        """Answer all requests side by side; runs each request's last token again to get its logits."""
         answers: list[list[int]] = [[] for _ in self.token_ids]
         for _ in range(num_tokens):
             pieces = [(request, len(ids) - 1, len(ids)) for request, ids in enumerate(self.token_ids)]

@@ -29,7 +29,7 @@ class OneByOne(CpuOps):
 
 
 class Watched(CpuOps):
-    """Says whether layers were run at once."""
+    """Records whether layers ran at once."""
 
     made: CpuLayers | None = None
 
@@ -39,7 +39,7 @@ class Watched(CpuOps):
 
 
 def _ops(kind: type[CpuOps], machine: str = "native", num_threads: int = 1) -> CpuOps:
-    cpu_ops(machine)  # or the test is skipped
+    cpu_ops(machine)  # else skips the test
     ops = kind(load_library(machine_flags=FLAGS[machine]))
     ops.set_num_threads(num_threads)
     return ops

@@ -29,7 +29,7 @@ LoadFolder = Callable[..., Decoder]
 
 @pytest.fixture
 def spoiled(make_kind: MakeKind, tmp_path: Path) -> Path:
-    """A copy of a small Llama, to be spoiled."""
+    """A copy of a small Llama that tests damage."""
     return Path(shutil.copytree(make_kind("llama2"), tmp_path / "copy"))
 
 
@@ -95,11 +95,11 @@ def test_float16_is_kept_as_float32(make_kind: MakeKind, load_folder: LoadFolder
 
 
 def test_bfloat16_can_be_asked_for(ops: Ops, make_kind: MakeKind, load_folder: LoadFolder) -> None:
-    asked = load_folder(make_kind("llama2"), ops, dtype="bfloat16")
+    narrow = load_folder(make_kind("llama2"), ops, dtype="bfloat16")
     stored = load_folder(make_kind("llama2", torch.bfloat16), ops)
-    embeddings = asked.weights.tensors["embeddings"]
+    embeddings = narrow.weights.tensors["embeddings"]
     assert embeddings.dtype == torch.bfloat16 and torch.equal(embeddings, stored.weights.tensors["embeddings"])
-    assert torch.equal(ops.unpack(asked.weights.linears["head"]), ops.unpack(stored.weights.linears["head"]))
+    assert torch.equal(ops.unpack(narrow.weights.linears["head"]), ops.unpack(stored.weights.linears["head"]))
 
 
 def test_float16_weights_are_refused_with_the_remedy(make_kind: MakeKind, load_folder: LoadFolder) -> None:

@@ -33,7 +33,7 @@ def _prompts(seed: int = 4) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(make_kind: Callable[..., Path]) -> Callable[[str], list[tuple[torch.Tensor, list[int]]]]:
-    """Return what transformers says to each prompt; computed once per kind."""
+    """Return the logits and answers of transformers to each prompt; computed once per kind."""
     return functools.cache(lambda kind: [_greedy(_reference(make_kind(kind)), prompt) for prompt in _prompts()])
 
 
@@ -43,7 +43,7 @@ def _reference(folder: Path) -> Any:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: list[int]) -> tuple[torch.Tensor, list[int]]:
-    """Return the prompt's logits and the dense greedy answer, having checked that no step of it was a close call."""
+    """Return the prompt's logits and the dense greedy answer, after checking that every step has a clear winner."""
     ids = list(prompt)
     prompt_logits = model(torch.tensor([ids]), use_cache=False).logits[0]
     for _ in range(NUM_ANSWER_TOKENS):

@@ -31,11 +31,11 @@ from tests.tandem_engine.models.lean.runner import Runner
 MakeKind = Callable[..., Path]
 
 
-def _load(folder: Path, state_dir: Path | None, ops: Ops, said: list[str] | None = None, **values: Any) -> Decoder:
+def _load(folder: Path, state_dir: Path | None, ops: Ops, reports: list[str] | None = None, **values: Any) -> Decoder:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     values = {"weights_digest": "d1", "num_positions": NUM_POSITIONS, **values}
     request = LeanRequest(folder, config, FAMILIES[config.model_type], state_dir=state_dir, **values)
-    return load_decoder(request, ops, (said if said is not None else []).append)
+    return load_decoder(request, ops, (reports if reports is not None else []).append)
 
 
 def _logits(decoder: Decoder) -> torch.Tensor:
@@ -55,13 +55,13 @@ def test_mapped_weights_give_the_bits_of_those_in_private_memory(
     kind: str, dtype: torch.dtype, ops: Ops, make_kind: MakeKind, tmp_path: Path
 ) -> None:
     folder = make_kind(kind, dtype)
-    said: list[str] = []
-    first = _load(folder, tmp_path, ops, said)
+    reports: list[str] = []
+    first = _load(folder, tmp_path, ops, reports)
     identity = _file(tmp_path).stat().st_ino
-    second = _load(folder, tmp_path, ops, said)
-    assert said == [] and _file(tmp_path).stat().st_ino == identity, "the second worker maps what the first wrote"
-    private = _load(folder, None, ops, said)
-    assert "cannot share" in said[0]
+    second = _load(folder, tmp_path, ops, reports)
+    assert reports == [] and _file(tmp_path).stat().st_ino == identity, "the second worker maps what the first wrote"
+    private = _load(folder, None, ops, reports)
+    assert "cannot share" in reports[0]
     assert torch.equal(_logits(first), _logits(private)) and torch.equal(_logits(second), _logits(private))
 
 
@@ -144,9 +144,9 @@ def test_a_file_that_is_mapped_stays_however_long_ago_it_was_opened(make_kind: M
 
 def test_a_state_directory_that_cannot_be_written_costs_the_sharing_alone(make_kind: MakeKind, tmp_path: Path) -> None:
     (tmp_path / "packed").write_text("a file where the folder should be")
-    said: list[str] = []
-    decoder = _load(make_kind("llama2"), tmp_path, TorchOps(), said)
-    assert "private" in said[0] and "cannot be kept" in said[0]
+    reports: list[str] = []
+    decoder = _load(make_kind("llama2"), tmp_path, TorchOps(), reports)
+    assert "private" in reports[0] and "cannot be kept" in reports[0]
     assert torch.equal(_logits(decoder), _logits(_load(make_kind("llama2"), None, TorchOps())))
 
 
@@ -197,11 +197,11 @@ def test_a_worker_that_waits_too_long_for_another_keeps_weights_of_its_own(
     file = _file(tmp_path)
     file.unlink()
     monkeypatch.setattr(packed_weights, "_LOCK_SECONDS", 0.0)
-    said: list[str] = []
+    reports: list[str] = []
     with file.with_suffix(".lock").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        assert torch.equal(_logits(_load(folder, tmp_path, TorchOps(), said)), expected)
-    assert "another worker has held" in said[0] and not file.exists()
+        assert torch.equal(_logits(_load(folder, tmp_path, TorchOps(), reports)), expected)
+    assert "another worker has held" in reports[0] and not file.exists()
 
 
 def test_no_more_than_two_weights_are_in_memory_while_the_file_is_written(
@@ -230,7 +230,7 @@ def _load_and_report(folder: Path, state_dir: Path, everybody: Any, report: Any)
     logits = _logits(decoder)
     everybody.wait(60)  # all have mapped and read the file
     report.put((logits.sum().item(), _mapping(_file(state_dir))))
-    everybody.wait(60)  # nobody leaves before all have looked
+    everybody.wait(60)  # no process exits before all have read smaps
 
 
 def _mapping(file: Path) -> dict[str, int]:

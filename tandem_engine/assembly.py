@@ -1,4 +1,4 @@
-"""How do a model, a pool and a scheduler become an engine?"""
+"""Builds an engine from a model, a block pool and a scheduler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AssembledEngine:
 
 
 def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
-    """Build the engine; raises ModelUnusable, which says what to do instead."""
+    """Build the engine; raises ModelUnusable, whose message names the remedy."""
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads)
     use_threads(num_threads)
@@ -70,14 +70,14 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
 
 def _checksums(cache: PagedKVCache) -> BlockChecksums:
     from tandem_engine.execution.block_checksums import (
-        BlockChecksums,  # xxhash: an engine that does not verify needs none
+        BlockChecksums,  # imports xxhash, which only engines that verify need
     )
 
     return BlockChecksums(cache)
 
 
 def grammar_masks(info: ModelInfo, ops: Ops) -> GrammarMasks:
-    """Return what masks the answers of a model; its tokenizer is read for the first request that has a grammar."""
+    """Return the grammar masks of a model; the first request with a grammar reads the tokenizer."""
     return GrammarMasks(lambda: _guide(info, ops))
 
 
@@ -107,7 +107,7 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
-        itl_target_ms=config.itl_target_ms,
+        max_prefill_tokens_with_decodes=config.max_prefill_tokens_with_decodes,
         max_draft_tokens=_max_draft_tokens(config, loaded),
         window=loaded.window,
         num_window_groups=len(groups) - 1 if groups else None,
@@ -121,11 +121,11 @@ def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def _draft_model(config: EngineConfig, loaded: LoadedModel, report: Progress) -> LoadedModel | None:
-    """Load the draft model, if there is one and its guesses may be used."""
+    """Load the draft model, if there is one and drafts are possible."""
     if not config.draft_model:
         return None
     if not _max_draft_tokens(config, loaded):
-        log.warning("the draft model %s is not loaded: nothing is guessed here", config.draft_model)
+        log.warning("the draft model %s is not loaded: this engine uses no drafts", config.draft_model)
         return None
     return load_draft_model(config, loaded, report)
 

@@ -1,8 +1,8 @@
-"""How do messages and descriptors pass over the socket pair between a front and its engine?
+"""Sends messages and descriptors over the socket pair between a front and its engine.
 
-    frame:  | length: uint32 | num_fds: uint32 | JSON, `length` bytes |      little endian
+    frame:  | length: uint32 | num_fds: uint32 | MessagePack, `length` bytes |      little endian
 
-Descriptors travel as SCM_RIGHTS with the first bytes of their frame, so they are here when the frame is complete.
+Descriptors travel as SCM_RIGHTS with the first bytes of their frame, so they arrive before the frame is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
-from tandem_engine.codec import Codec, CodecError
+import msgspec
+
 from tandem_engine.messages import Command, EngineEvent
 from tandem_engine.settings import EngineConfig
 
@@ -27,22 +28,43 @@ _MAX_MESSAGE_BYTES = 256 << 20
 _MAX_FDS = 16
 _READ_BYTES = 256 << 10
 
-MESSAGES = Codec([EngineConfig, *get_args(Command), *get_args(EngineEvent)])
+_KINDS = frozenset((EngineConfig, *get_args(Command), *get_args(EngineEvent)))
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(EngineConfig | Command | EngineEvent)
+
+
+class InvalidMessage(ValueError):
+    """The bytes are no message, or the value is no message of this channel."""
+
+
+def encode(message: object) -> bytes:
+    """Return the bytes of a message; raises InvalidMessage."""
+    if type(message) not in _KINDS:
+        raise InvalidMessage(f"{type(message).__name__} is not a message of this channel")
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Return the message; raises InvalidMessage, with the path of the wrong field."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise InvalidMessage(f"a frame of {len(data)} bytes is not a message: {error}") from error
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The process at the other end is gone."""
 
 
 class Received(NamedTuple):
-    """A message and the descriptors that came with it, which the receiver owns now."""
+    """A message and its descriptors; the receiver owns the descriptors."""
 
     message: Any
     fds: tuple[int, ...]
 
 
 class SyncChannel:
-    """The engine's end: blocking writes, reads that wait or not."""
+    """The engine's end: writes block, reads wait on request."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -50,7 +72,7 @@ class SyncChannel:
         self._frames = _Frames()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Write one message whole; raises ChannelClosed if nobody reads any more."""
+        """Write one whole message; raises ChannelClosed if the front is gone."""
         data = memoryview(_frame(message, fds))
         try:
             sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
@@ -59,11 +81,11 @@ class SyncChannel:
             raise ChannelClosed("the front closed its socket") from error
 
     def has_come(self, within_seconds: float) -> bool:
-        """Whether there is something to receive, at the latest after so many seconds."""
+        """Wait up to `within_seconds`; return whether there is something to receive."""
         return bool(select.select([self._socket], [], [], within_seconds)[0])
 
     def receive(self, *, wait: bool) -> list[Received]:
-        """Return every complete message that has come; with `wait`, at least one. Raises ChannelClosed at the end."""
+        """Return every complete message that has arrived; with `wait`, at least one. Raises ChannelClosed."""
         received: list[Received] = []
         while self._read(wait=wait and not received):
             received += self._frames.pop_all()
@@ -83,7 +105,7 @@ class SyncChannel:
 
 
 class AsyncChannel:
-    """The front's end. Reads only when asked, so that a slow front holds the engine back instead of its memory."""
+    """The front's end. Reads only in `receive`, so a slow front delays the engine instead of filling memory."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -93,17 +115,17 @@ class AsyncChannel:
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Write one message: at once what the socket takes, the rest as soon as it can.
+        """Write one message: what the socket accepts now, the rest when it becomes writable.
 
-        Never waits: whoever sends has no turn of the event loop to lose. Raises ChannelClosed if the engine is gone,
-        CodecError for what is no message; descriptors stay the caller's.
+        Never waits. Raises ChannelClosed if the engine is gone, InvalidMessage for a value that is no message. The
+        caller keeps the descriptors.
         """
         self._unsent.append((memoryview(_frame(message, fds)), [os.dup(fd) for fd in fds]))
         if len(self._unsent) == 1:
             self._write()
 
     async def receive(self) -> Received:
-        """Return the next message; raises ChannelClosed at the end. One reader at a time."""
+        """Return the next message; raises ChannelClosed at the end. Only one reader may wait at a time."""
         while not self._ready:
             if not self._read_available():
                 await self._wait_readable()
@@ -111,7 +133,7 @@ class AsyncChannel:
         return self._ready.popleft()
 
     def close(self) -> None:
-        """Close the socket and the descriptors of messages that nobody read."""
+        """Close the socket and the descriptors of unread messages."""
         for received in self._ready:
             close_all(received.fds)
         self._ready.clear()
@@ -122,27 +144,27 @@ class AsyncChannel:
         self._socket.close()
 
     def _write(self) -> None:
-        """Write what waits, as far as the socket takes it, and see to it that the rest follows."""
+        """Write queued frames until the socket is full; the event loop writes the rest."""
         while self._unsent:
             data, fds = self._unsent[0]
             try:
                 sent = self._send_some(data, fds)
             except ChannelClosed:
                 self._drop_unsent()
-                with contextlib.suppress(OSError):  # whatever it was, half a frame may have left: both ends are to know
+                with contextlib.suppress(OSError):  # half a frame may have left: close both ends
                     self._socket.shutdown(socket.SHUT_RDWR)
                 raise
             if sent is None:
-                asyncio.get_running_loop().add_writer(self._socket.fileno(), self._go_on_writing)
+                asyncio.get_running_loop().add_writer(self._socket.fileno(), self._continue_writing)
                 return
             close_all(fds)
             self._unsent[0] = data[sent:], []
             if sent == len(data):
                 self._unsent.popleft()
 
-    def _go_on_writing(self) -> None:
+    def _continue_writing(self) -> None:
         asyncio.get_running_loop().remove_writer(self._socket.fileno())
-        with contextlib.suppress(ChannelClosed):  # whoever reads is told
+        with contextlib.suppress(ChannelClosed):  # the reader gets the error
             self._write()
 
     def _drop_unsent(self) -> None:
@@ -184,7 +206,7 @@ class AsyncChannel:
 
 
 class _Frames:
-    """Bytes and descriptors in, whole messages out."""
+    """Turns bytes and descriptors into whole messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -200,11 +222,11 @@ class _Frames:
         while len(self._buffer) - start >= _HEADER.size:
             length, num_fds = _HEADER.unpack_from(self._buffer, start)
             if length > _MAX_MESSAGE_BYTES or num_fds > len(self._fds):
-                raise CodecError(f"a frame of {length} bytes with {num_fds} descriptors is not ours")
+                raise InvalidMessage(f"a frame of {length} bytes with {num_fds} descriptors is not valid")
             end = start + _HEADER.size + length
             if end > len(self._buffer):
                 break
-            message = MESSAGES.decode(self._buffer[start + _HEADER.size : end])
+            message = decode(self._buffer[start + _HEADER.size : end])
             received.append(Received(message, tuple(self._fds.popleft() for _ in range(num_fds))))
             start = end
         del self._buffer[:start]
@@ -216,13 +238,13 @@ class _Frames:
 
 
 def close_all(fds: Sequence[int] | deque[int]) -> None:
-    """Close descriptors that nobody wants."""
+    """Close descriptors that nobody needs."""
     for fd in fds:
         os.close(fd)
 
 
 def _receive_some(sock: socket.socket, flags: int) -> tuple[bytes, array[int]]:
-    """Read what is there; `socket.recv_fds` would do, if it did not drop its flags in Python 3.11."""
+    """Read what is available; `socket.recv_fds` of Python 3.11 ignores its flags."""
     fds = array("i")
     data, ancillary, _, _ = sock.recvmsg(
         _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags | socket.MSG_CMSG_CLOEXEC
@@ -234,7 +256,7 @@ def _receive_some(sock: socket.socket, flags: int) -> tuple[bytes, array[int]]:
 
 
 def _frame(message: object, fds: Sequence[int]) -> bytes:
-    body = MESSAGES.encode(message)
+    body = encode(message)
     if len(body) > _MAX_MESSAGE_BYTES:
-        raise CodecError(f"{type(message).__name__} is {len(body)} bytes long, at most {_MAX_MESSAGE_BYTES} pass")
+        raise InvalidMessage(f"{type(message).__name__} has {len(body)} bytes, the limit is {_MAX_MESSAGE_BYTES}")
     return _HEADER.pack(len(body), len(fds)) + body

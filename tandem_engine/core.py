@@ -1,6 +1,6 @@
-"""What is one step of the engine, and how does it answer commands between steps?
+"""Runs the steps of the engine, and carries out commands between them.
 
-No torch here: what computes is behind `Runner`.
+This module does not import torch; `Runner` computes.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from tandem_engine.messages import (
     AbortRequest,
@@ -20,7 +21,6 @@ from tandem_engine.messages import (
     ExtentRef,
     ImportSlab,
     MapRegion,
-    OfferPrefix,
     Recompute,
     ReleaseHeld,
     RequestFailed,
@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class RegionError(ValueError):
-    """A region is not mapped, or a slot was handed out again while it was read."""
+    """A region is not mapped, or a slot was reused while it was read."""
 
 
 class CorruptBlock(RegionError):
-    """The bytes that were read are not those that were written."""
+    """The bytes that were read differ from those that were written."""
 
 
 class RequestsFailed(Exception):
-    """A step broke because of these requests; the others have lost nothing and run again in the next one."""
+    """A step failed because of these requests; the others have lost nothing and run again in the next step."""
 
     def __init__(self, request_ids: Collection[str], message: str, *, is_callers_fault: bool = False) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class RequestsFailed(Exception):
 
 
 class Runner(Protocol):
-    """Owns the model and the KV tensors; reads requests and never writes them."""
+    """Owns the model and the KV tensors; reads requests and never changes them."""
 
     @property
     def generations(self) -> MutableSequence[int]:
@@ -65,7 +65,7 @@ class Runner(Protocol):
         ...
 
     def prepare(self, request: Request) -> bool:
-        """Begin whatever the request's first token needs besides its prompt; return whether all of it is there."""
+        """Start what the request's first token needs besides its prompt; return whether all of it is ready."""
         ...
 
     def execute(
@@ -73,10 +73,10 @@ class Runner(Protocol):
     ) -> Mapping[str, Sequence[Sampled]]:
         """Compute all runs; return, by request id, one token per choice seed for each run that samples.
 
-        Of a run with drafts: those that equal the token drawn at their place, up to the first that does not, and the
-        token drawn there.
-        Calls `kv_written` at most once, as soon as readers of the pool may have the keys and values of all runs.
-        Raises RequestsFailed if only some requests are to blame; anything else ends the engine.
+        For a run with drafts: the drafts that equal the token sampled at their position, up to the first that does
+        not, and the token sampled there.
+        Calls `kv_written` at most once, as soon as other processes may read the keys and values of all runs.
+        Raises RequestsFailed if only some requests caused the failure; any other exception ends the engine.
         """
         ...
 
@@ -85,7 +85,7 @@ class Runner(Protocol):
         ...
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Return what readers may compare these complete blocks with; nothing if this engine makes no checksums."""
+        """Return the checksums of complete blocks; an empty list if this engine computes none."""
         ...
 
     def map_region(self, command: MapRegion, fd: int) -> None:
@@ -96,17 +96,16 @@ class Runner(Protocol):
 
 
 class EngineCore:
-    """Scheduler and runner together. One thread: `handle` any number of commands, then `step` while `has_work`."""
+    """Joins scheduler and runner. For one thread: `handle` any number of commands, then `step` while `has_work`."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         runner: Runner,
         clock: Callable[[], int] = time.time_ns,
-        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.generations, clock, self._load, timer, runner.prepare)
+        self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare)
         self._failures: list[RequestFailed] = []
 
     def has_work(self) -> bool:
@@ -114,28 +113,27 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self, emit: Callable[[EngineEvent], None] | None = None) -> StepDone:
-        """Run one step; `take_failures` has the requests that broke in it.
+        """Run one step; `take_failures` returns the requests that failed in it.
 
-        `emit` is called within it with what others need not wait for the step's end to hear.
+        Calls `emit` during the step with events that are ready before its end.
         """
         started = time.perf_counter()
         output = self.scheduler.schedule()
         sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
-        preempted = self.scheduler.prefixes.take_preempted()
         sealed = self._with_checksums(sealed)
         filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
         self.scheduler.count("step_seconds", time.perf_counter() - started)
-        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted, preempted)
+        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
 
     def take_failures(self) -> list[RequestFailed]:
-        """Return, once, the requests that broke since the last call."""
+        """Return, once, the requests that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def handle(self, command: Command, fd: int | None = None) -> list[EngineEvent]:
-        """Carry out a command between two steps and return what it answers at once; `fd` comes with MapRegion."""
+        """Carry out a command between two steps and return its immediate events; `fd` comes with MapRegion."""
         match command:
             case AddRequest():
                 return [self.scheduler.add(command)]
@@ -145,8 +143,6 @@ class EngineCore:
                 self.scheduler.start_decode(request_id, token_ids)
             case Recompute(request_id):
                 self.scheduler.recompute(request_id)
-            case OfferPrefix(request_id, prefix):
-                return [] if self.scheduler.offer_prefix(request_id, prefix) else [self._stats_only()]
             case AbortRequest(request_id):
                 self.scheduler.abort(request_id)
                 return [self._stats_only()]
@@ -158,12 +154,12 @@ class EngineCore:
                 self._map_region(command, fd)
             case UnmapRegion(region_id):
                 self.runner.unmap_region(region_id)
-        return []  # Shutdown among them: that one is for the process around us
+        return []  # Shutdown too: the process around the core handles it
 
     def _execute(
         self, output: SchedulerOutput, emit: Callable[[EngineEvent], None] | None
     ) -> Mapping[str, Sequence[Sampled]] | None:
-        """Return what was sampled, or None if nothing of the step counts because some requests broke it."""
+        """Return the sampled tokens, or None if the step does not count because some requests failed."""
 
         def kv_written() -> None:
             if emit is not None and (sealed := self.scheduler.seal_written(output)):
@@ -172,10 +168,10 @@ class EngineCore:
         try:
             return self.runner.execute(output, kv_written) if output.runs else {}
         except RequestsFailed as error:
-            guilty = {run.request.request_id for run in output.runs}.intersection(error.request_ids)
-            if not guilty:  # the same step would run, and fail, for ever
+            failed = {run.request.request_id for run in output.runs}.intersection(error.request_ids)
+            if not failed:  # the same step would run and fail for ever
                 raise
-            for request_id in sorted(guilty):
+            for request_id in sorted(failed):
                 self.scheduler.abort(request_id)
                 self._failures.append(RequestFailed(request_id, error.message, error.is_callers_fault))
             return None
@@ -184,14 +180,14 @@ class EngineCore:
         return [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
 
     def _map_region(self, command: MapRegion, fd: int) -> None:
-        """Map a region; one that cannot be mapped fails the imports that need it, and nothing else."""
+        """Map a region; a region that cannot be mapped fails only the imports that need it."""
         try:
             self.runner.map_region(command, fd)
         except (RegionError, OSError) as error:
             log.warning("region %s cannot be mapped: %s", command.region_id, error)
 
     def _load(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
-        """Copy blocks of a prompt that another process keeps; 0 if any of them is gone."""
+        """Copy blocks of a prompt from another process; return 0 if any of them is gone."""
         try:
             self.runner.import_blocks(blocks, extents)
         except CorruptBlock as error:

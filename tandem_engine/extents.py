@@ -1,13 +1,12 @@
-"""Where do a block's bytes lie?"""
+"""Describes where the bytes of a KV block are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True)
-class ExtentRef:
-    """One block's bytes in a mapped region; `generation` is compared with the region's table after the copy."""
+class ExtentRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The bytes of one block in a mapped region; `generation` is compared with the region's table after the copy."""
 
     region_id: str
     offset: int
@@ -15,13 +14,13 @@ class ExtentRef:
     slot: int
     generation: int
     checksum: int = 0
-    """xxh3-64 of the bytes as they were written; 0: not known. Compared by engines that verify."""
+    """xxh3-64 of the bytes as they were written; 0: unknown. Engines that verify compare it."""
 
 
-@dataclass(frozen=True)
-class PrefixBlock:
-    """A full block of a prompt, number `index` of its group's block table, that lies ready in a mapped region."""
+class PrefixBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A full block of a prompt that can be copied from a mapped region."""
 
     index: int
+    """Index into the block table of `group`."""
     extent: ExtentRef
     group: int = 0

@@ -1,21 +1,19 @@
-"""What are other processes told of how a pool's blocks are laid out?"""
+"""Describes the layout of a pool's blocks to other processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 
-@dataclass(frozen=True)
-class GroupInfo:
+class GroupInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share one block table."""
 
     layers: list[int]
     window: int | None = None
-    """Positions that a token sees in each of them, itself among them; None: all."""
+    """Positions that a token attends to in each layer, the token itself included; None: all."""
 
 
-@dataclass(frozen=True)
-class LayoutInfo:
+class LayoutInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The groups of this pool; see KvLayout in protos/tandem/v1/types.proto."""
 
     num_layers: int
@@ -28,8 +26,8 @@ class LayoutInfo:
     order: str
     bytes_per_block: int
     """Of one group."""
-    groups: list[GroupInfo] = field(default_factory=list)
-    """Empty: one, that keeps the blocks of all layers."""
+    groups: list[GroupInfo] = msgspec.field(default_factory=list)
+    """Empty: one group of all layers."""
 
     @property
     def num_groups(self) -> int:

@@ -1,15 +1,17 @@
-"""What do an engine process and the worker's front say to each other?
+"""Defines the messages between an engine process and its worker's front.
 
-Frozen values, sent as length-prefixed JSON over a Unix socket pair (no pickle). Descriptors (the pool's region, other
-processes' regions) ride along as SCM_RIGHTS with the message that names them.
+Messages are frozen structs, sent as length-prefixed MessagePack over a Unix socket pair (`channel`). Descriptors (the
+pool's region, other processes' regions) travel as SCM_RIGHTS with the message that names them.
 
-Commands go front -> engine, events engine -> front. Token positions are absolute; times are Unix nanoseconds.
+Commands go from front to engine, events from engine to front. Token positions are absolute; times are Unix
+nanoseconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from tandem_engine.extents import ExtentRef as ExtentRef
 from tandem_engine.extents import PrefixBlock as PrefixBlock
@@ -17,43 +19,49 @@ from tandem_engine.layout import LayoutInfo as LayoutInfo
 from tandem_engine.scheduling.sampling_params import SamplingParams
 
 Mode = Literal["aggregated", "prefill", "decode"]
-"""aggregated: prompt and answer here. prefill: prompt and first token, blocks held until ReleaseHeld.
-decode: blocks are reserved at once, filled by ImportSlab, and StartDecode sets the request going."""
+"""aggregated: computes prompt and answer. prefill: computes prompt and first token, holds the blocks until ReleaseHeld.
+decode: reserves blocks at once; ImportSlab fills them; StartDecode starts the request."""
 
 FinishReason = Literal["stop", "length"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A command or an event; the class name is its tag."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value inside a message."""
 
 
 # ------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True)
-class AddRequest:
+class AddRequest(Message, frozen=True):
     request_id: str
     token_ids: list[int]
-    """Prompt, and after a migration what was generated before."""
+    """Prompt; after a migration also the tokens that were generated before."""
     num_prompt_tokens: int
     sampling: SamplingParams
     mode: Mode = "aggregated"
     hash_root: str = ""
     """Hex; empty: this request neither finds nor leaves cached blocks."""
-    block_hashes: list[str] = field(default_factory=list)
+    block_hashes: list[str] = msgspec.field(default_factory=list)
     """Hex, one per full block of `token_ids`."""
     max_found_blocks: int | None = None
-    """Only so many leading blocks may come from this pool's prefix cache or from `prefix`; None: all."""
+    """Leading blocks that may come from this pool's prefix cache or from `prefix`; None: all."""
     max_left_blocks: int | None = None
-    """Only so many leading blocks may be found by others, here or by what is told of them; None: all, the answer's too.
-    Handing over to those who have the handle is not bounded."""
-    prefix: list[PrefixBlock] = field(default_factory=list)
-    """Not in decode mode: what the KV service has of the prompt. Copied when the request leaves the queue, as far as
-    this pool has no such block itself and every generation still matches; the rest is computed."""
-    choice_seeds: list[int] = field(default_factory=list)
-    """prefill only: one first token is sampled per seed; empty: one, with `sampling.seed`."""
+    """Leading blocks that others may find, here or through FilledBlocks; None: all, those of the answer included.
+    Handing over to those who have the handle is not limited."""
+    prefix: list[PrefixBlock] = msgspec.field(default_factory=list)
+    """Not in decode mode: blocks of the prompt that the KV service has. The engine copies them when the request leaves
+    the queue, as far as this pool lacks them and every generation still matches. The engine computes the rest."""
+    choice_seeds: list[int] = msgspec.field(default_factory=list)
+    """prefill only: one first token is sampled per seed; empty: one token, with `sampling.seed`."""
     priority: int = 0
     fairness_key: str = ""
 
 
-@dataclass(frozen=True)
-class ImportSlab:
+class ImportSlab(Message, frozen=True):
     """Copy blocks into a decode request's reserved slots; `first_block` counts in the group's block table."""
 
     request_id: str
@@ -63,48 +71,32 @@ class ImportSlab:
     group: int = 0
 
 
-@dataclass(frozen=True)
-class StartDecode:
-    """All blocks of a decode request have come; `token_ids` (the first token) follow its prompt."""
+class StartDecode(Message, frozen=True):
+    """All blocks of a decode request have arrived; `token_ids` (the first token) follow its prompt."""
 
     request_id: str
     token_ids: list[int]
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """The KV of a decode request will not come: compute its prompt here, from the first missing block."""
+class Recompute(Message, frozen=True):
+    """The KV of a decode request will not arrive: compute its prompt here, from the first missing block."""
 
     request_id: str
 
 
-@dataclass(frozen=True)
-class OfferPrefix:
-    """Where the blocks of a preempted request lie ready, in answer to StepDone.preempted: as in `AddRequest.prefix`.
-
-    Never waited for: a request that runs again by then has computed them, and StepDone.admitted says so at once.
-    """
-
-    request_id: str
-    prefix: list[PrefixBlock]
-
-
-@dataclass(frozen=True)
-class AbortRequest:
-    """Forget the request wherever it is; unknown ids are ignored. Its blocks, held ones too, go back."""
+class AbortRequest(Message, frozen=True):
+    """Forget the request in whatever state it is, and free its blocks, held ones too; unknown ids are ignored."""
 
     request_id: str
 
 
-@dataclass(frozen=True)
-class ReleaseHeld:
-    """Nobody needs a prefill request's blocks under its handle any more."""
+class ReleaseHeld(Message, frozen=True):
+    """Free the held blocks of a prefill request: nobody needs them under its handle any more."""
 
     request_id: str
 
 
-@dataclass(frozen=True)
-class MapRegion:
+class MapRegion(Message, frozen=True):
     """Map another process's region, read-only; its descriptor comes with the message."""
 
     region_id: str
@@ -114,28 +106,24 @@ class MapRegion:
     """Where the table of uint64 generations, one per slot, starts."""
 
 
-@dataclass(frozen=True)
-class UnmapRegion:
+class UnmapRegion(Message, frozen=True):
     region_id: str
 
 
-@dataclass(frozen=True)
-class Shutdown:
+class Shutdown(Message, frozen=True):
     pass
 
 
 # --------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True)
-class LoadProgress:
+class LoadProgress(Message, frozen=True):
     stage: str
     """A plain sentence for people: "reading 310 MB of weights"."""
     fraction: float
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+class ModelInfo(_Part, frozen=True):
     model_id: str
     architecture: str
     num_parameters: int
@@ -145,7 +133,7 @@ class ModelInfo:
     context_length: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, float]
-    """temperature, top_p, top_k, repetition_penalty, max_tokens: those the checkpoint gives."""
+    """temperature, top_p, top_k, repetition_penalty, max_tokens: those that the checkpoint gives."""
     chat_template: str
     weights_digest: str
     quantization: str
@@ -156,8 +144,7 @@ class ModelInfo:
     """Name -> path of tokenizer.json and tokenizer_config.json."""
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Message, frozen=True):
     """The engine serves. The pool's region descriptor comes with the message where the pool is in shared memory."""
 
     model: ModelInfo
@@ -169,29 +156,26 @@ class Ready:
     generations_offset: int
 
 
-@dataclass(frozen=True)
-class Reserved:
-    """The request was taken: every AddRequest is answered with Reserved or Refused, before anything else.
+class Reserved(Message, frozen=True):
+    """The request was accepted. The first answer to every AddRequest is Reserved or Refused.
 
-    A decode request has all blocks of its prompt now; `num_cached_blocks` leading ones were found here (0 in other
-    modes), so that no slab need bring them.
+    A decode request has all blocks of its prompt now. The pool had `num_cached_blocks` leading blocks already, so no
+    slab needs to bring them; 0 in other modes.
     """
 
     request_id: str
     num_cached_blocks: int
 
 
-@dataclass(frozen=True)
-class Refused:
-    """The request was not taken, and nothing of it is kept."""
+class Refused(Message, frozen=True):
+    """The request was not accepted, and the engine keeps nothing of it."""
 
     request_id: str
     reason: Literal["invalid", "context", "queue_full", "kv_full", "unsupported"]
     message: str
 
 
-@dataclass(frozen=True)
-class SlabImported:
+class SlabImported(Message, frozen=True):
     request_id: str
     slab_index: int
     num_bytes: int
@@ -199,21 +183,18 @@ class SlabImported:
     """Empty if every generation still matched after the copy."""
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(_Part, frozen=True):
     token_id: int
     logprob: float
     rank: int
 
 
-@dataclass(frozen=True)
-class PositionLogprobs:
+class PositionLogprobs(_Part, frozen=True):
     chosen: Logprob
     top: list[Logprob]
 
 
-@dataclass(frozen=True)
-class PhaseTimes:
+class PhaseTimes(_Part, frozen=True):
     """Unix nanoseconds; 0: has not happened."""
 
     added_ns: int = 0
@@ -222,38 +203,36 @@ class PhaseTimes:
     finished_ns: int = 0
 
 
-@dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(_Part, frozen=True):
     request_id: str
     choice_index: int
     token_ids: list[int]
     position: int
     """Absolute position of token_ids[0]."""
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     """For a prefill request: why the request is over with its first token, else None."""
     is_last: bool = False
-    """Nothing more comes for this choice from this engine; the counts below are then final."""
+    """Nothing more follows for this choice from this engine; the counts below are then final."""
     num_computed_tokens: int = 0
     """Prompt tokens run through the model here."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed: found in this pool's prefix cache, or loaded."""
     num_loaded_tokens: int = 0
-    """Those of them that were copied from `AddRequest.prefix`."""
+    """Those of the cached tokens that were copied from `AddRequest.prefix`."""
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
-    """Tokens of the answer that were guessed ahead."""
+    """Draft tokens that ran behind the answer."""
     num_accepted_tokens: int = 0
-    """Those of them that the model drew, too."""
+    """Draft tokens that the model sampled too."""
     num_preemptions: int = 0
-    times: PhaseTimes = field(default_factory=PhaseTimes)
+    times: PhaseTimes = msgspec.field(default_factory=PhaseTimes)
 
 
-@dataclass(frozen=True)
-class SealedBlocks:
-    """Blocks of a prefill request and one group that are complete, in block-table order from `first_block`.
+class SealedBlocks(_Part, frozen=True):
+    """Complete blocks of a prefill request and one group, in block-table order from `first_block`.
 
-    Of a group with a window, beside others without, only those that the answer sees.
+    Of a group with a window, beside groups without, only the blocks that the answer attends to.
     """
 
     request_id: str
@@ -262,36 +241,33 @@ class SealedBlocks:
     generations: list[int]
     is_last: bool
     """Every block of the prompt is sealed now, a partly filled tail included."""
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[int] = msgspec.field(default_factory=list)
     """xxh3-64, one per slot, from engines that verify; else empty."""
     group: int = 0
 
 
-@dataclass(frozen=True)
-class BlocksSealed:
+class BlocksSealed(Message, frozen=True):
     """Blocks that are complete while their step still computes its tokens; its StepDone does not repeat them."""
 
     sealed: list[SealedBlocks]
 
 
-@dataclass(frozen=True)
-class FilledBlocks:
-    """Full blocks of one group that were computed here, in block-table order; others may want them by these hashes."""
+class FilledBlocks(_Part, frozen=True):
+    """Full blocks of one group that were computed here, in block-table order, with the hashes that identify them."""
 
     request_id: str
     parent: str
-    """Hex: the hash of the block before the first one; empty if that is the prompt's first."""
+    """Hex: the hash of the block before the first one; empty if the first block is the prompt's first."""
     hashes: list[str]
     """Hex."""
     slots: list[int]
     generations: list[int]
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[int] = msgspec.field(default_factory=list)
     """As in SealedBlocks."""
     group: int = 0
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(_Part, frozen=True):
     num_running: int
     num_waiting: int
     num_tokens_in_flight: int
@@ -302,44 +278,36 @@ class EngineStats:
     num_used_blocks: int
     num_held_blocks: int
     counters: dict[str, float]
-    """Totals since start: steps, prompt_tokens_computed, prompt_tokens_cached, tokens_generated, preemptions,
-    step_seconds, reprefill_tokens, blocks_imported, bytes_imported, prompt_tokens_loaded, blocks_corrupt,
-    blocks_recovered (loaded for requests that were preempted), draft_tokens, draft_tokens_accepted."""
+    """Totals since start, by the names in `scheduling.ledger.COUNTERS`."""
 
 
-@dataclass(frozen=True)
-class StepDone:
-    """What one step did. Sent also when only stats changed (a release, an abort), then without outputs."""
+class StepDone(Message, frozen=True):
+    """What one step did. Also sent when only stats changed (a release, an abort), then without outputs."""
 
     step: int
     outputs: list[RequestOutput]
     sealed: list[SealedBlocks]
     stats: EngineStats
-    filled: list[FilledBlocks] = field(default_factory=list)
-    admitted: list[str] = field(default_factory=list)
-    """Requests that left the queue: what `AddRequest.prefix` or `OfferPrefix` named is not needed any more."""
-    preempted: dict[str, list[str]] = field(default_factory=dict)
-    """Requests that lost their blocks where loading should be faster than computing them again (OfferPrefix), with the
-    hashes, in hex, of their leading full blocks, the answer's too: others were told of these as they were filled."""
+    filled: list[FilledBlocks] = msgspec.field(default_factory=list)
+    admitted: list[str] = msgspec.field(default_factory=list)
+    """Requests that left the queue: the blocks in their `AddRequest.prefix` are not needed any more."""
 
 
-@dataclass(frozen=True)
-class RequestFailed:
+class RequestFailed(Message, frozen=True):
     request_id: str
     message: str
     is_callers_fault: bool = False
-    """What was asked for cannot be done; else something broke."""
+    """True: the request cannot be done. False: the engine failed."""
 
 
-@dataclass(frozen=True)
-class EngineFailed:
+class EngineFailed(Message, frozen=True):
     """The engine cannot go on and will exit."""
 
     message: str
     kind: Literal["unsupported", "invalid", "internal"] = "internal"
 
 
-RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | OfferPrefix | AbortRequest | ReleaseHeld
+RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld
 Command = RequestCommand | MapRegion | UnmapRegion | Shutdown
 StepEvent = BlocksSealed | StepDone
 EngineEvent = LoadProgress | Ready | Reserved | Refused | SlabImported | StepEvent | RequestFailed | EngineFailed

@@ -1,9 +1,10 @@
-"""What does an engine process need to know before it starts?"""
+"""Defines the settings that an engine process gets at its start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from tandem_engine.scheduling.scheduler_config import MAX_DRAFT_TOKENS
 
@@ -14,9 +15,8 @@ Speculation = Literal["auto", "off"]
 Kernels = Literal["auto", "cpp", "torch"]
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """Plain values, given once; what is found at load (number of blocks, EOS ids) is in `Ready`, never here.
+class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Settings of one engine process. Facts found at load (number of blocks, EOS ids) are in `Ready`, never here.
 
     Raises ValueError that names the field, its value and its limits.
     """
@@ -28,15 +28,15 @@ class EngineConfig:
     served_model_name: str = ""
     """Empty: the Hub id, the folder's name, or "@tandem/demo"."""
     device: Device = "auto"
-    """auto: CUDA where there is one, else the CPU."""
+    """auto: CUDA if the machine has it, else the CPU."""
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's on CUDA, float32 on a CPU."""
     route: Route = "auto"
-    """auto: our own code for the families it knows, on a CPU; else transformers'."""
+    """auto: our own code for the families it knows, on a CPU; else the code of transformers."""
     kernels: Kernels = "auto"
-    """auto: C++ on a CPU where there is a compiler, else torch."""
+    """auto: C++ on a CPU if there is a compiler, else torch."""
     max_model_len: int | None = None
-    """Longest context in tokens; None: what the checkpoint was made for."""
+    """Longest context in tokens; None: the checkpoint's."""
     block_size: int = 16
     """Tokens per KV block."""
     num_kv_blocks: int | None = None
@@ -44,44 +44,48 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     """Size of the KV pool in bytes; None: by the device's free memory."""
     kv_memory_limit_bytes: int | None = None
-    """Most that a pool sized by free memory may take; None: on a CPU 2 GiB."""
+    """Largest pool when free memory decides its size; None: 2 GiB on a CPU."""
     max_num_batched_tokens: int = 512
-    """Token budget of one step; a step of decodes waits for the prompt chunk beside them."""
-    itl_target_ms: float = 0.0
-    """Prompt chunks are cut so that a step with answers in it takes no longer, if the chunk can help it; 0: not cut."""
+    """Token budget of one step."""
+    max_prefill_tokens_with_decodes: int = 64
+    """Prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts."""
     max_num_seqs: int = 64
     """Requests in one step."""
     speculation: Speculation = "auto"
-    """auto: tokens of answers are guessed ahead where that pays, by measurement; no token changes. off: never."""
+    """auto: draft tokens run with answers while enough of them are accepted; no token changes. off: no drafts."""
     max_draft_tokens: int = 8
-    """Tokens guessed ahead of one answer in one step, at most."""
+    """Draft tokens of one answer in one step, at most."""
     draft_model: str = ""
-    """A second, smaller model that guesses, too, while that pays: as `model`, of the same vocabulary; empty: none."""
+    """A smaller model of the same vocabulary that proposes drafts; a folder or Hub id, as `model`; empty: none."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False
-    """Give every block a checksum when it is full, and compare those of blocks that come from elsewhere."""
+    """Compute a checksum of every full block, and compare the checksums of blocks that are copied into the pool."""
     num_threads: int | None = None
-    """Torch threads; None: one per core in `cpus`, or of this process's affinity."""
+    """Torch threads; None: one per core in `cpus`, or in this process's affinity."""
     cpus: tuple[int, ...] = ()
-    """Cores to stay on; empty: all that this process may use."""
+    """Cores that the process is pinned to; empty: all that it may use."""
     state_dir: str = ""
-    """Where digests are cached; empty: nowhere."""
+    """Folder for cached digests; empty: they are not cached."""
     region_id: str = ""
-    """Name of the pool's region among its readers; the worker's incarnation, usually."""
+    """Name of the pool's region for its readers; usually the worker's incarnation."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
+        for name in (
+            "block_size",
+            "max_num_batched_tokens",
+            "max_prefill_tokens_with_decodes",
+            "max_num_seqs",
+            "max_num_waiting",
+        ):
             _at_least(name, getattr(self, name), 1)
         for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "kv_memory_limit_bytes", "num_threads"):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
         if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"max_draft_tokens is {self.max_draft_tokens}, must be from 1 to {MAX_DRAFT_TOKENS}")
-        if not self.itl_target_ms >= 0:
-            raise ValueError(f"itl_target_ms is {self.itl_target_ms}, must be at least 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs, "

@@ -11,9 +11,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
+
+import msgspec
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -151,7 +153,7 @@ class KVOffload:
             self.counters["prompt_cache_failures"] += 1
             reason = str(error) or "no answer"
             log.info("prompt_cache_lookup_failed", request_id=request.submit.request_id, error=reason)
-        self._engine.send(replace(command, prefix=prefix))
+        self._engine.send(msgspec.structs.replace(command, prefix=prefix))
         self._record_lookup(request.submit, start_ns, len(prefix))
 
     def _record_lookup(self, submit: pb.Submit, start_ns: int, num_blocks: int) -> None:

@@ -42,16 +42,16 @@ class WorkerSettings:
     kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
-    itl_target_ms: float = setting(
-        0.0, "longest gap between two tokens that prompt chunks beside them may cause, in milliseconds; 0: no limit"
+    max_prefill_tokens_with_decodes: int = setting(
+        64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"
     )
     max_num_seqs: int = setting(64, "requests that run at once")
     speculation: Literal["auto", "off"] = setting(
-        "auto", "whether tokens of answers are guessed ahead where that pays; it changes no token"
+        "auto", "whether draft tokens run with answers while enough of them are accepted; no token changes"
     )
-    max_draft_tokens: int = setting(8, "tokens guessed ahead of one answer in one step, at most; 1 to 32")
+    max_draft_tokens: int = setting(8, "draft tokens of one answer in one step, at most; 1 to 32")
     draft_model: str = setting(
-        "", "folder or Hub id of a smaller model of the same tokenizer that guesses tokens ahead, too; none if empty"
+        "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
     )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
@@ -77,7 +77,7 @@ class WorkerSettings:
         Raises ValueError naming the field, its value and its limits.
         """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
-        taken = {field.name: ours[field.name] for field in fields(EngineConfig) if field.name in ours}
+        taken = {name: ours[name] for name in EngineConfig.__struct_fields__ if name in ours}
         return EngineConfig(**{**taken, **self._checkpoint(), "state_dir": state_dir, "region_id": region_id})
 
     def _checkpoint(self) -> dict[str, Any]:

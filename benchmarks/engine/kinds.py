@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class EngineKind:
         if self.installed_as and not places.is_installed(self.installed_as):
             return f"not installed; `make peers` would (or: python -m benchmarks.peers.install {self.installed_as})"
         if self.is_ours:
-            known = {each.name for each in fields(EngineConfig)}
+            known = set(EngineConfig.__struct_fields__)
             if unknown := sorted(set(self.settings) - known):
                 return f"EngineConfig has no {', '.join(unknown)}"
         return ""

@@ -170,6 +170,10 @@ class TimedModel:
         self._model = model
         self._watch = watch
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._model.is_batch_invariant
+
     def forward(
         self,
         token_ids: torch.Tensor,

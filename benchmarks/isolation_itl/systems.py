@@ -151,6 +151,7 @@ async def aggregated(world: World, chunk: int) -> AsyncIterator[Answers]:
         "TANDEM_DECODE_CPUS": ",".join(map(str, world.cpus)),
         "TANDEM_DECODE_NUM_THREADS": str(len(world.cpus)),
         "TANDEM_DECODE_MAX_NUM_BATCHED_TOKENS": str(chunk),
+        "TANDEM_DECODE_MAX_PREFILL_TOKENS_WITH_DECODES": str(chunk),
         "OMP_NUM_THREADS": str(len(world.cpus)),
     }
     async with _tandem(world, "aggregated", ("--prefill", "0"), environment, ("decode",)) as client:

@@ -235,6 +235,8 @@ def engine_pool(num_bytes: int) -> PagedKVCache:
 class _NoModel:
     """For runners that only move blocks."""
 
+    is_batch_invariant = True
+
     def forward(self, *_: object) -> torch.Tensor:
         raise AssertionError("nothing is computed here")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tandem_engine.core import RegionError
 from tandem_engine.execution.grammar.compiled import no_guide

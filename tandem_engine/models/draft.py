@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tandem_engine.models.checkpoint import ModelUnusable, Progress
 from tandem_engine.models.loader import LoadedModel, load_model

@@ -43,6 +43,8 @@ ROUTE_NAME = f"transformers-{transformers.__version__}-batch-dependent"
 class TransformersModel:
     """`tandem_engine.execution.model.Model` over a causal language model of transformers."""
 
+    is_batch_invariant = False
+
     def __init__(self, model: Any, num_layers: int, ops: Ops) -> None:
         self._model = model
         self._last_layer = num_layers - 1

@@ -1,4 +1,4 @@
-"""What runs in one step?"""
+"""Holds the work of one step, and builds it within the step's limits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ScheduledRun(NamedTuple):
     samples: bool
     """The run ends with the last known token: one token per choice seed follows it."""
     draft_tokens: tuple[int, ...] = ()
-    """Guesses of the tokens that follow, computed behind the known ones: as many of them are drawn as were right, and
-    one more. Of answers only."""
+    """Drafts of the tokens that follow, computed behind the known tokens; only for answers. The step samples every
+    draft that is right, and one more token."""
 
     @property
     def end(self) -> int:
@@ -29,8 +29,13 @@ class ScheduledRun(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether an answer goes on with it, as `Request.is_decoding` says before."""
+        """Whether the run continues an answer; `Request.is_decoding` is the same before the run."""
         return self.samples and self.num_tokens == 1 and self.first_position > 0
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the run may have drafts: a decode, but not the last token of a prefill request's prompt."""
+        return self.samples and self.num_tokens == 1 and self.first_position > 0 and self.request.mode != "prefill"
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,20 @@ class SchedulerOutput:
         return sum(run.num_tokens + len(run.draft_tokens) for run in self.runs)
 
 
-PromptLimit = Callable[["Batch", int, int], int]
-"""How many of a prompt's tokens may join a batch, given the first one's position and how many there are; 0: none."""
-
-
 class Batch:
-    """A step while it is put together, within its limits: tokens, requests, and what `prompt_limit` says."""
+    """A step under construction. Its limits: tokens, requests, and prompt tokens once the step has a decode.
 
-    def __init__(self, config: SchedulerConfig, prompt_limit: PromptLimit, is_ready: Callable[[Request], bool]) -> None:
-        """`is_ready` tells of a request whether its next token can be drawn without waiting for anything."""
+    The last limit keeps the time between two tokens of an answer short. How a prompt is cut changes no token (law 3).
+    """
+
+    def __init__(self, config: SchedulerConfig, is_ready: Callable[[Request], bool]) -> None:
+        """`is_ready` returns whether a request's next token can be sampled without waiting."""
         self.runs: dict[Request, ScheduledRun] = {}
         self.num_tokens_left = config.max_num_batched_tokens
+        self.num_decodes = 0
+        self._num_prefill_tokens = 0
         self._max_num_seqs = config.max_num_seqs
-        self._prompt_limit = prompt_limit
+        self._max_prefill_tokens_with_decodes = config.max_prefill_tokens_with_decodes
         self._is_ready = is_ready
         self._unready: list[Request] = []
 
@@ -66,14 +72,14 @@ class Batch:
         return not self.num_tokens_left or len(self.runs) >= self._max_num_seqs
 
     @property
-    def takes_prompts(self) -> bool:
+    def accepts_prompts(self) -> bool:
         """Whether the first tokens of a prompt could join."""
-        return not self.is_full and self._prompt_limit(self, 0, self.num_tokens_left) > 0
+        return not self.is_full and self._num_prefill_tokens_left > 0
 
     def add(self, request: Request) -> None:
         """Run as many of a request's uncomputed tokens as the limits allow, if they allow any.
 
-        One that is not ready to be drawn from runs with `add_unready`.
+        A request whose next token is not ready to be sampled runs with `add_unready`.
         """
         num_tokens = self._num_fitting(request)
         if num_tokens == request.num_tokens_to_compute and not self._is_ready(request):
@@ -82,9 +88,9 @@ class Batch:
             self._add(request, num_tokens)
 
     def add_unready(self) -> None:
-        """Run what is left to compute of requests that are not ready, but for their last token if others run.
+        """Run the tokens of requests that are not ready; their last token waits while others run.
 
-        Where nobody else runs the first of them draws, and is waited for.
+        If nobody else runs, the first of them samples, and the step waits for it.
         """
         for request in self._unready:
             if len(self.runs) < self._max_num_seqs:
@@ -92,27 +98,40 @@ class Batch:
                 self._add(request, min(num_tokens, self._num_fitting(request)))
 
     def add_drafts(self, request: Request, draft_tokens: tuple[int, ...]) -> None:
-        """Let guesses run behind a request's last known token, which is in this step; there must be room for them."""
+        """Add drafts behind a request's last known token, which is in this step; there must be room for them."""
         assert len(draft_tokens) <= self.num_tokens_left, "more drafts than the budget has room for"
         run = self.runs[request]
         self.runs[request] = ScheduledRun(request, run.first_position, run.num_tokens, run.samples, draft_tokens)
         self.num_tokens_left -= len(draft_tokens)
 
     def remove(self, request: Request) -> None:
-        """Give a request's tokens back to the budget, if it has any in this step."""
+        """Remove a request and give its tokens back to the limits."""
         if run := self.runs.pop(request, None):
             self.num_tokens_left += run.num_tokens + len(run.draft_tokens)
+            self._count(run, -1)
         if request in self._unready:
             self._unready.remove(request)
 
+    @property
+    def _num_prefill_tokens_left(self) -> int:
+        if not self.num_decodes:
+            return self.num_tokens_left
+        return min(self.num_tokens_left, self._max_prefill_tokens_with_decodes - self._num_prefill_tokens)
+
     def _num_fitting(self, request: Request) -> int:
-        num_tokens = min(request.num_tokens_to_compute, self.num_tokens_left)
-        if request.is_decoding:
-            return num_tokens
-        return self._prompt_limit(self, request.num_computed_tokens, num_tokens)
+        num_left = self.num_tokens_left if request.is_decoding else max(0, self._num_prefill_tokens_left)
+        return min(request.num_tokens_to_compute, num_left)
 
     def _add(self, request: Request, num_tokens: int) -> None:
         if num_tokens:
             samples = num_tokens == request.num_tokens_to_compute
-            self.runs[request] = ScheduledRun(request, request.num_computed_tokens, num_tokens, samples)
+            run = ScheduledRun(request, request.num_computed_tokens, num_tokens, samples)
+            self.runs[request] = run
             self.num_tokens_left -= num_tokens
+            self._count(run, 1)
+
+    def _count(self, run: ScheduledRun, sign: int) -> None:
+        if run.is_decode:
+            self.num_decodes += sign
+        else:
+            self._num_prefill_tokens += sign * run.num_tokens

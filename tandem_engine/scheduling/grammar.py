@@ -1,25 +1,25 @@
-"""What must the text of an answer look like?"""
+"""Describes what the text of an answer must look like."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgspec
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark"]
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """What constrains an answer's text, from its first token to its end; refuses nonsense as it is built.
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Constrains an answer's text from its first token to its end.
 
     Raises ValueError that names the field, its value and its limits.
     """
 
     kind: GrammarKind
     text: str = ""
-    """A JSON Schema, a regular expression of Rust's `regex` or a Lark grammar; of `json_object` nothing."""
+    """A JSON Schema, a regular expression of Rust's `regex` or a Lark grammar; empty for `json_object`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):

@@ -1,16 +1,16 @@
-"""Which blocks hold the KV of a request's tokens?
+"""Manages the block tables of requests: which blocks hold the KV of which tokens.
 
 block_table   [ found in the prefix cache | computed or imported here                  | reserved ]
 tokens         0 ... num_found_blocks*size  ...                    num_computed_tokens
 written        never                        once, then registered when full
 
-Where every layer has a window, blocks that lie behind it are dropped: given back as soon as they do, and not even
-looked for in the prefix cache. Not those of a prefill: it hands over the whole prompt.
+Where every layer has a window, blocks behind the window are dropped: they are freed at once, and the prefix cache is
+not searched for them. A prefill keeps them, because it hands over the whole prompt.
 
 block_table   [ dropped            |  the window  ...                      num_computed_tokens ]
                num_dropped_blocks
 
-Where only some have one, they have block tables of their own (`WindowGroups`).
+Where only some layers have a window, these layers have block tables of their own (`WindowGroups`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class KVCacheManager:
         return -(-num_tokens // self.pool.block_size)
 
     def admit(self, request: Request, num_tokens: int, max_found_tokens: int, num_reserve_blocks: int = 0) -> bool:
-        """Give a request without blocks room for `num_tokens`, the leading ones from the prefix cache.
+        """Give a request without blocks room for `num_tokens`; take leading blocks from the prefix cache.
 
-        At most `max_found_tokens` are looked for, in full blocks; found ones count as computed. False if fewer than
-        `num_reserve_blocks` would be left for others, of each group.
+        Searches the cache for at most `max_found_tokens`, in full blocks; found tokens count as computed. Returns False
+        if fewer than `num_reserve_blocks` of each group would be left for others.
         """
         assert not request.block_table, f"{request.request_id} has blocks already"
         num_dropped, found = self._find(request, max_found_tokens)
@@ -82,9 +82,9 @@ class KVCacheManager:
         return True
 
     def room_for_drafts(self, request: Request, num_drafts: int, num_reserve_blocks: int) -> int:
-        """Return how many of so many drafts have slots behind a request's tokens, having made room if there is any.
+        """Return how many of `num_drafts` have slots behind a request's tokens; add blocks for them if there are any.
 
-        New blocks are taken only while `num_reserve_blocks` of each group are left for others.
+        Adds blocks only while `num_reserve_blocks` of each group are left for others.
         """
         num_tokens = request.num_tokens + num_drafts
         if not request.window_tables and num_tokens <= len(request.block_table) * self.pool.block_size:
@@ -97,7 +97,7 @@ class KVCacheManager:
         return min(num_drafts, num_blocks * self.pool.block_size - request.num_tokens)
 
     def drop_behind_window(self, request: Request) -> None:
-        """Give back the blocks that no token from `num_computed_tokens` on attends to."""
+        """Free the blocks that no token from `num_computed_tokens` on attends to."""
         if request.window_tables:
             tables, end = request.window_tables, self.groups.first_seen(request.num_computed_tokens)
         elif self._window is not None and request.mode != "prefill":
@@ -112,7 +112,7 @@ class KVCacheManager:
             request.num_dropped_blocks = end
 
     def register_full_blocks(self, request: Request) -> range:
-        """Let the blocks that are complete now be found by their hashes; needs no room. Returns which are new."""
+        """Make complete blocks findable by their hashes; needs no room. Returns the indices of the new ones."""
         first = request.num_registered_blocks
         if request.hash_root is None:
             return range(first, first)
@@ -125,15 +125,8 @@ class KVCacheManager:
             request.num_registered_blocks = index + 1
         return range(first, request.num_registered_blocks)
 
-    def offered_hashes(self, request: Request) -> list[str]:
-        """Return, in hex, the hashes of leading blocks that others were told of or had before, and it may find."""
-        num_blocks = request.num_registered_blocks
-        if request.max_found_blocks is not None:
-            num_blocks = min(num_blocks, request.max_found_blocks)
-        return [self._hash(request, index).hex() for index in range(num_blocks)]
-
     def describe(self, request: Request, indices: range) -> list[FilledBlocks]:
-        """Return hashes, slots and generations of full blocks that were just registered, of each group."""
+        """Return hashes, slots and generations of full blocks that were just registered, for each group."""
         filled = []
         for group, table in enumerate(request.tables):
             first = max(indices.start, request.num_dropped_blocks) if group else indices.start
@@ -151,9 +144,9 @@ class KVCacheManager:
         return filled
 
     def loadable(self, request: Request) -> range:
-        """Return which blocks of a request just admitted, right behind those found here, `request.prefix` can fill.
+        """Return which blocks `request.prefix` can fill, directly behind those found here; for a request just admitted.
 
-        One token is always left to compute.
+        At least one token is left to compute.
         """
         first, end = request.num_found_blocks, self._full_blocks(request.num_tokens - 1, request.max_found_blocks)
         if request.hash_root is None:
@@ -164,7 +157,7 @@ class KVCacheManager:
         return range(first, end)
 
     def load_copies(self, request: Request, indices: range) -> list[tuple[int, ExtentRef]]:
-        """Return what is to be copied where so that these blocks are loaded: all of them, of windows the last ones."""
+        """Return (block, source) pairs that load these blocks: all of group 0, the last ones of the other groups."""
         prefix, first = request.prefix, self.groups.first_loaded(request, indices.stop)
         copies = [(request.block_table[index], prefix[0, index]) for index in indices]
         for group, blank in enumerate(self.groups.blank(request, indices.stop - first), 1):
@@ -172,13 +165,13 @@ class KVCacheManager:
         return copies
 
     def loaded(self, request: Request, indices: range) -> None:
-        """Note that these blocks have their content now."""
+        """Count the tokens of loaded blocks as computed."""
         self.groups.loaded(request, indices.stop)
         request.num_computed_tokens = indices.stop * self.pool.block_size
         self.register_full_blocks(request)
 
     def hold(self, request: Request) -> None:
-        """Keep a finished request's blocks, counted apart, until `release_held`."""
+        """Keep a finished request's blocks until `release_held`; the pool counts them separately."""
         self.groups.settle(request)
         self.pool.hold(blocks_of(request))
 
@@ -187,17 +180,17 @@ class KVCacheManager:
         self._forget(request)
 
     def free(self, request: Request) -> None:
-        """Give all blocks back; registered ones can be found until they are evicted."""
+        """Free all blocks; registered blocks can be found until they are evicted."""
         self.pool.free(blocks_of(request))
         self._forget(request)
 
     @property
     def num_spare(self) -> int:
-        """Blocks that may be had, those that are promised to others left out."""
+        """Blocks that can be allocated, without those promised to prefills."""
         return self.pool.num_spare - self.groups.num_promised
 
     def _find(self, request: Request, max_found_tokens: int) -> tuple[int, list[int]]:
-        """Return how many leading blocks need not be had, and the known ones behind them."""
+        """Return how many leading blocks are not needed, and the known blocks behind them."""
         if request.hash_root is None:
             return 0, []
         hashes = (self._hash(request, i) for i in range(self._full_blocks(max_found_tokens, request.max_found_blocks)))
@@ -206,7 +199,7 @@ class KVCacheManager:
         return self.pool.find_last(list(hashes), -(-(self._window - 1) // self.pool.block_size))
 
     def _gap(self, request: Request, end: int) -> int | None:
-        """Return the last block that is not there for the windows, were the prefix to end with block `end`."""
+        """Return the last block that groups with a window would lack if the prefix ended with block `end`."""
         indices = range(end - 1, self.groups.first_loaded(request, end) - 1, -1)
         groups = range(1, 1 + self.groups.num_groups)
         return next((i for i in indices if any((group, i) not in request.prefix for group in groups)), None)
@@ -216,7 +209,7 @@ class KVCacheManager:
         return num_blocks if limit is None else min(num_blocks, limit)
 
     def _hash(self, request: Request, index: int) -> BlockHash:
-        """Return the hash of a full block, going on with the chain for blocks that came after the prompt."""
+        """Return the hash of a full block; extends the chain for blocks of the answer."""
         assert request.hash_root is not None, f"{request.request_id} has no hash root"
         hashes, size = request.block_hashes, self.pool.block_size
         while len(hashes) <= index:

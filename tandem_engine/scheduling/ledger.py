@@ -1,8 +1,8 @@
-"""What was done, for each request and in all?
+"""Counts what was done for each request and since the engine's start.
 
-Each prompt token is counted once, so that for an aggregated or a prefill request `prompt = computed + cached`, also
-after a preemption. A decode request's prompt is computed elsewhere: there every prompt token that runs through the
-model counts, as `reprefill_tokens` too, and there should be none.
+Each prompt token is counted once: `prompt = computed + cached` for an aggregated or a prefill request, also after a
+preemption. A decode request's prompt is computed elsewhere: every prompt token that runs through the model here also
+counts as `reprefill_tokens`, which should stay 0.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ COUNTERS = (
     "bytes_imported",
     "prompt_tokens_loaded",
     "blocks_corrupt",
-    "blocks_recovered",
     "draft_tokens",
     "draft_tokens_accepted",
 )
 
 
 class Ledger:
-    """Writes the counts of requests and the totals since start."""
+    """Owns the counts of requests and the totals since start."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self.counters = dict.fromkeys(COUNTERS, 0.0)
@@ -45,14 +44,14 @@ class Ledger:
             request.scheduled_ns = request.scheduled_ns or self._clock()
 
     def found(self, request: Request, num_tokens: int) -> None:
-        """Count the first `num_tokens` of a request, found in the prefix cache, as far as they are new to us."""
+        """Count the first `num_tokens` of a request, found in the prefix cache, unless they were counted before."""
         num_new = max(0, min(num_tokens, request.num_prompt_tokens) - request.num_prompt_tokens_accounted)
         request.num_prompt_tokens_accounted += num_new
         request.num_cached_tokens += num_new
         self.count("prompt_tokens_cached", num_new)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
-        """Count the first `num_tokens` of a request, of which the last ones were just loaded."""
+        """Count the first `num_tokens` of a request; the last of them were just loaded."""
         num_before = request.num_cached_tokens
         self.found(request, num_tokens)
         request.num_loaded_tokens += request.num_cached_tokens - num_before
@@ -67,7 +66,7 @@ class Ledger:
             num_new = max(0, end - max(first_position, request.num_prompt_tokens_accounted))
             request.num_prompt_tokens_accounted += num_new
         request.num_prompt_tokens_computed += num_new
-        # A decode may have found all of a prompt, and have to compute its end after all: that was not cached.
+        # A decode that found all of its prompt may still compute the end of it: those tokens were not cached.
         num_not_computed = max(0, request.num_prompt_tokens - request.num_prompt_tokens_computed)
         request.num_cached_tokens = min(request.num_cached_tokens, num_not_computed)
         self.count("prompt_tokens_computed", num_new)
@@ -97,7 +96,7 @@ class Ledger:
         choice_index: int = 0,
         is_last: bool,
     ) -> RequestOutput:
-        """Return tokens of one choice that follow `token_ids`, with the counts as they stand."""
+        """Return an output: tokens of one choice that follow `token_ids`, and the current counts."""
         finished_ns = self._clock() if is_last else 0
         return RequestOutput(
             request_id=request.request_id,

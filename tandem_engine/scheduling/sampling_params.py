@@ -1,10 +1,11 @@
-"""How is the next token of a request to be chosen?"""
+"""Defines the parameters that decide the next token of a request."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from tandem_engine.scheduling.grammar import Grammar
 
@@ -12,9 +13,8 @@ MAX_LOGPROBS = 20
 """Most alternatives per position, as in OpenAI's API."""
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """Everything besides weights and tokens that decides a token; refuses nonsense as it is built.
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Holds everything besides weights and tokens that decides a token.
 
     Raises ValueError that names the field, its value and its limits.
     """
@@ -32,14 +32,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     """Frequency and presence penalties count tokens of the answer only, as in OpenAI's API."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     num_logprobs: int | None = None
-    """None: no log probabilities; 0: the chosen token's; n: the n most likely besides."""
+    """None: no log probabilities; 0: only the sampled token's; n: also those of the n most likely tokens."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    """Stop tokens cannot be drawn before that many tokens of the answer, unless its grammar allows nothing else."""
+    """Stop tokens cannot be sampled before the answer has this many tokens, unless the grammar allows nothing else."""
     grammar: Grammar | None = None
-    """What the answer's text must look like; None: anything."""
+    """Constrains the answer's text; None: no constraint."""
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -1,15 +1,15 @@
-"""Which tokens of which requests run in the next step, and what follows from it?
+"""Chooses the tokens of each step, and updates requests with the step's results.
 
-The life of a request is drawn at `RequestState`. Its blocks:
+`RequestState` shows the life of a request. Its blocks:
 
-    aggregated, prefill   given for all known tokens when it leaves the queue, the leading ones from the prefix cache
-    decode                given, or refused, when it is added
-    answers               one more block whenever the last is full; the running request of the lowest rank is preempted
-                          if there is none. Never one that is importing or held, nor a prefill: others pull from those.
+    aggregated, prefill   allocated for all known tokens when it leaves the queue; leading blocks from the prefix cache
+    decode                allocated, or refused, when it is added
+    answers               one more block whenever the last is full. If no block is free, the running request of the
+                          lowest rank is preempted, never a prefill. Importing and held requests keep their blocks.
 
-A step's tokens: answers first; then prompts begun, then the queue, in chunks as `pacing` allows; then guesses of what
-answers go on with (`speculation`), which change no token and take no block that others need. A request that was
-preempted computes its tokens again, but for blocks that are still here, or that `recovery` has brought back.
+A step has answers first, then prompts that have begun, then the queue, in chunks that `Batch` limits. Drafts of answers
+(`speculation`) come last: they change no token and take no block that others need. A preempted request computes its
+tokens again, except those whose blocks are still in the prefix cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tandem_engine.messages import (
     EngineStats,
     ExtentRef,
     ImportSlab,
-    PrefixBlock,
     Refused,
     RequestOutput,
     Reserved,
@@ -35,9 +34,7 @@ from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
 from tandem_engine.scheduling.ledger import Ledger
-from tandem_engine.scheduling.pacing import Pacer
 from tandem_engine.scheduling.prefix import Load, PrefixExchange
-from tandem_engine.scheduling.recovery import Recovery
 from tandem_engine.scheduling.request import Request, RequestState, Sampled
 from tandem_engine.scheduling.running import RunningRequests
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
@@ -58,32 +55,27 @@ class Scheduler:
         generations: MutableSequence[int] | None = None,
         clock: Callable[[], int] = time.time_ns,
         load: Load = lambda blocks, extents: 0,
-        timer: Callable[[], float] = time.perf_counter,
         prepare: Callable[[Request], bool] = lambda request: True,
     ) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, generations)
-        self.pacer = Pacer(config, timer)
         self._kv = KVCacheManager(self.pool, config)
         self._clock = clock
-        self._timer = timer
         self._prepare = prepare
         self._ledger = Ledger(clock)
-        self._recovery = Recovery(self.pacer.model, config.block_size, config.window)
-        self.prefixes = PrefixExchange(self._kv, self._ledger, load, self._recovery, timer)
-        self.speculator = Speculator(config, self._kv, self.pacer)
+        self.prefixes = PrefixExchange(self._kv, self._ledger, load)
+        self.speculator = Speculator(config, self._kv)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running = RunningRequests(config.max_num_seqs, self._waiting.served)
-        self._import_started = 0.0
-        self._early_outputs: list[RequestOutput] = []  # of requests that were over before they ran
+        self._early_outputs: list[RequestOutput] = []  # of requests that ended before they ran
         self.num_steps = self._num_arrivals = 0
         self._is_stalled = False
 
     # ------------------------------------------------------------------------------------------------- commands
 
     def add(self, command: AddRequest) -> Reserved | Refused:
-        """Take a request, queueing it or reserving its blocks, or refuse it, leaving nothing behind."""
+        """Queue a request or reserve its blocks; a refused request leaves nothing behind."""
         self._is_stalled = False
         try:
             if command.request_id in self._requests:
@@ -99,25 +91,21 @@ class Scheduler:
         return Reserved(request.request_id, request.num_found_blocks)
 
     def import_targets(self, command: ImportSlab) -> tuple[list[int], list[ExtentRef]]:
-        """Return the blocks to write and where from; raises ImportRefused if the request does not wait for them.
-
-        The copying that follows, up to `mark_imported`, is timed.
-        """
-        self._import_started = self._timer()
+        """Return the blocks to write and their sources; raises ImportRefused if the request does not wait for them."""
         return import_targets(self._requests.get(command.request_id), command, self.pool.block_size)
 
     def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
-        """Note that all blocks of a slab are here now, `num_blocks` of them copied."""
+        """Note that all blocks of a slab are imported; `num_blocks` of them were copied."""
         indices = range(command.first_block, command.first_block + len(command.extents))
         self._requests[command.request_id].imported_blocks.update((command.group, index) for index in indices)
-        self._recovery.copies.observe(num_blocks, self._timer() - self._import_started)
         self._ledger.count("blocks_imported", num_blocks)
         self._ledger.count("bytes_imported", num_bytes)
 
     def start_decode(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Go on after the first token, which prefill sampled; what was not imported is computed here.
+        """Continue after the first token, which prefill sampled; compute here what was not imported.
 
-        After `recompute` it saves sampling that token again, if that has not happened yet. Else it changes nothing.
+        After `recompute` this saves sampling the first token again, unless it was sampled already. Changes nothing
+        for a request that has started.
         """
         self._is_stalled = False
         request = self._requests.get(request_id)
@@ -131,18 +119,14 @@ class Scheduler:
             self._begin_decoding(request)
 
     def recompute(self, request_id: str) -> None:
-        """Compute what was not imported of a decode request; ignored once it has started."""
+        """Compute the missing blocks of a decode request; does nothing once it has started."""
         self._is_stalled = False
         request = self._requests.get(request_id)
         if request is not None and request.state is RequestState.IMPORTING:
             self._begin_decoding(request)
 
-    def offer_prefix(self, request_id: str, prefix: Sequence[PrefixBlock]) -> bool:
-        """Note where a preempted request's blocks lie ready; False: it needs them no more, as `admitted` will say."""
-        return self.prefixes.offer(self._requests.get(request_id), request_id, prefix)
-
     def abort(self, request_id: str) -> None:
-        """Forget a request wherever it is, and take its blocks back; unknown ids are ignored."""
+        """Forget a request in whatever state it is, and free its blocks; unknown ids are ignored."""
         self._is_stalled = False
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         request = self._requests.get(request_id)
@@ -155,7 +139,7 @@ class Scheduler:
         self._finish(request)
 
     def release_held(self, request_id: str) -> None:
-        """Take a prefill request's blocks back, now or once it is done; others are ignored."""
+        """Free a prefill request's blocks, now or once it is done; other requests are ignored."""
         self._is_stalled = False
         request = self._requests.get(request_id)
         if request is not None and request.state is RequestState.HELD:
@@ -167,18 +151,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. Waiting for blocks that only a command can free is not work."""
+        """Whether a step would do anything. A wait for blocks that only a command can free is not work."""
         return bool(self._early_outputs) or (bool(self._running or len(self._waiting)) and not self._is_stalled)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens: answers first, then prompts begun, then the queue; preempt where needed."""
         self.num_steps += 1
-        self.pacer.begin()
-        batch = Batch(self.config, self.pacer.prompt_limit, self._prepare)
+        batch = Batch(self.config, self._prepare)
         num_preempted = self._waiting.num_preempted
         self._schedule_running(batch)
         has_preempted = self._waiting.num_preempted > num_preempted
-        if not has_preempted:  # else they would be let in again at once
+        if not has_preempted:  # else the preempted requests would be admitted again at once
             self._schedule_waiting(batch)
         batch.add_unready()
         self.speculator.draft(
@@ -190,26 +173,25 @@ class Scheduler:
         return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
 
     def seal_written(self, output: SchedulerOutput) -> list[SealedBlocks]:
-        """Return the blocks of prefills that this step completed; `update`, after it, does not do so again."""
+        """Return the blocks of prefills that this step completed; the next `update` does not return them again."""
         prefills = [run for run in output.runs if run.request.mode == "prefill"]
         return [event for run in prefills for event in seal(run.request, run.end, self._kv)]
 
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
     ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
-        """Take in what a step computed: `sampled` has what `Runner.execute` returned."""
-        self.pacer.end(output.runs)
+        """Update the requests of a step; `sampled` is the result of `Runner.execute`."""
         outputs, self._early_outputs = self._early_outputs, []
         sealed: list[SealedBlocks] = []
         self._ledger.count("steps")
         for run in output.runs:
-            drawn = sampled[run.request.request_id] if run.samples else ()
+            tokens = sampled[run.request.request_id] if run.samples else ()
             if run.request.mode == "prefill":
                 self._take_computed(run)
                 sealed += seal(run.request, run.end, self._kv)
-                outputs += self._hand_over(run.request, drawn) if drawn else ()
-            elif drawn:
-                outputs.append(self._take_answer(run, drawn))
+                outputs += self._hand_over(run.request, tokens) if tokens else ()
+            elif tokens:
+                outputs.append(self._take_answer(run, tokens))
             else:
                 self._take_computed(run)
         return outputs, sealed
@@ -219,7 +201,7 @@ class Scheduler:
         self._ledger.count(name, amount)
 
     def stats(self) -> EngineStats:
-        """Return the figures of this moment; requests whose blocks are on their way count as waiting."""
+        """Return the current counts; requests whose blocks are being imported count as waiting."""
         return engine_stats(self._requests.values(), len(self._running), self.pool, self._ledger.counters)
 
     def _enqueue(self, request: Request) -> None:
@@ -228,10 +210,10 @@ class Scheduler:
         self._waiting.add(request, request.added_ns)
 
     def _reserve(self, request: Request) -> None:
-        """Give a decode request blocks for its prompt and its first token, or refuse it.
+        """Allocate blocks for the prompt and the first token of a decode request, or refuse it.
 
-        One block per live request must be left, so that those that run can grow; and while preempted requests wait for
-        blocks, nobody overtakes them.
+        One block per live request must be left, so that running requests can grow. While preempted requests wait for
+        blocks, no new request overtakes them.
         """
         live = [other for other in self._requests.values() if other.mode != "prefill" and other.block_table]
         num_live, num_of_key = len(live), sum(other.fairness_key == request.fairness_key for other in live)
@@ -250,7 +232,7 @@ class Scheduler:
         self._kv.drop_behind_window(request)
         if request.num_tokens_to_compute and self._kv.groups.can_compute(request):
             self._start_running(request)
-        else:  # all is here but the token that follows, and others may share its block; or too little of windows came
+        else:  # every prompt token is here and the last block may be shared, or the windows' blocks are incomplete
             self._queue_again(request, is_first=not self._waiting.num_preempted)
 
     def _schedule_running(self, batch: Batch) -> None:
@@ -261,7 +243,7 @@ class Scheduler:
                 batch.add(request)
 
     def _make_room(self, request: Request, batch: Batch) -> bool:
-        """Let a request's blocks hold all its tokens, preempting the lowest ranks; False: it was itself preempted."""
+        """Grow a request to hold all its tokens, preempting the lowest ranks; False: it was preempted itself."""
         while not self._kv.grow(request, request.num_tokens):
             victim = self._running.victim()
             batch.remove(victim)
@@ -272,7 +254,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._ledger.preempted(request)
-        self.prefixes.preempt(request)
         self._running.remove(request)
         self._queue_again(request)
 
@@ -288,17 +269,16 @@ class Scheduler:
         return self._kv.admit(request, request.num_tokens, request.num_tokens - 1, self._running.num_growing)
 
     def _schedule_waiting(self, batch: Batch) -> None:
-        """Let requests in, strictly in the queue's order: one that does not fit is not overtaken."""
+        """Admit requests strictly in the queue's order: a request that does not fit is not overtaken."""
         now_ns = self._clock() if len(self._waiting) else 0
-        while batch.takes_prompts and self._running.has_free_seat:
+        while batch.accepts_prompts and self._running.has_free_seat:
             request = self._waiting.peek(now_ns)
             if request is None or not self._has_room(request):
                 return
             self._waiting.pop(now_ns)
-            if request.mode != "decode":  # what it finds now came by import, or was found when it was added
+            if request.mode != "decode":  # a decode's tokens were counted when it was added
                 self._ledger.found(request, request.num_computed_tokens)
-            if request.mode != "decode" or request.prefix:
-                self.pacer.copied(self.prefixes.admit(request))
+                self.prefixes.admit(request)
             if request.state is RequestState.WAITING:
                 self._waiting.charge(request, request.num_tokens_to_compute)
             self._start_running(request)
@@ -317,10 +297,10 @@ class Scheduler:
         self.prefixes.register(request)
         self._kv.drop_behind_window(request)
 
-    def _take_answer(self, run: ScheduledRun, drawn: Sequence[Sampled]) -> RequestOutput:
+    def _take_answer(self, run: ScheduledRun, tokens: Sequence[Sampled]) -> RequestOutput:
         request = run.request
-        self.speculator.observe(run, len(drawn))
-        output, reason = answers.take_tokens(run, drawn, self.config.context_length, self._ledger)
+        self.speculator.observe(run, len(tokens))
+        output, reason = answers.take_tokens(run, tokens, self.config.context_length, self._ledger)
         self._waiting.charge(request, len(output.token_ids))
         self._keep_computed(request)
         if reason is not None:
@@ -328,17 +308,17 @@ class Scheduler:
             self._finish(request)
         return output
 
-    def _hand_over(self, request: Request, drawn: Sequence[Sampled]) -> list[RequestOutput]:
-        """Hold the blocks of a prefill that is done and return its first tokens, one per choice."""
-        assert len(drawn) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"
+    def _hand_over(self, request: Request, tokens: Sequence[Sampled]) -> list[RequestOutput]:
+        """Hold the blocks of a finished prefill and return its first tokens, one per choice."""
+        assert len(tokens) == len(request.choice_seeds), f"{request.request_id}: one token per choice is due"
         self._running.remove(request)
         if request.is_release_due:
             self._finish(request)
         else:
             request.state = RequestState.HELD
             self._kv.hold(request)
-        self._waiting.charge(request, len(drawn))
-        return answers.first_tokens(request, drawn, self.config.context_length, self._ledger)
+        self._waiting.charge(request, len(tokens))
+        return answers.first_tokens(request, tokens, self.config.context_length, self._ledger)
 
     def _finish(self, request: Request) -> None:
         if request.state is RequestState.HELD:

@@ -1,4 +1,4 @@
-"""How much is going on at this moment?"""
+"""Computes the engine's current counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem_engine.scheduling.request import Request, RequestState
 def engine_stats(
     requests: Iterable[Request], num_running: int, pool: BlockPool, counters: Mapping[str, float]
 ) -> EngineStats:
-    """Return the figures of all requests here; those whose blocks are on their way count as waiting."""
+    """Return the counts of all requests; those whose blocks are being imported count as waiting."""
     alive = [request for request in requests if request.state is not RequestState.HELD]
     return EngineStats(
         num_running=num_running,

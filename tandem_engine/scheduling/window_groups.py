@@ -150,10 +150,6 @@ class WindowGroups:
         """Return what the pool knows a block of these groups by; group 0's are known by their hashes."""
         return BlockHash(block_hash + bytes([group])) if group else block_hash
 
-    def num_copies(self, num_blocks: int) -> int:
-        """Count the blocks of all groups that make up so many leading ones of a request."""
-        return num_blocks + self.num_groups * min(num_blocks, self._num_window_blocks)
-
     def _find(self, num_known: int, hash_of: Callable[[int], BlockHash]) -> tuple[int, list[list[int]]]:
         """Return the longest prefix whose last blocks, as far as the window reaches, are known, and these."""
         found: list[list[int]] = []  # a row per block, the last one first

@@ -11,11 +11,11 @@ import pytest
 from benchmarks.speculation import __main__
 from benchmarks.speculation.__main__ import Prompt, Task, main, measured
 from tests.tandem_engine.scheduling.harness import World
-from tests.tandem_engine.scheduling.test_drafted_steps import Script, seconds_of
+from tests.tandem_engine.scheduling.test_drafted_steps import Script
 
 
 def world_of(speculation: str, wrong: bool = False) -> World:
-    world = World(max_draft_tokens=8 if speculation == "auto" else 0, drafter=Script(3), step_seconds=seconds_of)
+    world = World(max_draft_tokens=8 if speculation == "auto" else 0, drafter=Script(3))
     if wrong and speculation == "auto":
         world.runner.stop_positions = {6}
     return world

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from decode_svc.kv_consumer import KVConsumer
@@ -135,7 +136,7 @@ async def test_what_had_to_be_computed_after_all_is_in_the_ledger(tmp_path: Path
     async with harness(tmp_path) as here:
         request = a_request(await here.reserve())
         wire = pb.TokenOutput()
-        last = replace(output("r.0", NUM_TOKENS, [7], is_last=True), num_computed_tokens=16)
+        last = msgspec.structs.replace(output("r.0", NUM_TOKENS, [7], is_last=True), num_computed_tokens=16)
         here.connector.on_output(request, last, wire)
         assert wire.ledger.num_reprefill_tokens == 16
 

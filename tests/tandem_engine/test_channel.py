@@ -1,18 +1,19 @@
-"""Do messages and descriptors arrive whole, in order, and only if they are ours?"""
+"""Tests that messages and descriptors arrive whole and in order, and that anything else is refused."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from tandem_engine.channel import MESSAGES, AsyncChannel, ChannelClosed, SyncChannel, close_all
-from tandem_engine.codec import CodecError
+from tandem_engine.channel import AsyncChannel, ChannelClosed, InvalidMessage, SyncChannel, close_all, decode, encode
 from tandem_engine.messages import (
     AddRequest,
     EngineStats,
@@ -34,6 +35,8 @@ from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 
 LOGPROBS = PositionLogprobs(Logprob(1, -0.5, 1), [Logprob(1, -0.5, 1), Logprob(2, -1.5, 2)])
+NEVER = Logprob(1, -math.inf, 1)
+STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 8, {"steps": 1.0})
 EXAMPLES: list[Any] = [
     EngineConfig("model", cpus=(0, 1), num_threads=2, kv_memory_bytes=1 << 40),
     AddRequest(
@@ -50,7 +53,7 @@ EXAMPLES: list[Any] = [
         7,
         [RequestOutput("a", 0, [5], 9, [LOGPROBS], "length", True, times=PhaseTimes(1, 2, 3, 4))],
         [SealedBlocks("a", 0, [1, 2], [0, 1], True)],
-        EngineStats(1, 2, 3, 4, 5, 6, 7, 8, {"steps": 1.0}),
+        STATS,
     ),
     Ready(
         ModelInfo("m", "A", 1, "f", "cpu", 2, 3, [1], {"top_p": 0.5}, "", "", "", "", "", "", {"a": "b"}),
@@ -73,33 +76,48 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_equal(message: object) -> None:
-    assert MESSAGES.decode(MESSAGES.encode(message)) == message
+    assert decode(encode(message)) == message
+
+
+SAMPLING: dict[str, Any] = {"max_tokens": 1}
+ADD: dict[str, Any] = {"type": "AddRequest", "request_id": "a", "token_ids": [1], "num_prompt_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("body", "complaint"),
     [
-        (b"\xff", "not JSON"),
-        (b"[]", "a message is"),
-        (b'{"Nonsense":{}}', "'Nonsense' is not a message"),
-        (b'{"UnmapRegion":{}}', "UnmapRegion lacks fields: ['region_id']"),
-        (b'{"UnmapRegion":{"region_id":"a","x":1}}', "UnmapRegion has unknown fields: ['x']"),
-        (b'{"UnmapRegion":{"region_id":7}}', "UnmapRegion.region_id is int, must be str"),
-        (b'{"StartDecode":{"request_id":"a","token_ids":[1,"b"]}}', "StartDecode.token_ids must hold only int"),
-        (b'{"LoadProgress":{"stage":"a","fraction":true}}', "LoadProgress.fraction is bool, must be a number"),
-        (b'{"EngineFailed":{"message":"a","kind":"bad"}}', "EngineFailed.kind is 'bad', must be one of"),
-        (b'{"EngineConfig":{"model":"m","block_size":0}}', "EngineConfig: block_size is 0, must be at least 1"),
+        ([], "Expected `object`, got `array`"),
+        ({"type": "Nonsense"}, "Invalid value 'Nonsense' - at `$.type`"),
+        ({"type": "UnmapRegion"}, "missing required field `region_id`"),
+        ({"type": "UnmapRegion", "region_id": "a", "x": 1}, "contains unknown field `x`"),
+        ({"type": "UnmapRegion", "region_id": 7}, "Expected `str`, got `int` - at `$.region_id`"),
+        ({"type": "StartDecode", "request_id": "a", "token_ids": [1, "b"]}, "Expected `int`, got `str` - at `$.token_"),
+        ({"type": "LoadProgress", "stage": "a", "fraction": True}, "Expected `float`, got `bool` - at `$.fraction`"),
+        ({"type": "EngineFailed", "message": "a", "kind": "bad"}, "Invalid enum value 'bad' - at `$.kind`"),
+        ({"type": "EngineConfig", "model": "m", "block_size": 0}, "block_size is 0, must be at least 1"),
+        (ADD | {"sampling": SAMPLING | {"x": 1}}, "contains unknown field `x` - at `$.sampling`"),
+        (ADD | {"sampling": SAMPLING | {"top_p": 2.0}}, "top_p is 2.0, must be above 0.0 to 1.0 - at `$.sampling`"),
     ],
 )
-def test_what_is_no_message_is_refused_by_its_path(data: bytes, complaint: str) -> None:
-    with pytest.raises(CodecError) as refusal:
-        MESSAGES.decode(data)
+def test_what_is_no_message_is_refused_by_its_path(body: object, complaint: str) -> None:
+    with pytest.raises(InvalidMessage) as refusal:
+        decode(msgspec.msgpack.encode(body))
     assert complaint in str(refusal.value)
 
 
+def test_bytes_that_are_no_messagepack_are_refused() -> None:
+    with pytest.raises(InvalidMessage, match="a frame of 1 bytes is not a message"):
+        decode(b"\xc1")
+
+
+def test_a_log_probability_of_minus_infinity_passes() -> None:
+    message = StepDone(1, [RequestOutput("a", 0, [5], 9, [PositionLogprobs(NEVER, [])])], [], STATS)
+    assert decode(encode(message)) == message
+
+
 def test_what_is_no_message_of_ours_is_not_sent() -> None:
-    with pytest.raises(CodecError, match="SamplingParams is not a message"):
-        MESSAGES.encode(SamplingParams(1))
+    with pytest.raises(InvalidMessage, match="SamplingParams is not a message"):
+        encode(SamplingParams(1))
 
 
 async def test_messages_larger_than_the_sockets_buffer_arrive_in_order_with_their_descriptors(

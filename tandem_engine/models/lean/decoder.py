@@ -22,6 +22,8 @@ from tandem_engine.ops.rowwise import softcap_
 class Decoder:
     """A decoder-only model on an op layer. A token's bits do not depend on what else is in its step."""
 
+    is_batch_invariant = True
+
     def __init__(self, config: DecoderConfig, weights: LeanWeights, rotary: dict[str, Rotary], ops: Ops) -> None:
         self.config = config
         self.ops = ops

@@ -1,1 +1,1 @@
-"""Which tokens are guessed ahead of an answer? A wrong guess costs a row of a step, never a token."""
+"""Proposes draft tokens for answers. A wrong draft costs a row of a step, and never changes a token."""

@@ -1,128 +1,151 @@
-"""What can be guessed from a request's own text, and from what the same account was answered before?"""
+"""Finds draft tokens in a request's own text and in earlier answers to the same account.
+
+Both drafters search for the last tokens of the request in a text and propose what followed there (prompt lookup
+decoding; Saxena, 2023). A text is kept as bytes, 4 per token: `bytearray.rfind` reads some tokens per nanosecond, so a
+text needs no index.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tandem_engine.scheduling.block_hash import BlockHash
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.speculation.ngrams import UNSEEN, NGramIndex, TokenBytes
 
-_MAX_INDEXED = 256  # tokens per call, under 1 us each: a long prompt is taken in by and by
-_NUM_PROMPT_TOKENS = 12
-_MAX_TEXT_TOKENS = 16_384
-_MAX_TOKENS = 65_536  # kept in all, some 300 bytes each with their index
-_SEPARATOR = -1
+MAX_MATCH_TOKENS = 16
+"""Tokens before a draft that are compared; a longer match is not more reliable."""
+_TOKEN_BYTES = array("I").itemsize
+_SEARCHED_TOKENS = (3, 2, 1)  # tokens at the end of a request that a place has to repeat, tried in this order
+_NUM_CANDIDATES = 4  # latest places that are compared; the longest match of these is taken
+_NUM_PROMPT_TOKENS = 12  # kept before each earlier answer, so that its beginning is found
+_MAX_ACCOUNT_TOKENS = 8_192  # one search takes about 10 us
+_MAX_TOKENS = 65_536
+_SEPARATOR = b"\xff" * _TOKEN_BYTES
 
 
-class Guess(NamedTuple):
+class Draft(NamedTuple):
     """Tokens that may follow a request's."""
 
     token_ids: Sequence[int]
-    num_agreed: int
-    """So many tokens before them are the same where they come from."""
-    firmness: Sequence[int]
-    """Of each token: CHANGED, UNSEEN or FIRM."""
+    num_matched: int
+    """Tokens in a row before the draft that are the same in the request and in the text, at most MAX_MATCH_TOKENS."""
 
-    def cut(self, num_tokens: int) -> Guess:
-        return Guess(self.token_ids[:num_tokens], self.num_agreed, self.firmness[:num_tokens])
+    def cut(self, num_tokens: int) -> Draft:
+        return Draft(self.token_ids[:num_tokens], self.num_matched)
 
 
 class Drafter(Protocol):
-    """One way to guess; keeps what it needs of a request until `forget`."""
+    """One source of drafts; keeps what it needs of a request until `forget`."""
 
-    def guess(self, request: Request, max_tokens: int) -> Guess | None:
+    def draft(self, request: Request, max_tokens: int) -> Draft | None:
         """Return from one to `max_tokens` tokens that may follow, or None."""
         ...
 
     def forget(self, request: Request) -> None:
-        """The request is over; its tokens may be of use to others."""
+        """Drop what is kept of a request that is over."""
         ...
 
 
 class OwnText:
-    """Prompt and answer: what followed the last tokens where they stood before (prompt lookup; Saxena, 2023)."""
+    """Drafts from the prompt and the answer so far."""
 
     def __init__(self) -> None:
-        self._texts: dict[Request, TokenBytes] = {}
+        self._texts: dict[Request, bytearray] = {}
 
-    def guess(self, request: Request, max_tokens: int) -> Guess | None:
-        text = self._texts.get(request)
-        if text is None:
-            text = self._texts[request] = TokenBytes()
-        match = text.find(request.token_ids)
-        if match is None:
+    def draft(self, request: Request, max_tokens: int) -> Draft | None:
+        text = self._texts.setdefault(request, bytearray())
+        text += array("I", request.token_ids[len(text) // _TOKEN_BYTES :]).tobytes()
+        found = find_match(text, text[-MAX_MATCH_TOKENS * _TOKEN_BYTES :], len(text) - 1)
+        if found is None:
             return None
-        token_ids = request.token_ids[match.end : match.end + max_tokens]
-        if len(token_ids) < max_tokens:  # the text repeats itself, and goes on repeating
+        end, num_matched = found
+        token_ids = request.token_ids[end : end + max_tokens]
+        if len(token_ids) < max_tokens:  # the match overlaps the end: the text repeats itself
             token_ids = (token_ids * max_tokens)[:max_tokens]
-        return Guess(token_ids, match.num_agreed, [UNSEEN] * max_tokens)
+        return Draft(token_ids, num_matched)
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request, None)
 
 
-@dataclass
-class _Text:
-    """Answers one after the other, each behind the last tokens of its prompt."""
-
-    token_ids: list[int] = field(default_factory=list)
-    index: NGramIndex = field(default_factory=NGramIndex)
-
-    def add(self, token_ids: Sequence[int]) -> None:
-        self.token_ids += [_SEPARATOR, *token_ids[-_MAX_TEXT_TOKENS // 2 :]]
-        if len(self.token_ids) > _MAX_TEXT_TOKENS:
-            self.token_ids = self.token_ids[-_MAX_TEXT_TOKENS // 2 :]
-            self.index = NGramIndex()
-
-
 class EarlierAnswers:
-    """What requests of the same account were answered lately: among equals the latest counts.
+    """Drafts from the latest answers to requests of the same account.
 
-    Bounded in tokens; the account that was not served for longest is forgotten first. Accounts are told apart by the
-    roots of their block hashes, so none sees another's. Who may not read all of the cache reads nothing here, and who
-    may not leave all in it leaves nothing.
+    The root of the block hashes identifies the account, so no account reads another's answers. A request that may not
+    read the whole prefix cache reads no answers; a request that may not leave all its blocks there leaves no answer.
+    Memory is bounded in tokens; the account whose last answer is oldest is dropped first.
     """
 
     def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._texts: OrderedDict[BlockHash, _Text] = OrderedDict()
-        self.num_tokens = 0
+        self._max_bytes = max_tokens * _TOKEN_BYTES
+        self._texts: OrderedDict[BlockHash, bytearray] = OrderedDict()
+        self._num_bytes = 0
 
-    def guess(self, request: Request, max_tokens: int) -> Guess | None:
+    @property
+    def num_tokens(self) -> int:
+        return self._num_bytes // _TOKEN_BYTES
+
+    def draft(self, request: Request, max_tokens: int) -> Draft | None:
         text = None if request.hash_root is None else self._texts.get(request.hash_root)
         if text is None or request.max_found_blocks is not None:
             return None
-        guess = _look_up(text.index, text.token_ids, request.token_ids, max_tokens)
-        if guess is None or _SEPARATOR not in guess.token_ids:
-            return guess
-        length = guess.token_ids.index(_SEPARATOR)
-        return guess.cut(length) if length else None
+        found = find_match(text, array("I", request.token_ids[-MAX_MATCH_TOKENS:]).tobytes(), len(text))
+        if found is None:
+            return None
+        end, num_matched = found
+        following = array("I", bytes(text[end * _TOKEN_BYTES : (end + max_tokens) * _TOKEN_BYTES]))
+        token_ids = following.tolist()
+        if _SEPARATOR_ID in token_ids:
+            token_ids = token_ids[: token_ids.index(_SEPARATOR_ID)]
+        return Draft(token_ids, num_matched) if token_ids else None
 
     def forget(self, request: Request) -> None:
+        """Keep the answer of a request that is over, if the request allows that."""
         has_answer = request.mode != "prefill" and request.num_generated_tokens > 0
         if request.hash_root is None or request.max_left_blocks is not None or not has_answer:
             return
-        text = self._texts.setdefault(request.hash_root, _Text())
+        first = max(0, request.num_prompt_tokens - _NUM_PROMPT_TOKENS, request.num_tokens - _MAX_ACCOUNT_TOKENS // 2)
+        text = self._texts.setdefault(request.hash_root, bytearray())
         self._texts.move_to_end(request.hash_root)
-        self.num_tokens -= len(text.token_ids)
-        text.add(request.token_ids[max(0, request.num_prompt_tokens - _NUM_PROMPT_TOKENS) :])
-        self.num_tokens += len(text.token_ids)
-        while self.num_tokens > self._max_tokens:
+        self._num_bytes -= len(text)
+        text += _SEPARATOR + array("I", request.token_ids[first:]).tobytes()
+        if len(text) > _MAX_ACCOUNT_TOKENS * _TOKEN_BYTES:
+            del text[: len(text) - _MAX_ACCOUNT_TOKENS // 2 * _TOKEN_BYTES]
+        self._num_bytes += len(text)
+        while self._num_bytes > self._max_bytes:
             _, oldest = self._texts.popitem(last=False)
-            self.num_tokens -= len(oldest.token_ids)
+            self._num_bytes -= len(oldest)
 
 
-def _look_up(index: NGramIndex, text: list[int], context: list[int], max_tokens: int) -> Guess | None:
-    """Return what follows in `text` where it reads like the end of `context`, once all of it is indexed."""
-    end = len(text) - 1  # something has to follow
-    index.extend(text, min(end, index.num_indexed + _MAX_INDEXED))
-    if index.num_indexed < end or (match := index.find(text, context)) is None:
-        return None
-    token_ids = text[match.end : match.end + max_tokens]
-    firmness = index.firmness[match.end : match.end + max_tokens]
-    firmness.extend([UNSEEN] * (len(token_ids) - len(firmness)))
-    return Guess(token_ids, match.num_agreed, firmness)
+_SEPARATOR_ID = array("I", _SEPARATOR)[0]
+
+
+def find_match(text: bytes | bytearray, context: bytes | bytearray, end: int) -> tuple[int, int] | None:
+    """Return the place in `text[:end]` that repeats the last tokens of `context` best: what follows, tokens that match.
+
+    The first is the index of the token behind the place. `text` and `context` have 4 bytes per token.
+    """
+    for num_searched in _SEARCHED_TOKENS:
+        size = num_searched * _TOKEN_BYTES
+        tail = context[-size:]
+        best, most, before = 0, 0, end
+        for _ in range(_NUM_CANDIDATES):
+            at = text.rfind(tail, 0, before)
+            if at < 0 or most == MAX_MATCH_TOKENS:
+                break
+            before = at + size - 1
+            if at % _TOKEN_BYTES == 0 and (num_matched := _num_matched(text, at + size, context)) > most:
+                best, most = (at + size) // _TOKEN_BYTES, num_matched
+        if most:
+            return best, most
+    return None
+
+
+def _num_matched(text: bytes | bytearray, end: int, context: bytes | bytearray) -> int:
+    """Count the last tokens of `text[:end]` that are also the last ones of `context`."""
+    size = min(MAX_MATCH_TOKENS * _TOKEN_BYTES, end, len(context))
+    ours, others = int.from_bytes(text[end - size : end], "little"), int.from_bytes(context[-size:], "little")
+    return (8 * size - (ours ^ others).bit_length()) // (8 * _TOKEN_BYTES)  # the last token is in the highest bits

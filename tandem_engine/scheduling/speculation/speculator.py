@@ -1,128 +1,119 @@
-"""Which guesses are worth their row in the next step?
+"""Adds draft tokens to the answers of a step.
 
-A guess pays while what it should bring, the chance that it is right, is to the seconds it adds as the tokens of the
-step are to its seconds, and a margin more. What a step takes and what a guess adds to it is measured (`step_time`). So
-guessing ends by itself where guesses are wrong, and in steps of so many answers that rows are dear. Where no text is
-sure of what follows, a draft model may be asked, if there is one (`draft_model`).
+Each request has one average per source of drafts: the share of its draft tokens that were accepted. Drafts run while
+the average is above a cut-off. A source below the cut-off rests for REST_TOKENS tokens of that request, then tries
+again. A step of more answers needs a higher average: `num_decodes / (num_decodes + ROWS_PER_STEP)`, because a row more
+costs a fixed time, and a step's fixed time is shared by more tokens.
+
+Two lengths are fixed: `max_draft_tokens` where the average is high, else SHORT_TOKENS, or as many tokens as matched
+before the draft if those are fewer. A draft model proposes NUM_DRAFT_TOKENS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Mapping, Sequence
 
 from tandem_engine.scheduling.admission import max_kv_tokens
 from tandem_engine.scheduling.batch import Batch, ScheduledRun
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
-from tandem_engine.scheduling.pacing import Pacer
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tandem_engine.scheduling.speculation.acceptance import MOST_CHANCE, Acceptance, Rates
-from tandem_engine.scheduling.speculation.draft_model import DraftModel, ModelDrafter
-from tandem_engine.scheduling.speculation.drafters import Drafter, EarlierAnswers, Guess, OwnText
-from tandem_engine.scheduling.speculation.rest import Gain, Rest
-from tandem_engine.scheduling.step_time import work_of
+from tandem_engine.scheduling.speculation.draft_model import NUM_DRAFT_TOKENS, DraftModel
+from tandem_engine.scheduling.speculation.drafters import Draft, Drafter, EarlierAnswers, OwnText
 
-_MARGIN = 0.1
-_FIRST_SHARE = 1 / 16  # of a step's seconds, that a guess is thought to add before that was measured
-_ASKED_AGAIN_AFTER = 64  # steps in which no guess could pay: what one adds is measured again, at one answer
-_PRICED_STEPS = 8  # that go by one prediction
-_SURE = 0.9  # who is as sure as this of a guess looks for no better one
+log = logging.getLogger(__name__)
 
-
-class _Offer(NamedTuple):
-    request: Request
-    guess: Guess
-    acceptance: Acceptance
-    chances: list[float]
-    is_asked: bool = False
-    """It is the draft model's."""
+ROWS_PER_STEP = 6
+"""Rows that cost as much as the fixed part of a step: a row more added a sixth of a step on an AMD EPYC (Zen 4)."""
+REST_TOKENS = 32
+SHORT_TOKENS = 3
+_LONG_DRAFT_RATE = 0.6
+_MODEL_RATE = 0.5  # a draft model's tokens cost its own rounds, too
+_FIRST_RATE, _FIRST_TOKENS = 0.5, 4.0
+_FADE = 7 / 8  # of the past, with each draft
+_SEARCH_TOKENS = 0.5  # draft tokens that a search without a result counts for
 
 
-_Looked = list[tuple[Request, _Offer | None]]
+class Acceptance:
+    """The share of one request's draft tokens that were accepted; recent drafts count most."""
+
+    __slots__ = ("_num_accepted", "_num_drafted", "rests_until")
+
+    def __init__(self) -> None:
+        self._num_accepted = _FIRST_RATE * _FIRST_TOKENS
+        self._num_drafted = _FIRST_TOKENS
+        self.rests_until = 0
+        """Number of tokens of the request from which on drafts are tried."""
+
+    @property
+    def rate(self) -> float:
+        return self._num_accepted / self._num_drafted
+
+    def observe(self, num_drafted: float, num_accepted: int, num_tokens: int, cutoff: float) -> None:
+        """Count one draft of a request that has `num_tokens` tokens now."""
+        self._num_accepted = _FADE * self._num_accepted + num_accepted
+        self._num_drafted = _FADE * self._num_drafted + num_drafted
+        if self.rate < cutoff:
+            self.rests_until = num_tokens + REST_TOKENS
 
 
 class Speculator:
-    """Adds drafts to steps, and learns from what became of them."""
+    """Owns the drafters and the acceptance averages."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, pacer: Pacer) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self._kv = kv
-        self._pacer = pacer
-        self._standings: dict[Request, _Standing] = {}
-        self._tried: dict[Request, _Offer] = {}
-        self._num_too_dear = 0
-        self._num_priced = self._num_steps_priced = 0
-        self._seconds: float | None = None
-        self._seconds_each: float | None = None
-        self._model: ModelDrafter | None = None
-        self.use([OwnText(), EarlierAnswers()])
+        self._of_texts: dict[Request, Acceptance] = {}
+        self._of_model: dict[Request, Acceptance] = {}
+        self._tried: dict[Request, tuple[Acceptance, float]] = {}  # with the cut-off of the step
+        self._model: DraftModel | None = None
+        self.model_cutoff = _MODEL_RATE
+        self._drafters: Sequence[Drafter] = (OwnText(), EarlierAnswers())
 
     def use(self, drafters: Sequence[Drafter]) -> None:
-        """Guess by these; before the first request."""
+        """Replace the drafters; before the first request."""
         self._drafters = drafters
-        self._rates = [Rates() for _ in drafters]
-        self._gain = Gain()
 
     def use_model(self, model: DraftModel) -> None:
-        """Ask this one, too; before the first request."""
-        self._model = ModelDrafter(model, self._pacer.timer)
+        """Use a draft model too; before the first request."""
+        self._model = model
 
     def draft(self, batch: Batch, num_reserve_blocks: int) -> None:
-        """Put guesses behind the answers of a step that has all else; they leave that many blocks to others."""
+        """Put drafts behind the answers of a complete step; leave `num_reserve_blocks` blocks to other requests."""
         self._tried.clear()
         if not self._config.max_draft_tokens or not batch.num_tokens_left:
             return
-        standings, model = self._standings, self._model
-        if model is not None and (not model.is_on or model.rests()):
-            model = None
-        awake = [
-            run.request
-            for run in batch.runs.values()
-            if ((standing := standings.get(run.request)) is None or standing.rest.is_over(run.end)) and _is_answer(run)
-        ]
-        if not (awake or model):
-            return
-        runs = [run for run in batch.runs.values() if _is_answer(run)]
-        is_beside_prompts = self._pacer.has_target and len(runs) < len(batch.runs)
-        if not runs or is_beside_prompts or (step := self._step(runs)) is None:
-            return
-        if step.least_chance >= MOST_CHANCE:
-            self._num_too_dear += 1
-            if self._num_too_dear % _ASKED_AGAIN_AFTER:
-                return
-            step, awake, model = _Step(1, 1.0, _FIRST_SHARE), awake[:1], None
-        least = step.least_chance
-        looked: _Looked = [(request, self._offer(request, least)) for request in awake]
-        if model is not None:
-            looked = self._ask(model, looked, step, batch, num_reserve_blocks)
-        self._add_best(looked, step, batch, num_reserve_blocks)
+        cutoff = batch.num_decodes / (batch.num_decodes + ROWS_PER_STEP)
+        drafts: dict[Request, tuple[Draft, Acceptance, float]] = {}
+        for run in batch.runs.values():
+            request, acceptance = run.request, self._of_texts.get(run.request)
+            if (acceptance is None or run.end >= acceptance.rests_until) and run.is_answer:
+                if acceptance is None:
+                    acceptance = self._of_texts[request] = Acceptance()
+                if draft := self._text_draft(request, acceptance):
+                    drafts[request] = draft, acceptance, cutoff
+                else:
+                    acceptance.observe(_SEARCH_TOKENS, 0, request.num_tokens, cutoff)
+        if self._model is not None:
+            self._ask_model(self._model, batch, num_reserve_blocks, drafts)
+        for request, (draft, acceptance, its_cutoff) in drafts.items():
+            if num_tokens := self._num_fitting(
+                request, len(draft.token_ids), batch.num_tokens_left, num_reserve_blocks
+            ):
+                batch.add_drafts(request, tuple(draft.token_ids[:num_tokens]))
+                self._tried[request] = acceptance, its_cutoff
 
-    def _step(self, runs: Sequence[ScheduledRun]) -> _Step | None:
-        """Return what a step without guesses takes; None while nothing like it was measured."""
-        if self._num_priced != len(runs) or self._num_steps_priced == _PRICED_STEPS:
-            model = self._pacer.model
-            self._num_priced, self._num_steps_priced = len(runs), 0
-            self._seconds = model.predict(work_of(runs, self._config.window))
-            self._seconds_each = model.draft_seconds()
-        self._num_steps_priced += 1
-        if not self._seconds:
-            self._num_priced = 0
-            return None
-        each = _FIRST_SHARE * self._seconds if self._seconds_each is None else self._seconds_each
-        return _Step(len(runs), self._seconds, each)
-
-    def observe(self, run: ScheduledRun, num_drawn: int) -> None:
-        """So many tokens were drawn for a run."""
+    def observe(self, run: ScheduledRun, num_sampled: int) -> None:
+        """Count the drafts of a run; it sampled the accepted ones and one token more."""
         if run.draft_tokens:
-            offer, num_right = self._tried.pop(run.request), num_drawn - 1
-            offer.acceptance.observe(offer.guess, len(run.draft_tokens), num_right)
-            if not offer.is_asked:
-                self._standings[run.request].rest.looked(run.end + num_right, num_right)
+            acceptance, cutoff = self._tried.pop(run.request)
+            acceptance.observe(len(run.draft_tokens), num_sampled - 1, run.end + num_sampled, cutoff)
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
-        self._standings.pop(request, None)
+        """Drop what is kept of a request that is over."""
+        self._of_texts.pop(request, None)
+        self._of_model.pop(request, None)
         self._tried.pop(request, None)
         if self._config.max_draft_tokens:
             for drafter in self._drafters:
@@ -130,135 +121,71 @@ class Speculator:
         if self._model is not None:
             self._model.forget(request)
 
-    def _standing(self, request: Request) -> _Standing:
-        standing = self._standings.get(request)
-        if standing is None:
-            sources = [(drafter, Acceptance(rates)) for drafter, rates in zip(self._drafters, self._rates, strict=True)]
-            standing = self._standings[request] = _Standing(sources, Rest(self._gain))
-        return standing
-
-    def _offer(self, request: Request, least: float) -> _Offer | None:
-        """Return the likeliest guess, if there is any."""
-        max_tokens = min(self._config.max_draft_tokens, self._num_left(request))
-        best: _Offer | None = None
+    def _text_draft(self, request: Request, acceptance: Acceptance) -> Draft | None:
+        """Return the draft with the longest match, cut to its fixed length and before a stop token."""
+        max_tokens = self._max_tokens(request)
         if max_tokens < 1:
-            return best
-        sources = self._standing(request).sources
-        for source in sources:
-            drafter, acceptance = source
-            if guess := _before_stop(drafter.guess(request, max_tokens), request):
-                chances = acceptance.chances(guess, least)
-                if best is None or chances[0] > best.chances[0]:
-                    best = _Offer(request, guess, acceptance, chances)
-                if chances[0] > _SURE:
-                    if source is not sources[0]:  # whoever was sure last is asked first
-                        sources.remove(source)
-                        sources.insert(0, source)
-                    break
-        return best
+            return None
+        best: Draft | None = None
+        for drafter in self._drafters:
+            draft = drafter.draft(request, max_tokens)
+            if draft is not None and (best is None or draft.num_matched > best.num_matched):
+                best = draft
+        if best is None:
+            return None
+        if acceptance.rate < _LONG_DRAFT_RATE:
+            best = best.cut(min(best.num_matched, SHORT_TOKENS))
+        return _before_stop(best, request)
 
-    def _num_left(self, request: Request) -> int:
-        """Return how many guesses its slots would ever have room for."""
-        return max_kv_tokens(request, self._config) - request.num_tokens
-
-    def _ask(self, model: ModelDrafter, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int) -> _Looked:
-        """Let the draft model guess where no text is sure, if that pays; what it takes is part of the step."""
-        sure = [(request, offer) for request, offer in looked if offer and offer.chances[0] > _SURE]
-        without, others = step.copy(), step.copy()
-        _rank(looked, without)
-        num_room = batch.num_tokens_left - sum(_rank(sure, others))
-        of_texts = {request for request, _ in sure}
-        limits = {
-            run.request: (min(self._config.max_draft_tokens, self._num_left(run.request)), self._num_left(run.request))
-            for run in batch.runs.values()
-            if _is_answer(run) and run.request not in of_texts
-        }
-        wanted = {}
-        for request, num_wanted in model.choose(limits, without, others).items():
-            num_tokens = min(num_wanted, num_room)
-            num_tokens = self._kv.room_for_drafts(request, num_tokens, num_reserve_blocks) if num_tokens else 0
-            if num_tokens:
-                wanted[request] = num_tokens
-                num_room -= num_tokens
+    def _ask_model(
+        self,
+        model: DraftModel,
+        batch: Batch,
+        num_reserve_blocks: int,
+        drafts: dict[Request, tuple[Draft, Acceptance, float]],
+    ) -> None:
+        """Replace drafts by the model's where its average is higher. A model that raises is switched off."""
+        num_room = batch.num_tokens_left - sum(len(draft.token_ids) for draft, *_ in drafts.values())
+        wanted: dict[Request, int] = {}
+        for run in batch.runs.values():
+            request = run.request
+            if run.is_answer and self._is_for_model(request, drafts.get(request)):
+                num_tokens = min(NUM_DRAFT_TOKENS, self._max_tokens(request))
+                num_tokens = self._num_fitting(request, num_tokens, num_room, num_reserve_blocks)
+                if num_tokens and model.num_missing(request) is not None:
+                    wanted[request] = num_tokens
+                    num_room -= num_tokens
         if not wanted:
-            return looked
-        proposals, seconds = model.ask(wanted)
-        self._pacer.copied(seconds)
-        step.seconds += seconds
-        asked = [
-            (request, _Offer(request, guess, acceptance, acceptance.chances(guess, step.least_chance), is_asked=True))
-            for request, (proposed, acceptance) in proposals.items()
-            if (guess := _before_stop(proposed, request))
-        ]
-        return [*((request, offer) for request, offer in looked if request not in proposals or not offer), *asked]
+            return
+        try:
+            proposed: Mapping[Request, Sequence[int]] = model.propose(wanted)
+        except Exception as error:  # noqa: BLE001 - no request needs a draft, whatever the error is
+            log.error("the draft model is switched off: %s: %s", type(error).__name__, error)
+            self._model = None
+            return
+        for request, token_ids in proposed.items():
+            if draft := _before_stop(Draft(token_ids, 0), request):
+                drafts[request] = draft, self._of_model[request], self.model_cutoff
 
-    def _add_best(self, looked: _Looked, step: _Step, batch: Batch, num_reserve_blocks: int) -> None:
-        """Add guesses, the likeliest first, as long as they pay."""
-        for (request, offer), count in zip(looked, _rank(looked, step), strict=True):
-            rest = self._standing(request).rest
-            if offer and offer.is_asked:
-                self._add(offer, max(1, count), batch, num_reserve_blocks)
-            elif not offer or not self._add(offer, count or rest.num_probes, batch, num_reserve_blocks):
-                rest.looked(request.num_tokens, 0)
+    def _is_for_model(self, request: Request, text: tuple[Draft, Acceptance, float] | None) -> bool:
+        acceptance = self._of_model.setdefault(request, Acceptance())
+        if request.num_tokens < acceptance.rests_until:
+            return False
+        return text is None or text[1].rate < acceptance.rate
 
-    def _add(self, offer: _Offer, num_wanted: int, batch: Batch, num_reserve_blocks: int) -> int:
-        num_tokens = min(num_wanted, batch.num_tokens_left)
-        num_tokens = self._kv.room_for_drafts(offer.request, num_tokens, num_reserve_blocks) if num_tokens else 0
-        if num_tokens:
-            batch.add_drafts(offer.request, tuple(offer.guess.token_ids[:num_tokens]))
-            self._tried[offer.request] = offer
-        return num_tokens
+    def _max_tokens(self, request: Request) -> int:
+        """Return how many drafts a step may have and the answer still has room for."""
+        return min(self._config.max_draft_tokens, max_kv_tokens(request, self._config) - request.num_tokens)
+
+    def _num_fitting(self, request: Request, num_tokens: int, num_room: int, num_reserve_blocks: int) -> int:
+        """Return how many drafts fit the budget and have slots; takes new blocks for them."""
+        num_tokens = min(num_tokens, num_room)
+        return self._kv.room_for_drafts(request, num_tokens, num_reserve_blocks) if num_tokens > 0 else 0
 
 
-def _is_answer(run: ScheduledRun) -> bool:
-    return run.is_decode and run.request.mode != "prefill"
-
-
-class _Standing(NamedTuple):
-    """How the guesses of one request have done."""
-
-    sources: list[tuple[Drafter, Acceptance]]
-    """The one that was sure last comes first."""
-    rest: Rest
-
-
-def _rank(looked: Sequence[tuple[Request, _Offer | None]], step: _Step) -> list[int]:
-    """Let guesses join a step, the likeliest first, as long as they pay; return of each offer how many do."""
-    counts = [0] * len(looked)
-    ranked = [(chance, -i) for i, (_, offer) in enumerate(looked) if offer for chance in offer.chances]
-    for chance, number in sorted(ranked, reverse=True):
-        if chance <= step.least_chance:
-            break
-        step.add(chance)
-        counts[-number] += 1
-    return counts
-
-
-def _before_stop(guess: Guess | None, request: Request) -> Guess | None:
-    """Return what is worth computing of a guess: nothing follows a stop token."""
-    if guess is not None:
-        for stop in request.sampling.stop_token_ids:
-            if stop in guess.token_ids:
-                guess = guess.cut(guess.token_ids.index(stop))
-    return guess if guess is not None and guess.token_ids else None
-
-
-class _Step:
-    """A step as it grows: what it should bring, and what it should take."""
-
-    def __init__(self, num_tokens: float, seconds: float, seconds_each: float) -> None:
-        self.num_tokens = num_tokens
-        self.seconds = seconds
-        self.seconds_each = seconds_each
-
-    def copy(self) -> _Step:
-        return _Step(self.num_tokens, self.seconds, self.seconds_each)
-
-    @property
-    def least_chance(self) -> float:
-        """A guess has to be likelier to pay."""
-        return (1 + _MARGIN) * self.seconds_each * self.num_tokens / self.seconds
-
-    def add(self, chance: float) -> None:
-        self.num_tokens += chance
-        self.seconds += self.seconds_each
+def _before_stop(draft: Draft, request: Request) -> Draft | None:
+    """Cut a draft before a stop token: nothing follows it."""
+    for stop in request.sampling.stop_token_ids:
+        if stop in draft.token_ids:
+            draft = draft.cut(draft.token_ids.index(stop))
+    return draft if draft.token_ids else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from control_plane.accounts.identity import Caller
@@ -127,7 +127,7 @@ async def test_a_choice_that_moves_takes_its_seed_and_what_its_penalties_count_a
     """Penalties count the answer's tokens, from `num_prompt_tokens` on; noise depends on the absolute position."""
     dying, heir = ScriptedWorker("a", behave=fail_after(3, Unavailable("its engine died"))), ScriptedWorker("b")
     sampling = SamplingParams(max_tokens=5, temperature=0.7, min_tokens=4)
-    sampling = replace(sampling, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.25)
+    sampling = msgspec.structs.replace(sampling, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.25)
     async with harness(dying, heir) as here:
         stream = await here.dispatcher.submit(new_request(num_choices=2, sampling=sampling, choice_seeds=(11, 22)))
         assert await tokens_of(stream) == [answer(), answer()]

@@ -82,6 +82,10 @@ class RecordingModel:
         self._model = model
         self.digests: list[bytes] = []
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._model.is_batch_invariant
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -1,4 +1,4 @@
-"""What do the ways play on: one model, any number of engines over it, one journal?"""
+"""Provides what the ways run on: one model, any number of engines over it, and one journal."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from tandem_engine.messages import (
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.cpu import CpuOps
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
-from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tandem_engine.scheduling.speculation.draft_model import ModelDrafter, Plan
 from tandem_engine.settings import EngineConfig
 from tests.checkpoints import make_checkpoint
 from tests.tandem_engine.determinism.asks import Ask
@@ -47,16 +45,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", _LEAN),
     "gemma2": ("gemma2", _LEAN),
     "mixtral": ("mixtral", _LEAN),
-    "olmo2, compatibility route": ("olmo2", {"route": "transformers"}),
     "llama, plain torch": ("llama", {"route": "lean", "kernels": "torch"}),
 }
-"""Kind of checkpoint and settings, by name. The demo's weights are bf16, the others' float32; all layers of mistral
-have a window, so that its blocks are dropped; some of qwen2 and gemma2."""
+"""Kind of checkpoint and settings, by name. The demo's weights are bf16, the others' are float32. All layers of mistral
+have a window, so its blocks are dropped; some layers of qwen2 and gemma2 have one."""
+LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {"llama, plain transformers": ("llama", {"route": "transformers"})}
+"""Models of a batch-dependent numerics class: a token's bits depend on the batch, so nothing can be compared."""
 
 
 def loaded(name: str, folder: Path) -> LoadedModel:
-    """Load one of MODELS; its checkpoint is made below `folder`."""
-    kind, settings = MODELS[name]
+    """Load one of MODELS or LEFT_OUT; its checkpoint is made below `folder`."""
+    kind, settings = (MODELS | LEFT_OUT)[name]
     config = EngineConfig(str(make_checkpoint(folder, kind)), device="cpu", num_threads=1, **settings)
     torch.set_num_threads(1)
     return load_model(config, lambda stage, fraction: None)
@@ -64,7 +63,7 @@ def loaded(name: str, folder: Path) -> LoadedModel:
 
 @dataclass
 class Stage:
-    """One model, and the chance that all of one way is drawn from."""
+    """One model, and the random numbers of one way."""
 
     model: LoadedModel
     chance: random.Random
@@ -119,16 +118,6 @@ class Stage:
             torch.set_num_threads(num_threads)
 
 
-class _EagerDrafter(ModelDrafter):
-    """Asks whether it pays or not."""
-
-    def rests(self) -> bool:
-        return False
-
-    def choose(self, limits: Mapping[Request, tuple[int, int]], without: Plan, others: Plan) -> dict[Request, int]:
-        return {each.request: limits[each.request][0] for each in self._candidates(limits)}
-
-
 class Engine:
     """An EngineCore with a pool of its own whose steps go into the journal. Time passes at random as it is read."""
 
@@ -154,10 +143,10 @@ class Engine:
             group_window=groups[-1].window if groups else None,
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
-        self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9), self._time)
+        self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9))
 
     def use_draft_model(self, *, is_alone: bool) -> None:
-        """Let the model guess for itself, with a cache of its own; `is_alone`: always, and no text is searched."""
+        """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""
         model = self._stage.model
         geometry = replace(self.cache.geometry, groups=())
         cache = PagedKVCache(geometry, self.cache.num_blocks, torch.device("cpu"), staging=False)
@@ -166,7 +155,7 @@ class Engine:
         speculator.use_model(runner)
         if is_alone:
             speculator.use([])
-            speculator._model = _EagerDrafter(runner, self._time)
+            speculator.model_cutoff = 0.0
 
     @property
     def counters(self) -> Mapping[str, float]:

@@ -1,6 +1,6 @@
-"""Which ways can a request be answered? Each is a function that answers all requests and leaves what came in a journal.
+"""Defines the ways in which requests can be answered. Each function answers all requests and fills a journal.
 
-A new way is one more function and one more line in WAYS, with the counter that proves that it was gone.
+A new way is one more function and one more line in WAYS, with the counter that proves that requests took it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tandem_engine.messages import AbortRequest, OfferPrefix, Recompute
+from tandem_engine.messages import AbortRequest, Recompute
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tests.tandem_engine.determinism.asks import MAX_ANSWER_TOKENS, Ask, random_tokens
 from tests.tandem_engine.determinism.hand_over import Pair
@@ -27,7 +27,7 @@ class Way:
     name: str
     play: Callable[[Stage, Sequence[Ask]], None]
     proof: str
-    """A counter of the journal that is above zero if requests did go this way."""
+    """A counter of the journal that is above zero if requests took this way."""
 
 
 def alone(stage: Stage, asks: Sequence[Ask]) -> None:
@@ -47,13 +47,13 @@ def in_batches(stage: Stage, asks: Sequence[Ask]) -> None:
 
 
 def in_chunks(stage: Stage, asks: Sequence[Ask]) -> None:
-    """Prompts cut by budgets and by ITL targets, beside answers."""
+    """Prompts are cut by budgets, and cut shorter beside answers."""
     for group in stage.groups(asks, 4, 30):
         engine = stage.roomy(
             group,
             max_num_seqs=stage.chance.randint(1, 16),
             max_num_batched_tokens=stage.chance.choice([1, 3, 17, 32, 50, 100, 256]),
-            itl_target_ms=stage.chance.choice([0.0, 5.0, 30.0]),
+            max_prefill_tokens_with_decodes=stage.chance.choice([1, 16, 64, 256]),
         )
         engine.play(group)
         engine.close()
@@ -86,7 +86,7 @@ def from_cache(stage: Stage, asks: Sequence[Ask]) -> None:
 
 
 def from_store(stage: Stage, asks: Sequence[Ask]) -> None:
-    """Beginnings of prompts come from another process's region; blocks of preempted requests come back from there."""
+    """Beginnings of prompts come from another process's region; some requests are preempted later."""
     stage = replace(stage, block_size=_SMALL_BLOCK)
     for group in stage.groups(asks, 4, 30):
         first = [_beginning(stage, ask) for ask in group]
@@ -138,7 +138,7 @@ def migrated(stage: Stage, asks: Sequence[Ask]) -> None:
 
 
 def speculating(stage: Stage, asks: Sequence[Ask]) -> None:
-    """Guesses run with answers: from the text itself and from earlier answers, some of which end in the same way."""
+    """Drafts run with answers: from the request's text and from earlier answers."""
     for group in stage.groups(asks, 1, 12):
         most_drafts, most_seqs = stage.chance.randint(1, 8), stage.chance.randint(1, 8)
         engine = stage.roomy(group, max_num_seqs=most_seqs, max_draft_tokens=most_drafts)
@@ -147,7 +147,7 @@ def speculating(stage: Stage, asks: Sequence[Ask]) -> None:
 
 
 def speculating_with_a_model(stage: Stage, asks: Sequence[Ask]) -> None:
-    """The same model guesses, so that much of it comes true: always and alone, or beside texts and where that pays."""
+    """The model is its own draft model, so many drafts are right: in every step and alone, or beside texts."""
     for number, group in enumerate(stage.groups(asks, 1, 12)):
         most_drafts, most_seqs = stage.chance.randint(1, 8), stage.chance.randint(1, 8)
         engine = stage.roomy(group, max_num_seqs=most_seqs, max_draft_tokens=most_drafts)
@@ -190,7 +190,8 @@ def _hand_over(stage: Stage, asks: Sequence[Ask], loss: float) -> None:
 def _tight(stage: Stage, asks: Sequence[Ask]) -> Engine:
     """Return an engine with room for the largest of them, and little more."""
     most = max(map(stage.num_blocks, asks))
-    return stage.engine(most + stage.chance.randint(0, most // 2), max_num_seqs=16, max_num_batched_tokens=200)
+    num_blocks = most + stage.chance.randint(0, most // 2)
+    return stage.engine(num_blocks, max_num_seqs=16, max_num_batched_tokens=200, max_prefill_tokens_with_decodes=200)
 
 
 def _with_crowd(stage: Stage, asks: Sequence[Ask]) -> list[Ask]:
@@ -215,13 +216,11 @@ def _beginning(stage: Stage, ask: Ask) -> Ask:
 
 
 def _drain_into(store: Store, engine: Engine) -> None:
-    """Step to the end; the store keeps what is filled, and gives preempted requests their blocks back."""
+    """Step to the end; the store keeps the blocks that are filled."""
     while engine.has_work:
         done, _ = engine.step()
         for filled in done.filled:
             store.keep(engine, filled)
-        for request_id, hashes in done.preempted.items():
-            engine.core.handle(OfferPrefix(request_id, store.prefix(hashes)))
 
 
 def _migrate(stage: Stage, here: Engine, there: Engine, pair: Pair, asks: Sequence[Ask]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem_engine.core import CorruptBlock, RegionError
 from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache
@@ -35,6 +36,8 @@ class Pair:
 
 class _NoModel:
     """For runners that only move blocks."""
+
+    is_batch_invariant = True
 
     def forward(self, *_: object) -> torch.Tensor:
         raise AssertionError("nothing is computed here")

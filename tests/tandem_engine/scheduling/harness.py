@@ -1,8 +1,8 @@
-"""What stands in for the model in tests of the scheduler?
+"""Provides the runner that replaces the model in tests of the scheduler.
 
-A runner whose tokens are a pure function of position and choice, so that a reader can say in advance what comes, and a
-request that was preempted or imported must answer the same. Its KV is the hash of all tokens up to a position: a step
-that would read a slot with anything else in it fails.
+Its tokens are a pure function of position and choice, so a reader can predict them, and a request that was preempted or
+imported must answer the same. Its KV is the hash of all tokens up to a position: a step that reads a slot with any
+other content fails.
 """
 
 from __future__ import annotations
@@ -28,35 +28,33 @@ from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.speculation.drafters import Drafter
-from tandem_engine.scheduling.step_time import StepWork, work_of
 
 ROOT = hash_root(b"model", 4)
 STOP = 99
 
 
 class FakeRunner:
-    """Keeps the whole contract of `Runner` but computes nothing. Records each step as (id, first, number of tokens)."""
+    """Implements all of `Runner` without computing. Records each step as (id, first, number of tokens)."""
 
     def __init__(self, num_blocks: int, window: int | None = None, group_window: int | None = None) -> None:
         self.window = window
         self.group_window = group_window
         """Of all tables but the first."""
         self.seconds = 0.0
-        """What the steps and copies so far took."""
-        self.step_seconds: Callable[[StepWork], float] = lambda work: 0.0
-        self.copy_seconds = 0.0  # per block
+        """Simulated time of all steps so far."""
+        self.step_seconds: Callable[[SchedulerOutput], float] = lambda output: 0.0
         self.generations = array("Q", bytes(8 * num_blocks))
         self.steps: list[list[tuple[str, int, int]]] = []
         self.imported: list[tuple[int, int]] = []
         self.regions: dict[str, int] = {}
         self.stop_positions: set[int] = set()
         self.breaks_with: Exception | None = None
-        self.breaks_when_drawing: Exception | None = None
+        self.breaks_when_sampling: Exception | None = None
         self.stale_slots: set[int] = set()
         self.unmappable_regions: set[str] = set()
         self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
         self.unready: set[str] = set()
-        """Requests that have to wait for something before they can be drawn from."""
+        """Requests whose next token cannot be sampled yet."""
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
 
     def prepare(self, request: Request) -> bool:
@@ -70,16 +68,15 @@ class FakeRunner:
             self.breaks_with = None
             raise error
         self._read_and_write(output)
-        self.seconds += self.step_seconds(work_of(output.runs, self.window))
+        self.seconds += self.step_seconds(output)
         kv_written()
-        if error := self.breaks_when_drawing:
-            self.breaks_when_drawing = None
+        if error := self.breaks_when_sampling:
+            self.breaks_when_sampling = None
             raise error
         self.steps.append([(run.request.request_id, run.first_position, run.num_tokens) for run in output.runs])
         return {run.request.request_id: self._sample(run) for run in output.runs if run.samples}
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
-        self.seconds += len(blocks) * self.copy_seconds
         for block, extent in zip(blocks, extents, strict=True):
             if extent.slot in self.stale_slots:
                 raise RegionError(f"slot {extent.slot} of {extent.region_id} was handed out again")
@@ -108,7 +105,7 @@ class FakeRunner:
         return sampled
 
     def token_at(self, position: int) -> int:
-        """Return what is drawn there, for the first choice."""
+        """Return the token sampled at a position, for the first choice."""
         return STOP if position in self.stop_positions else 1000 + position
 
     def _read_and_write(self, output: SchedulerOutput) -> None:
@@ -140,7 +137,7 @@ class FakeRunner:
 
 
 class World:
-    """An engine core with blocks of 4 tokens, and the few calls that tests make of it."""
+    """Runs an engine core with blocks of 4 tokens, with the few calls that tests need."""
 
     def __init__(
         self,
@@ -150,17 +147,17 @@ class World:
         max_num_batched_tokens: int = 32,
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
-        itl_target_ms: float = 0.0,
+        max_prefill_tokens_with_decodes: int = 64,
         window: int | None = None,
         num_window_groups: int | None = None,
         group_window: int | None = None,
-        step_seconds: Callable[[StepWork], float] | None = None,
+        step_seconds: Callable[[SchedulerOutput], float] | None = None,
         max_draft_tokens: int = 0,
         drafter: Drafter | None = None,
     ) -> None:
-        """With `step_seconds` time is simulated: it passes while steps and copies run, and not otherwise.
+        """With `step_seconds` time is simulated: it passes only while steps run.
 
-        With `max_draft_tokens` answers are guessed ahead, by `drafter` alone if there is one.
+        With `max_draft_tokens` answers have drafts, from `drafter` alone if it is given.
         """
         self.runner = FakeRunner(num_blocks, window, group_window)
         config = SchedulerConfig(
@@ -171,7 +168,7 @@ class World:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_num_waiting=max_num_waiting,
-            itl_target_ms=itl_target_ms,
+            max_prefill_tokens_with_decodes=max_prefill_tokens_with_decodes,
             window=window,
             max_draft_tokens=max_draft_tokens,
             num_window_groups=num_window_groups,
@@ -182,7 +179,7 @@ class World:
         else:
             runner = self.runner
             runner.step_seconds = step_seconds
-            self.core = EngineCore(config, runner, lambda: 1 + int(runner.seconds * 1e9), lambda: runner.seconds)
+            self.core = EngineCore(config, runner, lambda: 1 + int(runner.seconds * 1e9))
         self.pool = self.core.scheduler.pool
         if drafter is not None:
             self.core.scheduler.speculator.use([drafter])
@@ -203,7 +200,7 @@ class World:
         max_found_blocks: int | None = None,
         max_left_blocks: int | None = None,
     ) -> list[EngineEvent]:
-        """`prefix` says in which remote slot each block of the prompt lies ready."""
+        """Add a request; `prefix` maps block indices of the prompt to remote slots that hold them."""
         if isinstance(prefix, Mapping):
             prefix = [PrefixBlock(index, extent(slot)) for index, slot in prefix.items()]
         command = AddRequest(
@@ -230,11 +227,11 @@ class World:
         return done
 
     def last_runs(self) -> list[tuple[str, int, int]]:
-        """Return what the last step ran: (request id, first position, number of tokens)."""
+        """Return the runs of the last step: (request id, first position, number of tokens)."""
         return self.runner.steps[-1]
 
     def run(self) -> list[RequestOutput]:
-        """Step until there is nothing to do; return all outputs."""
+        """Step until no work is left; return all outputs."""
         outputs: list[RequestOutput] = []
         while self.core.has_work():
             outputs += self.step().outputs
@@ -258,7 +255,7 @@ def visible_from(position: int, window: int | None) -> int:
 
 
 def kv_of(token_ids: Sequence[int], group: int = 0) -> list[int | None]:
-    """Return what stands for the keys and values of each token in one group's layers."""
+    """Return the fake keys and values of each token in one group's layers."""
     return [hash((group, *token_ids[: end + 1])) for end in range(len(token_ids))]
 
 

@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order: does every request end with the right tokens, and does every block come back?"""
+"""Tests random sequences of commands: every request ends with the right tokens, and every block comes back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from tandem_engine.core import RequestsFailed
-from tandem_engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
+from tandem_engine.messages import Mode, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
 from tandem_engine.scheduling.request import Request, RequestState
-from tandem_engine.scheduling.speculation.drafters import Guess
-from tandem_engine.scheduling.speculation.ngrams import FIRM
+from tandem_engine.scheduling.speculation.drafters import Draft
 from tandem_engine.scheduling.window_groups import blocks_of, most_blocks
 from tests.tandem_engine.scheduling.harness import ROOT, STOP, World, extent, kv_of, slab
 
@@ -34,18 +33,18 @@ class Expected:
     num_last: int = 0
 
 
-class Guesser:
-    """Guesses right and wrong at random."""
+class Drafting:
+    """Proposes right and wrong drafts at random."""
 
     def __init__(self, token_at: Callable[[int], int]) -> None:
         self._token_at = token_at
         self._random = random.Random(0)
 
-    def guess(self, request: Request, max_tokens: int) -> Guess | None:
+    def draft(self, request: Request, max_tokens: int) -> Draft | None:
         num_tokens = self._random.randint(0, max_tokens)
         positions = range(request.num_tokens, request.num_tokens + num_tokens)
         token_ids = [self._token_at(each) if self._random.random() < 0.8 else 7 for each in positions]
-        return Guess(token_ids, 16, [FIRM] * num_tokens) if token_ids else None
+        return Draft(token_ids, 16) if token_ids else None
 
     def forget(self, request: Request) -> None:
         pass
@@ -58,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(6, 12),
         budget=st.integers(1, 12),
         num_seqs=st.integers(1, 4),
-        itl_target_ms=st.sampled_from([0.0, 4.0]),
+        chunk=st.sampled_from([1, 4, 64]),
         window=st.none() | st.integers(1, 12),
         max_draft_tokens=st.sampled_from([0, 1, 5]),
         num_window_groups=st.integers(0, 2),
@@ -69,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks: int,
         budget: int,
         num_seqs: int,
-        itl_target_ms: float,
+        chunk: int,
         window: int | None,
         num_window_groups: int,
         context_length: int,
@@ -84,13 +83,13 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_num_seqs=num_seqs,
             max_num_waiting=4,
-            itl_target_ms=itl_target_ms,
+            max_prefill_tokens_with_decodes=chunk,
             window=None if has_groups else window,
             num_window_groups=num_window_groups if has_groups else None,
             group_window=window if has_groups else None,
-            step_seconds=lambda work: 0.001 * (1 + work.num_decodes + work.num_prompt_tokens),
+            step_seconds=lambda output: 0.001 * (1 + output.num_tokens),
             max_draft_tokens=max_draft_tokens,
-            drafter=Guesser(lambda position: self.token_at(position)),
+            drafter=Drafting(lambda position: self.token_at(position)),
         )
         self.world.runner.stop_positions = {17}
         self.alive: dict[str, Expected] = {}
@@ -178,12 +177,6 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=requests)
     def release(self, name: str) -> None:
         self.world.core.scheduler.release_held(name)
-
-    @rule(name=requests, num_blocks=st.integers(0, 6), first_of_windows=st.integers(0, 4))
-    def offer_prefix(self, name: str, num_blocks: int, first_of_windows: int) -> None:
-        """Answer a preemption, asked for or not, sooner or later."""
-        tokens = [*self.alive[name].prompt, *self.alive[name].answer] if name in self.alive else []
-        self.world.core.handle(OfferPrefix(name, self.lay_ready(tokens, num_blocks, first_of_windows)))
 
     def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
         prefix = []

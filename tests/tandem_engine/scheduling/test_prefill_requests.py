@@ -123,7 +123,7 @@ def test_blocks_are_sealed_before_their_step_has_drawn_a_token() -> None:
 def test_a_step_that_breaks_after_its_blocks_were_sealed_seals_them_once() -> None:
     world = World()
     world.add("p", [1, 2, 3, 4, 5], mode="prefill")
-    world.runner.breaks_when_drawing = RequestsFailed(["q"], "q's grammar cannot go on")
+    world.runner.breaks_when_sampling = RequestsFailed(["q"], "q's grammar cannot go on")
     world.add("q", [9, 9, 9], mode="prefill")
     said: list[EngineEvent] = []
     assert world.step(said.append).outputs == []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from tandem_engine.messages import Mode, OfferPrefix, PrefixBlock, Recompute, ReleaseHeld, Reserved, StartDecode
+from tandem_engine.messages import Mode, PrefixBlock, Recompute, ReleaseHeld, Reserved, StartDecode
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
 from tandem_engine.scheduling.request import Request
 from tests.tandem_engine.scheduling.harness import ROOT, World, extent, kv_of, slab, tokens_of
@@ -187,22 +187,6 @@ def test_a_slab_of_a_group_that_the_model_has_not_is_refused() -> None:
     (event,) = world.core.handle(slab("d", 0, range(6), group=3))
     assert "group 3" in event.error  # type: ignore[union-attr]
     world.core.scheduler.abort("d")
-    world.assert_nothing_is_left()
-
-
-def test_a_preempted_request_takes_back_what_it_is_offered() -> None:
-    world = World(num_blocks=21, num_window_groups=1, group_window=5, max_num_batched_tokens=16)
-    world.add("first", PROMPT[:20], max_tokens=20, root=ROOT)
-    world.add("second", [7, *PROMPT[:20]], max_tokens=20, root=ROOT)
-    preempted: dict[str, list[str]] = {}
-    while not preempted:
-        preempted = world.step().preempted
-    ((name, hashes),) = preempted.items()
-    assert name == "second"
-    request = request_of(world, "second")
-    prefix = lay_ready(world, range(len(hashes)), range(len(hashes)), request.token_ids)
-    world.core.handle(OfferPrefix("second", prefix))
-    assert tokens_of(world.run(), "second")[-1] == 1000 + 21 + 19
     world.assert_nothing_is_left()
 
 

@@ -1,6 +1,6 @@
-"""How does a worker's front start its engine process, talk to it, and learn of its death?
+"""Starts an engine process, exchanges messages with it, and reports its death.
 
-No torch here: the engine is a subprocess, `python -m tandem_engine.process`.
+This module does not import torch: the engine is a subprocess, `python -m tandem_engine.process`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _EXIT_SECONDS = 5.0
 
 
 class EngineClient:
-    """One engine process. Made by `start`; ended by `stop`, which may be called more than once."""
+    """One engine process. `start` creates it; `stop` ends it and may be called more than once."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: AsyncChannel) -> None:
         self._process = process
         self._channel = channel
-        self._last_words = ""
+        self._stderr_tail = ""
         self._stderr_task = asyncio.create_task(self._forward_stderr())
         self._is_stopping = False
 
@@ -39,7 +39,7 @@ class EngineClient:
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # the caller's folder may hold another package called engine
+                "-P",  # the current folder may hold a package of the same name
                 "-m",
                 "tandem_engine.process",
                 "--fd",
@@ -59,17 +59,17 @@ class EngineClient:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while the process runs; negative: the signal that ended it."""
         return self._process.returncode
 
     def send(self, command: Command, fd: int | None = None) -> None:
-        """Send a command, with a descriptor that stays the caller's. Raises ChannelClosed if the engine is gone."""
+        """Send a command; the caller keeps the descriptor. Raises ChannelClosed if the engine is gone."""
         self._channel.send(command, () if fd is None else (fd,))
 
     async def events(self) -> AsyncIterator[Received]:
-        """Yield (event, descriptors) until the engine ends; the descriptors are the caller's to close.
+        """Yield (event, descriptors) until the engine ends; the caller closes the descriptors.
 
-        An engine that dies yields EngineFailed last; one that was stopped just ends. Meant for one reader.
+        The last event of an engine that dies is EngineFailed; a stopped engine has none. Only one reader may iterate.
         """
         while True:
             try:
@@ -80,13 +80,13 @@ class EngineClient:
             if isinstance(received.message, EngineFailed):
                 return
         if not self._is_stopping:
-            yield Received(EngineFailed(await self._obituary()), ())
+            yield Received(EngineFailed(await self._describe_death()), ())
 
     async def stop(self) -> None:
-        """End the process: politely, then with SIGKILL, and close the channel."""
+        """End the process with Shutdown, after a timeout with SIGKILL, and close the channel."""
         self._is_stopping = True
         try:
-            await asyncio.wait_for(self._say_goodbye(), _EXIT_SECONDS)
+            await asyncio.wait_for(self._shut_down(), _EXIT_SECONDS)
         except TimeoutError:
             if self._process.returncode is None:
                 self._process.kill()
@@ -95,32 +95,32 @@ class EngineClient:
             self._channel.close()
         await self._stderr_task
 
-    async def _say_goodbye(self) -> None:
-        with contextlib.suppress(ChannelClosed):  # it is gone already; what is left is to collect its exit code
+    async def _shut_down(self) -> None:
+        with contextlib.suppress(ChannelClosed):  # the process is gone already; wait() collects its exit code
             self._channel.send(Shutdown())
         await self._process.wait()
 
-    async def _obituary(self) -> str:
+    async def _describe_death(self) -> str:
         code = await self._process.wait()
         await self._stderr_task
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        last_words = self._last_words.strip() or "nothing"
-        return f"the engine process (pid {self.pid}) {how}; its last words on stderr: {last_words}"
+        stderr_tail = self._stderr_tail.strip() or "nothing"
+        return f"the engine process (pid {self.pid}) {how}; its last output on stderr: {stderr_tail}"
 
     async def _forward_stderr(self) -> None:
         assert self._process.stderr is not None, "the process was started with a pipe"
-        while data := await self._process.stderr.read(4096):  # not by line: progress bars end theirs with \r
+        while data := await self._process.stderr.read(4096):  # not by line: progress bars end with \r
             text = data.decode(errors="replace")
-            self._last_words = (self._last_words + text)[-_KEPT_STDERR_CHARACTERS:]
+            self._stderr_tail = (self._stderr_tail + text)[-_KEPT_STDERR_CHARACTERS:]
             sys.stderr.write(text)
             sys.stderr.flush()
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """Return the child's variables: this very package importable, OpenMP held to its threads from the start.
+    """Return the child's environment: this package is importable, and OpenMP has its thread limit from the start.
 
-    Torch is asked for huge pages: the first pass over weights that have lain idle costs half as much more then
-    (measured: `python -m benchmarks.handover`, its gap).
+    Torch gets huge pages: they halve the extra time of the first pass over weights that were idle (measured:
+    `python -m benchmarks.handover`).
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,9 +1,9 @@
-"""What does the engine's own process do, from its start to its end?
+"""Runs the engine process.
 
-    read EngineConfig -> stay on our cores -> load -> Ready -> (commands -> one step)* -> Shutdown, or the front is gone
+    read EngineConfig -> pin to cores -> load -> Ready -> (commands -> one step)* -> Shutdown, or the front is gone
 
-Started by `tandem_engine.client`. SIGINT and SIGTERM are ignored: the front decides when to end. Torch is imported
-only after the affinity is set, because OpenMP counts cores once.
+`tandem_engine.client` starts this process. It ignores SIGINT and SIGTERM: the front decides when it ends. Torch is
+imported only after the affinity is set, because OpenMP counts cores once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve the front at the other end of the socket `--fd`; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fd", type=int, required=True, help="socket inherited from the front")
-    _leave_signals_to_the_front()
+    _ignore_signals()
     channel = SyncChannel(socket.socket(fileno=parser.parse_args(arguments).fd))
     try:
         config, early = _read_config(channel)
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except ModelUnusable as error:
         return _fail(channel, EngineFailed(str(error), "unsupported"))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the front is told before we end
+    except Exception as error:  # noqa: BLE001 - report any error to the front before the process ends
         traceback.print_exc()
         return _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"))
     return 0
 
 
 def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> None:
-    """Alternate commands and steps; sleep in the socket while there is nothing to do."""
+    """Alternate commands and steps; wait for the socket while there is no work."""
     while True:
         for received in commands:
             if isinstance(received.message, Shutdown):
@@ -61,7 +61,7 @@ def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> 
             channel.send(core.step(channel.send))
             _send_all(channel, core.take_failures())
         if not core.has_work() and not channel.has_come(_IDLE_SECONDS):
-            _give_back_freed_memory()
+            _release_freed_memory()
         commands = channel.receive(wait=not core.has_work())
 
 
@@ -78,25 +78,25 @@ def _send_all(channel: SyncChannel, events: Sequence[EngineEvent]) -> None:
 
 
 def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
-    """Load the model and say Ready, with the pool's descriptor."""
+    """Load the model and send Ready with the pool's descriptor."""
     report = _progress_reporter(channel)
     report("importing torch", 0.0)
-    from tandem_engine.models.without_compiler import without_compiler  # torch: not before the affinity is set
+    from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
 
     with without_compiler():
         from tandem_engine.assembly import assemble
 
         assembled = assemble(config, report)
     gc.collect()
-    gc.freeze()  # or no step would be safe from a pass over all that torch has imported: 70 to 190 ms
-    _give_back_freed_memory()
+    gc.freeze()  # else a collection over all of torch's objects could delay any step by 70 to 190 ms
+    _release_freed_memory()
     channel.send(assembled.ready, [assembled.region_fd])
     return assembled.core
 
 
-def _give_back_freed_memory() -> None:
-    """Let the system have what loading, or steps, needed and freed: 20 to 60 MB."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone
+def _release_freed_memory() -> None:
+    """Return memory that loading or steps have freed to the system: 20 to 60 MB."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only glibc has it
         trim(0)
 
 
@@ -105,7 +105,7 @@ def _progress_reporter(channel: SyncChannel) -> Callable[[str, float], None]:
 
 
 def _read_config(channel: SyncChannel) -> tuple[EngineConfig, list[Received]]:
-    """Return the first message, and those that came right behind it."""
+    """Return the first message, and the messages that arrived with it."""
     first, *rest = channel.receive(wait=True)
     assert isinstance(first.message, EngineConfig), "the front sends the configuration first"
     return first.message, rest
@@ -118,15 +118,15 @@ def _use_cores(config: EngineConfig) -> None:
     os.environ |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
-def _leave_signals_to_the_front() -> None:
+def _ignore_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":  # a step may take long; whoever started us is not to be outlived meanwhile
+    if sys.platform == "linux":  # a step may take long: end at once if the front dies
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _fail(channel: SyncChannel, event: EngineFailed) -> int:
-    with contextlib.suppress(ChannelClosed):  # nobody is left to be told
+    with contextlib.suppress(ChannelClosed):  # the front is gone
         channel.send(event)
     return 1
 

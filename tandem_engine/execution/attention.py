@@ -1,8 +1,8 @@
-"""How does a transformers model attend to a paged KV cache?
+"""Connects the attention of transformers models to a paged KV cache.
 
 `paged_attention` is registered with transformers' AttentionInterface. The model gets an `AttentionStep` as a keyword
-of its forward, which hands it down to every layer. No mask function is registered under our name: transformers then
-builds no mask (`masking_utils._preprocess_mask_arguments`), and causality and windows are the op layer's.
+of its forward, and passes it to every layer. No mask function is registered under our name, so transformers builds no
+mask (`masking_utils._preprocess_mask_arguments`). The op layer handles causality and windows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ STEP_KEYWORD = "tandem_step"
 
 
 class UnsupportedAttention(ValueError):
-    """A layer asks for a kind of attention that is not built."""
+    """A layer needs a kind of attention that is not implemented."""
 
 
 class AttentionOps(Protocol):
-    """What attention takes of `tandem_engine.ops.base.Ops`."""
+    """The part of `tandem_engine.ops.base.Ops` that attention uses."""
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, step: Step, pool: KVPool, layer: int) -> None: ...
 
@@ -44,7 +44,7 @@ class AttentionOps(Protocol):
 
 
 class Asked(NamedTuple):
-    """What a layer asks of attention besides its tensors; the same in every step."""
+    """The parameters of a layer's attention besides its tensors; the same in every step."""
 
     layer: int
     scale: float
@@ -54,19 +54,19 @@ class Asked(NamedTuple):
 
 @dataclass
 class AttentionStep:
-    """What the layers need to know of one step; made for it and thrown away."""
+    """The data that the layers need of one step; created for one step."""
 
     ops: AttentionOps
     pool: KVPool
     step: Step
     when_written: Callable[[int], None] = lambda layer: None
-    """Called when a layer's keys and values of all runs are in their blocks."""
+    """Called when the keys and values of all runs of a layer are in their blocks."""
     asked: list[Asked] = field(default_factory=list)
     """Of each call, in order."""
 
 
 def register() -> None:
-    """Make the attention known to transformers; may be called again."""
+    """Register the attention with transformers; may be called again."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
@@ -88,7 +88,7 @@ def paged_attention(
     [1, num_tokens, num_heads, head_dim]. Raises UnsupportedAttention.
     """
     step = kwargs.get(STEP_KEYWORD)
-    _refuse_what_is_not_built(module, step, attention_mask, kwargs)
+    _refuse_unsupported(module, step, attention_mask, kwargs)
     assert isinstance(step, AttentionStep), "refused above"
     layer: Any = module.layer_idx
     _, num_heads, num_tokens, head_dim = query.shape
@@ -110,18 +110,18 @@ def paged_attention(
     return attended.to(query.dtype).view(1, num_tokens, num_heads, head_dim), None
 
 
-def _refuse_what_is_not_built(
+def _refuse_unsupported(
     module: torch.nn.Module, step: object, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     name = type(module).__name__
     if not isinstance(step, AttentionStep):
         raise UnsupportedAttention(f"{name} does not pass keywords of forward on to its attention")
     if kwargs.get("s_aux") is not None:
-        raise UnsupportedAttention(f"{name} has attention sinks (s_aux), which are not built")
+        raise UnsupportedAttention(f"{name} has attention sinks (s_aux), which are not supported")
     if kwargs.get("position_bias") is not None:
-        raise UnsupportedAttention(f"{name} adds a position bias to its scores, which is not built")
+        raise UnsupportedAttention(f"{name} adds a position bias to its scores, which is not supported")
     if attention_mask is not None:
-        raise UnsupportedAttention(f"{name} brings a mask of its own, which is not built")
+        raise UnsupportedAttention(f"{name} brings a mask of its own, which is not supported")
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedAttention(f"{name} attends to later tokens too, which no KV cache allows")

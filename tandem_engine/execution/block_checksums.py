@@ -1,7 +1,7 @@
-"""Are the bytes of a block those that were computed, wherever they have been since?
+"""Computes and verifies checksums of KV blocks.
 
-A block's checksum is made once, when the block is complete, and goes with it: to the worker that takes it over, to the
-store, to disk and to other hosts. Whoever copies the block compares.
+A block's checksum is computed once, when the block is complete, and stays with it: at the worker that imports it, in
+the store, on disk and on other hosts. Every copy is verified.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import xxhash
 
 from tandem_engine.core import CorruptBlock
 from tandem_engine.execution.kv_cache import PagedKVCache
-from tandem_engine.execution.thread_pool import share
+from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.messages import ExtentRef
 
 
@@ -21,10 +21,10 @@ class BlockChecksums:
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
-        self._made: dict[int, tuple[int, int]] = {}  # block -> the generation it was made for, checksum
+        self._made: dict[int, tuple[int, int]] = {}  # block -> generation, checksum
 
     def of(self, blocks: Sequence[int]) -> list[int]:
-        """Return checksums of complete blocks, as their bytes were when first asked for."""
+        """Return checksums of complete blocks, computed from their bytes at the first call."""
         generations = [self._cache.generations[block] for block in blocks]
         new = [
             (block, generation)
@@ -36,9 +36,9 @@ class BlockChecksums:
         return [self._made[block][1] for block in blocks]
 
     def verify(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
-        """Raise CorruptBlock if a block that was just copied is not what its extent says; those without say nothing."""
-        told = [(block, extent) for block, extent in zip(blocks, extents, strict=True) if extent.checksum]
-        for (_, extent), checksum in zip(told, self._compute([block for block, _ in told]), strict=True):
+        """Raise CorruptBlock if a block that was just copied differs from its extent's checksum, if there is one."""
+        known = [(block, extent) for block, extent in zip(blocks, extents, strict=True) if extent.checksum]
+        for (_, extent), checksum in zip(known, self._compute([block for block, _ in known]), strict=True):
             if extent.checksum != checksum:
                 raise CorruptBlock(
                     f"slot {extent.slot} of region {extent.region_id} does not match its checksum: its bytes have "
@@ -52,5 +52,5 @@ class BlockChecksums:
             for index in range(start, end):
                 checksums[index] = xxhash.xxh3_64_intdigest(self._cache.bytes_of(blocks[index]).data)
 
-        share(compute, len(blocks), self._cache.geometry.bytes_per_block)
+        parallel_for(compute, len(blocks), self._cache.geometry.bytes_per_block)
         return checksums

@@ -1,12 +1,12 @@
-"""What would a smaller model say next?
+"""Runs a draft model, which proposes the next tokens of requests.
 
-Its keys and values lie in a cache of its own, in blocks of the same ids as the target's: so its block table is the
-request's (that of group 0, where there are several), and whoever shares a block shares it here, too.
+The draft model has its own KV cache, with the same block ids as the target's. So its block table is the request's (of
+group 0, if there are several), and a block that requests share is shared here too.
 
-    held         the leading tokens whose keys and values are there, and behind them those of its last proposals, which
-                 count as far as they came true
-    filled       per block the generation under which all of it was computed here: what a request finds in the prefix
-                 cache is of use only if that is the block's generation still
+    held         the leading tokens whose keys and values are in this cache, then those of the last proposals, which
+                 count as far as the target accepted them
+    filled       per block: its generation when the draft model computed all of it. A block from the prefix cache is
+                 usable here only if this is still its generation
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tandem_engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS
 
 @dataclass
 class _Held:
-    """What is here of one request."""
+    """The tokens of one request in this cache."""
 
     table: list[int]
-    """The request's own list: when its blocks are taken it is given another one."""
+    """The request's list object: a preempted request gets another one."""
     num_tokens: int
     proposed: list[int] = field(default_factory=list)
-    """Tokens behind these that were computed as guesses."""
+    """Draft tokens behind these that were computed."""
 
 
 class _Stretch(NamedTuple):
@@ -46,7 +46,7 @@ class _Stretch(NamedTuple):
 
 
 class DraftRunner:
-    """The `DraftModel` over a model and its cache; `generations` are the target's pool's."""
+    """Implements `DraftModel` with a model and its cache; `generations` are those of the target's pool."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class DraftRunner:
         self._filled = [0] * cache.num_blocks  # generations begin with 1
 
     def num_missing(self, request: Request) -> int | None:
-        """Return how many tokens are to be computed before the first proposal, which is one at least.
+        """Return how many tokens must be computed before the first proposal, at least one.
 
-        None beyond the model's context, and where blocks of its table were given back behind a window.
+        Returns None beyond the model's context, and if blocks of its table were freed behind a window.
         """
         is_dropped = request.num_dropped_blocks > 0 and not request.window_tables
         if request.num_tokens > self._context_length or is_dropped:
@@ -81,29 +81,29 @@ class DraftRunner:
 
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """Return up to so many of its likeliest tokens for each request; see `DraftModel`."""
+        """Return up to the wanted number of the model's likeliest tokens for each request; see `DraftModel`."""
         tables = {request: self._blocks(request, number) for request, number in wanted.items()}
         drafts = self._catch_up(wanted, tables)
-        going = [request for request in drafts if self._goes_on(request, drafts, wanted)]
-        while going:
+        active = [request for request in drafts if self._continues(request, drafts, wanted)]
+        while active:
             stretches = [
                 _Stretch(request.num_tokens + len(drafts[request]) - 1, drafts[request][-1:], tables[request], True)
-                for request in going
+                for request in active
             ]
-            for request, token_id in zip(going, self._forward(stretches), strict=True):
+            for request, token_id in zip(active, self._forward(stretches), strict=True):
                 self._held[request].proposed.append(drafts[request][-1])
                 drafts[request].append(token_id)
-            going = [request for request in going if self._goes_on(request, drafts, wanted)]
+            active = [request for request in active if self._continues(request, drafts, wanted)]
         return drafts
 
     def forget(self, request: Request) -> None:
-        """The request is over; its full blocks are of use to whoever finds them."""
+        """Drop what is kept of a request that is over; its full blocks stay usable for requests that find them."""
         self._held.pop(request, None)
 
     def _catch_up(
         self, wanted: Mapping[Request, int], tables: Mapping[Request, np.ndarray[tuple[int], np.dtype[np.int64]]]
     ) -> dict[Request, list[int]]:
-        """Compute known tokens, who lacks least first, and return the first proposal of those that lack none now."""
+        """Compute known tokens, fewest missing first; return the first proposal of requests that lack none now."""
         missing = {request: number for request in wanted if (number := self.num_missing(request)) is not None}
         num_left = MAX_CATCH_UP_TOKENS
         stretches: list[_Stretch] = []
@@ -124,16 +124,16 @@ class DraftRunner:
             return {}
         return {request: [each] for request, each in zip(ready, self._forward(stretches), strict=True)}
 
-    def _goes_on(
+    def _continues(
         self, request: Request, drafts: Mapping[Request, Sequence[int]], wanted: Mapping[Request, int]
     ) -> bool:
-        """Whether there is a next round for a request: nothing follows a stop token."""
+        """Whether a request has a next round; nothing follows a stop token."""
         tokens = drafts[request]
         is_within = request.num_tokens + len(tokens) <= self._context_length
         return len(tokens) < wanted[request] and is_within and tokens[-1] not in request.sampling.stop_token_ids
 
     def _forward(self, stretches: Sequence[_Stretch]) -> list[int]:
-        """Compute tokens into their slots, and return which is likeliest behind each stretch that samples."""
+        """Compute tokens and write their KV; return the likeliest token behind each stretch that samples."""
         size, device = self._block_size, self._cache.device
         token_ids: list[int] = []
         positions, slots, runs, sample_rows = [], [], [], []
@@ -162,13 +162,13 @@ class DraftRunner:
         return np.array(request.block_table[:num_blocks], np.int64)
 
     def _num_found_tokens(self, request: Request) -> int:
-        """Count the tokens in leading full blocks that were filled here, one at least left to compute."""
+        """Count the tokens in leading full blocks that were filled here; at least one token is left to compute."""
         full = request.block_table[: (request.num_tokens - 1) // self._block_size]
         missing = (i for i, block in enumerate(full) if self._filled[block] != self._generations[block])
         return next(missing, len(full)) * self._block_size
 
     def _confirm(self, request: Request, held: _Held) -> None:
-        """Take in which of the last proposals came true."""
+        """Count the last proposals that were accepted."""
         token_ids = request.token_ids[held.num_tokens : request.num_tokens - 1]
         num_right = 0
         for proposed, token_id in zip(held.proposed, token_ids, strict=False):
@@ -179,7 +179,7 @@ class DraftRunner:
         self._fill(request, held, held.num_tokens + num_right)
 
     def _fill(self, request: Request, held: _Held, end: int) -> None:
-        """Note that the keys and values of the tokens before `end` are here, or will be with the next forward."""
+        """Note that the KV of the tokens before `end` is here, or will be with the next forward."""
         for block in request.block_table[held.num_tokens // self._block_size : end // self._block_size]:
             self._filled[block] = self._generations[block]
         held.num_tokens = end

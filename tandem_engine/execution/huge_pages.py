@@ -1,8 +1,8 @@
-"""How does a pool that other processes read come to lie on huge pages?
+"""Maps shared memory on huge pages.
 
-Attention reads keys and values in pieces of some 4 KB, all over the pool: on pages of that size each piece costs a walk
-through the page tables. Linux gives shared memory small pages unless the administrator says otherwise; asked for by
-MADV_COLLAPSE (since 6.1) it gives huge ones all the same, where place in memory and place in the file agree.
+Attention reads keys and values in pieces of some 4 KB from the whole pool. On 4 KB pages each piece costs a walk
+through the page tables. Linux gives shared memory small pages by default. MADV_COLLAPSE (Linux 6.1) makes them huge, if
+the offset in memory and the offset in the file agree.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import weakref
 from functools import cache
 
 HUGE_BYTES = 2 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; these two are not named in Python's mmap
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name these two
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_shared(fd: int, num_bytes: int) -> memoryview:
-    """Give a new memfd `num_bytes` of memory, all zero and present, on huge pages if it may be, and map it writable.
+    """Allocate `num_bytes` of zeros for a new memfd, on huge pages if possible, and map them writable.
 
-    Too little memory is an OSError here, not a SIGBUS later. The map goes with the last that was made from it.
+    Raises OSError if memory is short, instead of a SIGBUS later. The map ends with the last object made from it.
     """
     os.ftruncate(fd, num_bytes)
     mapped = _map_aligned(fd, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     address = ctypes.addressof(mapped)
-    with contextlib.suppress(OSError):  # no huge page is free, or the kernel is older: small ones do
+    with contextlib.suppress(OSError):  # no huge page is free, or the kernel is older: keep small pages
         for offset in range(0, num_bytes - HUGE_BYTES + 1, HUGE_BYTES):
-            os.posix_fallocate(fd, offset, 1)  # what is empty cannot be collapsed, and what is full would be copied
+            os.posix_fallocate(fd, offset, 1)  # empty ranges cannot be collapsed, full ranges would be copied
         _advise(address, num_bytes // HUGE_BYTES * HUGE_BYTES, _MADV_COLLAPSE)
     os.posix_fallocate(fd, 0, num_bytes)
-    with contextlib.suppress(OSError):  # an older kernel: pages are then mapped at their first use
+    with contextlib.suppress(OSError):  # an older kernel maps pages at their first use
         _advise(address, num_bytes, _MADV_POPULATE_WRITE)
     return memoryview(mapped)
 
 
 def map_read_only(fd: int, num_bytes: int) -> memoryview:
-    """Map a memfd of another process, with its huge pages if it has any. The map goes with the last made from it."""
+    """Map a memfd of another process, with its huge pages if any. The map ends with the last object made from it."""
     return memoryview(_map_aligned(fd, num_bytes, mmap.PROT_READ)).toreadonly()
 
 
 def _map_aligned(fd: int, num_bytes: int, protection: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Map at the first multiple of a huge page within a stretch that is ours, and give back what is left of that."""
+    """Reserve a larger range, map at its first multiple of a huge page, and unmap the rest."""
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     start = _mmap(None, size + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-start // HUGE_BYTES) * HUGE_BYTES
@@ -54,7 +54,7 @@ def _map_aligned(fd: int, num_bytes: int, protection: int) -> ctypes.Array[ctype
         if first < end:
             _libc().munmap(first, end - first)
     mapped = (ctypes.c_ubyte * num_bytes).from_address(address)
-    weakref.finalize(mapped, _libc().munmap, address, size).atexit = False  # tensors may outlive it there
+    weakref.finalize(mapped, _libc().munmap, address, size).atexit = False  # tensors may live longer at exit
     return mapped
 
 

@@ -1,13 +1,13 @@
-"""Which tensors does one step's forward pass take?
+"""Builds the input tensors of one step's forward pass.
 
-All runs of a step lie one after the other in one flat token dimension. The rows that sample are a run's last known
-token and the drafts behind it.
+All runs of a step are concatenated in one flat token dimension. The rows that sample are a run's last known token and
+the drafts behind it.
 
     token_ids      run 0: t0 t1 t2 | run 1: t9 d d | run 2: t0 t1 ...
     positions               0  1  2 |         9 10 11 |       0  1
     slots          block * block_size + offset of each
 
-Where layers are in several groups, each has block tables, and so slots, of its own.
+If layers are in several groups, each group has its own block tables and slots.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tandem_engine.scheduling.batch import ScheduledRun
 
 @dataclass(frozen=True)
 class InputBatch:
-    """Tensors of one step, on the model's device."""
+    """The tensors of one step, on the model's device."""
 
     token_ids: torch.Tensor
     """[num_tokens], int64."""
     sample_rows: torch.Tensor
-    """[num_sampled], int64: indices into the token dimension, in the runs' order: of each run that samples its last
-    known token and its drafts."""
+    """[num_sampled], int64: indices into the token dimension, in the runs' order. Each run that samples has its last
+    known token and its drafts here."""
     step: Step
 
 
 def build_input_batch(runs: Sequence[ScheduledRun], block_size: int, device: torch.device, ops: Ops) -> InputBatch:
-    """Lay out the runs' tokens; every block they write to must be in their block tables."""
+    """Build the tensors of runs; every block that they write must be in their block tables."""
     token_ids: list[int] = []
     sample_rows: list[int] = []
     positions = []
-    placed: list[list[Run]] = [[] for _ in runs[0].request.tables]  # of each group
+    placed: list[list[Run]] = [[] for _ in runs[0].request.tables]  # by group
     slots: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in placed]
     for run in runs:
         start, end = run.first_position, run.end + len(run.draft_tokens)
@@ -67,7 +67,7 @@ def build_input_batch(runs: Sequence[ScheduledRun], block_size: int, device: tor
 
 
 def _blocks(run: ScheduledRun, group: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the block table up to `end`; where a group with a window has no blocks, nothing reads what it says."""
+    """Return the block table up to `end`; nothing reads the entries of dropped blocks."""
     if not group:
         return np.array(run.request.block_table[:end], np.int64)
     first = run.request.num_dropped_blocks

@@ -1,12 +1,12 @@
-"""Where do the keys and values of computed tokens lie?
+"""Owns the memory of keys and values.
 
-The pool is block-major: one block, all layers of its group, is one run of bytes, so that moving a block is one copy.
-What lies where in a block is the op layer's business (`tandem_engine.ops.base`), and its name part of the layout.
+The pool is block-major: one block, with all layers of its group, is one run of bytes, so moving a block is one copy.
+The op layer defines the order within a block (`tandem_engine.ops.base`); its name is part of the layout.
 
     pool    [num_blocks, layers_per_block, 2 (keys, values), num_kv_heads * block_size * head_dim]
     region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
 
-On a CPU the region is the pool. On CUDA the pool is the device's and the region a copy of it that `stage` keeps up.
+On a CPU the region is the pool. On CUDA the pool is device memory, and `stage` copies its blocks to the region.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from tandem_engine.execution.kv_groups import LayerGroup
 from tandem_engine.execution.regions import OwnedRegion
-from tandem_engine.execution.thread_pool import share
+from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.layout import GroupInfo, LayoutInfo
 from tandem_engine.ops.base import KVPool
 
@@ -30,7 +30,7 @@ _GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What one block holds."""
+    """The shape of one block."""
 
     num_layers: int
     num_kv_heads: int
@@ -38,9 +38,9 @@ class KVGeometry:
     block_size: int
     dtype: torch.dtype
     order: str = "layer,(key:head,dim,token|value:head,token,dim)"
-    """`Ops.kv_order` of the op layer that writes it."""
+    """`Ops.kv_order` of the op layer that writes the block."""
     groups: tuple[LayerGroup, ...] = ()
-    """Layers that share a block table; none: all of them do."""
+    """Layers that share a block table; empty: all layers share one."""
 
     @property
     def num_groups(self) -> int:
@@ -66,7 +66,7 @@ class KVGeometry:
         return math.prod(numbers) * self.dtype.itemsize
 
     def layout(self) -> LayoutInfo:
-        """Return the geometry as it is told to other processes."""
+        """Return the geometry in the form that other processes get."""
         return LayoutInfo(
             num_layers=self.num_layers,
             tokens_per_block=self.block_size,
@@ -86,9 +86,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class PagedKVCache:
-    """The one owner of KV tensors in an engine process.
+    """Owns the KV tensors of one model in an engine process.
 
-    With `staging` (what a device other than the CPU needs) the pool is a tensor of its own and readers see copies.
+    With `staging` (needed by devices other than the CPU) the pool is a separate tensor and readers see copies.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class PagedKVCache:
         return self._rows.device
 
     def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite whole blocks, `first` and those behind it, with as many bytes; `content` may be read-only."""
+        """Overwrite whole blocks from `first` on; `content` has their bytes and may be read-only."""
         size = self.geometry.bytes_per_block
         num_blocks = len(content) // size
         rows = self._rows[first : first + num_blocks].view(-1)
         if self.device.type == "cpu":
             here = rows.numpy()
-            share(
+            parallel_for(
                 lambda start, end: np.copyto(here[start * size : end * size], content[start * size : end * size]),
                 num_blocks,
                 size,
@@ -135,17 +135,17 @@ class PagedKVCache:
             rows.copy_(torch.from_numpy(content.copy()))
 
     def bytes_of(self, block: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Return a block's bytes: on a CPU those of the pool itself, else a copy."""
+        """Return a block's bytes: a view of the pool on a CPU, else a copy."""
         content: np.ndarray[tuple[int], np.dtype[np.uint8]]
         content = self._rows[block].cpu().numpy() if self._bytes is None else self._bytes[block]
         return content
 
     def read_block(self, block: int) -> bytes:
-        """Return a block's bytes as they are now."""
+        """Return a copy of a block's bytes."""
         return self.bytes_of(block).tobytes()
 
     def stage(self, blocks: Sequence[int]) -> None:
-        """Make these blocks' content visible to readers of the region; returns when it is."""
+        """Make the content of blocks visible to readers of the region; returns after that."""
         if self._staged is not None:
             for block in blocks:
                 self._staged[block].copy_(self._rows[block])

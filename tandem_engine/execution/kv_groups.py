@@ -1,13 +1,13 @@
-"""Which layers share a block table?
+"""Chooses the groups of layers that share a block table.
 
-All of a model, unless some of its layers have a window and others have not: then the former give back the blocks behind
-it, and the latter keep theirs. One pool serves them all, so a block is as large for every group:
+All layers of a model share one table, unless some layers have a window and others have none: then layers with a window
+free the blocks behind it, and the others keep theirs. One pool serves all groups, so all blocks have one size:
 
-    layers            0 1 2 3 4 5 6 7 8 9 10 11        w w w w w F w w w w w F: every sixth sees all
-    group 0           F: 5 11                          as many as do not have a window
-    groups 1 to 5     w: 0 1 | 2 3 | 4 6 | 7 8 | 9 10  of as many layers each, the last one of fewer if need be
+    layers            0 1 2 3 4 5 6 7 8 9 10 11        w w w w w F w w w w w F: every sixth has no window
+    group 0           F: 5 11                          the layers without a window
+    groups 1 to 5     w: 0 1 | 2 3 | 4 6 | 7 8 | 9 10  the same number of layers each, the last group may have fewer
 
-Where few layers see all, blocks are larger than they need, so that there are not too many groups to keep book of.
+Where few layers have no window, blocks are larger than group 0 needs, which limits the number of groups.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 
 _MOST_WINDOW_GROUPS = 7
 _MOST_PADDED = 1.25
-"""What all groups' blocks may take together, as a multiple of what one block of all layers would."""
+"""Most bytes of the blocks of all groups together, as a multiple of one block of all layers."""
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     layers: tuple[int, ...]
     window: int | None = None
-    """The widest of its layers'; None: a layer attends to all tokens before it."""
+    """The widest window of its layers; None: a layer attends to all tokens before."""
 
 
 def choose_groups(windows: Sequence[int | None], longest_context: int | None = None) -> tuple[LayerGroup, ...]:
-    """Return the groups of layers with these windows, those without first; none: all layers share one block table.
+    """Return the groups of layers with these windows, the group without a window first; empty: one shared block table.
 
-    It depends on the model alone, so that all workers that serve it lay out their blocks alike. `longest_context` is
-    what the model was made for, in tokens: a window as long gives nothing back.
+    The result depends only on the model, so all its workers have the same block layout. `longest_context` is the
+    model's own limit in tokens: a window of that length frees no block.
     """
     full = [layer for layer, window in enumerate(windows) if window is None]
     windowed = [layer for layer, window in enumerate(windows) if window is not None]

@@ -1,4 +1,4 @@
-"""How does one step of the scheduler become tokens?"""
+"""Runs the model on one step of the scheduler, and samples its tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """The `tandem_engine.core.Runner` over a model and a paged KV cache; reads requests, writes none."""
+    """Implements `tandem_engine.core.Runner` with a model and a paged KV cache; reads requests, changes none."""
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class ModelRunner:
         self.generations = cache.generations
 
     def prepare(self, request: Request) -> bool:
-        """Begin to compile a request's grammar, if it has one, and return whether nothing waits for that."""
+        """Start to compile a request's grammar, if it has one; return whether it is ready."""
         return self._masks.prepare(request)
 
     @torch.inference_mode()
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
     ) -> dict[str, list[Sampled]]:
-        """Compute all runs, leave their KV in their blocks, and draw the tokens that follow.
+        """Compute all runs, write their KV to their blocks, and sample the next tokens.
 
-        The KV of drafts that were wrong lies behind the tokens that count, where the next step writes.
+        The KV of wrong drafts is behind the tokens that count; the next step overwrites it.
         """
 
         def when_written() -> None:
@@ -67,10 +67,10 @@ class ModelRunner:
         self._masks.begin(output.runs)
         batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
         logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
-        masks = self._masks.take()  # a device that runs on its own computes meanwhile
-        drawn = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
-        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, drawn, self._block_size)])
-        return drawn
+        masks = self._masks.take()  # an asynchronous device computes meanwhile
+        sampled = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
+        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, sampled, self._block_size)])
+        return sampled
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
@@ -92,7 +92,7 @@ class ModelRunner:
         return len(extents) * bytes_per_block
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of complete blocks, if this engine makes any."""
+        """Return the checksums of complete blocks; empty if this engine computes none."""
         return self._checksums.of(blocks) if self._checksums is not None else []
 
     def map_region(self, command: MapRegion, fd: int) -> None:
@@ -108,7 +108,7 @@ class ModelRunner:
 
 
 def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple[int, ExtentRef]]:
-    """Yield copies that make up all of them: blocks side by side here and there are one, which is twice as fast."""
+    """Yield the copies; blocks that are adjacent on both sides are one copy, which is twice as fast."""
     offsets = np.array([extent.offset for extent in extents])
     is_beside = (np.diff(offsets) == extents[0].num_bytes) & (np.diff(blocks) == 1)
     starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
@@ -129,17 +129,17 @@ def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words]]) -> Draw:
     )
 
 
-def _accepted_blocks(run: ScheduledRun, drawn: Mapping[str, Sequence[Sampled]], block_size: int) -> Iterator[int]:
-    """Yield the blocks that drafts which were right completed."""
+def _accepted_blocks(run: ScheduledRun, sampled: Mapping[str, Sequence[Sampled]], block_size: int) -> Iterator[int]:
+    """Yield the blocks that accepted drafts completed."""
     if not run.draft_tokens:
         return
-    num_accepted = len(drawn[run.request.request_id]) - 1
+    num_accepted = len(sampled[run.request.request_id]) - 1
     for table in run.request.tables:
         yield from table[run.end // block_size : (run.end + num_accepted) // block_size]
 
 
 def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
-    """Yield blocks that this run's known tokens completed, and a prefill's partly filled tail with its last token."""
+    """Yield the blocks that this run's known tokens completed; at the end of a prefill also its partly filled tail."""
     is_over = run.samples and run.request.mode == "prefill"
     last = -(-run.end // block_size) if is_over else run.end // block_size
     for table in run.request.tables:

@@ -1,4 +1,4 @@
-"""How many KV blocks does the pool get?"""
+"""Chooses the number of KV blocks of the pool."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def choose_num_blocks(
     mapped_bytes: int = 0,
     draft_bytes_per_block: int = 0,
 ) -> int:
-    """Return the pool's size: as told in blocks, in bytes, or by the memory that is free once the weights are loaded.
+    """Return the pool's size: as configured in blocks or in bytes, or by free memory after the weights are loaded.
 
-    A block is of one group of layers; told in blocks, there are as many for each. Not told, it never exceeds what a
-    full batch of longest requests could use. `mapped_bytes` of weights lie in mapped files: the system calls their
-    memory free. A draft model's blocks, of the same ids, are of the same memory. Raises ModelUnusable if no block fits.
+    A block belongs to one group of layers; a number of blocks in the configuration is per group. A size from free
+    memory never exceeds the need of a full batch of longest requests. `mapped_bytes` of weights are in mapped files,
+    whose memory the system reports as free. A draft model's blocks have the same ids and share the memory. Raises
+    ModelUnusable if no block fits.
     """
     bytes_per_block = geometry.bytes_per_block + draft_bytes_per_block
     if config.num_kv_blocks is not None:
@@ -60,7 +61,7 @@ def _free_for_kv(device: torch.device, mapped_bytes: int) -> int:
 
 
 def free_host_bytes() -> int:
-    """Return what this process may still take: the machine's available memory, or its cgroups' rest if that is less."""
+    """Return the memory that this process may still use: the machine's, or the rest of its cgroups if that is less."""
     return max(0, min([_available_bytes(), *_cgroup_rests()]))
 
 
@@ -72,7 +73,7 @@ def _available_bytes() -> int:
 
 
 def _cgroup_rests() -> list[int]:
-    """Return limit - use, cached files not counted as use, of each cgroup (v2) that we are in and that has a limit."""
+    """Return limit minus use, without cached files, of each cgroup (v2) of this process that has a limit."""
     own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
     group = _CGROUP / own.lstrip("/")
     folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(_CGROUP)]

@@ -1,6 +1,6 @@
-"""Does a loaded transformers model really use our attention, and what does one block of its KV hold?
+"""Checks that a loaded transformers model uses our attention, and finds the shape of its KV.
 
-Asked by running it: a forward over a few tokens, with ops that remember shapes instead of a pool.
+The check runs a forward over a few tokens, with ops that record shapes instead of using a pool.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NUM_TOKENS = 4
 def probe_geometry(
     model: Any, num_layers: int, block_size: int, device: torch.device
 ) -> tuple[KVGeometry, list[Asked]]:
-    """Return what a block holds, and what each layer asks of attention.
+    """Return the geometry of a block, and the attention parameters of each layer.
 
-    The model is on `device`, which its weights need not say. Raises UnsupportedAttention unless every layer attends
-    through us exactly once.
+    The model is on `device`; its weights need not be there. Raises UnsupportedAttention unless every layer uses our
+    attention exactly once.
     """
     ops = _ProbeOps()
     step = _run(model, ops, _NUM_TOKENS, device)
@@ -43,7 +43,7 @@ def probe_geometry(
     if head_dim != value_dim:
         raise UnsupportedAttention(
             f"{type(model).__name__} has keys of {head_dim} and values of {value_dim} numbers per head; "
-            "only equal sizes are built"
+            "only equal sizes are supported"
         )
     geometry = KVGeometry(num_layers, num_kv_heads, head_dim, block_size, ops.written[0][0].dtype)
     return geometry, step.asked
@@ -51,7 +51,7 @@ def probe_geometry(
 
 @torch.inference_mode()
 def run_largest_step(model: Any, num_tokens: int, device: torch.device) -> None:
-    """Run a forward as large as a step can be, so that the device's high-water mark of memory is known."""
+    """Run a forward of the largest step, so that the device's peak of memory is known."""
     _run(model, _ProbeOps(), num_tokens, device)
 
 
@@ -84,14 +84,14 @@ def _check_windows(model: Any, step: AttentionStep) -> None:
 
 
 def _window_in_masks(model: Any) -> int | None:
-    """Return the window of a model that makes masks with windows, if it is shorter than its context."""
+    """Return the window of a model whose masks have windows, if the window is shorter than the context."""
     window: int | None = getattr(model.config, "sliding_window", None)
     has_masks = hasattr(sys.modules[type(model).__module__], "create_sliding_window_causal_mask")
     return window if window and has_masks and window < model.config.max_position_embeddings else None
 
 
 class _ProbeOps:
-    """Keeps the last keys and values of each layer, and attends to them: one run from its first token on."""
+    """Keeps the last keys and values of each layer, and attends to them as one run from its first token."""
 
     def __init__(self) -> None:
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,10 +1,10 @@
-"""How is a pool's memory shared between processes, and read without trusting its owner to wait?
+"""Shares a pool's memory between processes; readers notice slots that were reused while they copied.
 
-An owner's region is a memfd, pre-faulted and sealed against resizing, on huge pages where they can be had. A reader
-maps it read-only, copies, and then compares each slot's generation with the one it was told: a slot that was handed out
-again in between is noticed.
+An owner's region is a memfd, pre-faulted and sealed against resizing, on huge pages if possible. A reader maps it
+read-only, copies, and then compares each slot's generation with the expected one, so it notices a slot that was reused
+in between.
 
-Maps are never closed: tensors and arrays made from one keep it alive, and it goes with the last of them.
+Maps are never closed explicitly: a map ends with the last tensor or array made from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class OwnedRegion:
-    """Shared memory of `num_bytes` that only this process writes, zero at first."""
+    """Shared memory of `num_bytes` that only this process writes; initially zero."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -45,7 +45,7 @@ class OwnedRegion:
         return np.frombuffer(self._map, np.uint8, num_bytes, offset)
 
     def uint64_table(self, offset: int, length: int) -> MutableSequence[int]:
-        """Return `length` integers at `offset`, writable; items are plain ints, as messages want them."""
+        """Return `length` writable integers at `offset`; items are plain ints, as messages need them."""
         return cast(MutableSequence[int], np.frombuffer(self._map, np.uint64, length, offset).data)
 
 
@@ -56,7 +56,7 @@ class MappedRegions:
         self._regions: dict[str, _MappedRegion] = {}
 
     def map(self, command: MapRegion, fd: int) -> None:
-        """Map a region, in place of one with the same id; raises RegionError if `fd` is not what the command says."""
+        """Map a region; replaces one of the same id. Raises RegionError if `fd` does not match the command."""
         self._regions[command.region_id] = _MappedRegion(command, fd)
 
     def unmap(self, region_id: str) -> None:
@@ -64,19 +64,19 @@ class MappedRegions:
         self._regions.pop(region_id, None)
 
     def read(self, extent: ExtentRef) -> Bytes:
-        """Return the extent's bytes, read-only, as they are now; raises RegionError."""
+        """Return a read-only view of the extent's bytes; raises RegionError."""
         return self._region(extent).read(extent)
 
     def check_generations(self, extents: Sequence[ExtentRef]) -> None:
-        """Raise RegionError if any slot was handed out again since its extent was described."""
+        """Raise RegionError if any slot was reused since its extent was described."""
         for region_id in {extent.region_id for extent in extents}:
             described = [extent for extent in extents if extent.region_id == region_id]
             now = self._region(described[0]).generations([extent.slot for extent in described])
             for index in np.flatnonzero(now != np.array([extent.generation for extent in described], np.uint64))[:1]:
                 extent = described[index]
                 raise RegionError(
-                    f"slot {extent.slot} of region {region_id} is of generation {now[index]} now, "
-                    f"{extent.generation} was meant: its lease ran out while it was read; compute it again"
+                    f"slot {extent.slot} of region {region_id} has generation {now[index]} now, "
+                    f"expected {extent.generation}: its lease expired while it was read; compute it again"
                 )
 
     def _region(self, extent: ExtentRef) -> _MappedRegion:

@@ -1,8 +1,8 @@
-"""Which token comes next?
+"""Samples the next tokens of requests.
 
-A pure function of (logits, sampling parameters, tokens before, seed, position): no state, no neighbours. Penalties and
-bans, which depend on the tokens before, become changes of some logits here; all else is the op's, see
-tandem_engine/ops/sampling.py.
+Sampling is a pure function of logits, sampling parameters, tokens before, seed and position; other requests have no
+influence. This module turns penalties and bans, which depend on the tokens before, into changes of logits. The op does
+all the rest, see tandem_engine/ops/sampling.py.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from tandem_engine.scheduling.sampling_params import SamplingParams
 __all__ = ["Draw", "gumbel_noise", "sample"]
 
 SampleOp = Callable[[torch.Tensor, Sequence[SamplingRow]], list[RowSample]]
-"""`Ops.sample` of some backend."""
+"""`Ops.sample` of a backend."""
 
 
 class Draw(NamedTuple):
-    """One request's next token: one per seed, all from the same logits. Or, with drafts, its next tokens."""
+    """One request's next token: one per seed, all from the same logits. With drafts: its next tokens."""
 
     request_id: str
     params: SamplingParams
     seeds: Sequence[int]
     token_ids: Sequence[int]
-    """Everything before; its length is the position of the token to be drawn."""
+    """All tokens before; their number is the position of the token to sample."""
     num_prompt_tokens: int
     draft_tokens: Sequence[int] = ()
-    """Guesses of the next tokens, with one seed: so many more rows of logits, each behind one more of them."""
+    """Drafts of the next tokens, with one seed: one more row of logits per draft."""
     allowed: Sequence[Words] = ()
-    """What a grammar allows in each row; rows without are behind a draft that it does not. None at all: no grammar."""
+    """The tokens that a grammar allows in each row, up to the first draft that it forbids; empty: no grammar."""
 
     @property
     def num_rows(self) -> int:
         return 1 + len(self.draft_tokens)
 
     def token_ids_behind(self, num_drafts: int) -> Sequence[int]:
-        """Return everything before the token behind so many drafts, which were right."""
+        """Return all tokens before the token that follows `num_drafts` accepted drafts."""
         return [*self.token_ids, *self.draft_tokens[:num_drafts]] if num_drafts else self.token_ids
 
     def num_answer_tokens(self, num_drafts: int) -> int:
@@ -56,11 +56,11 @@ class Draw(NamedTuple):
 def sample(
     logits: torch.Tensor, draws: Sequence[Draw], sample_op: SampleOp = plain_sampling.sample
 ) -> dict[str, list[Sampled]]:
-    """Draw tokens from `logits` [rows of all draws, vocab_size]; returns them by request id.
+    """Sample tokens from `logits` [rows of all draws, vocab_size]; return them by request id.
 
-    They are one per seed; or with drafts as many as were guessed right, and the one that follows them. So every token
-    is what it would be without drafts. Raises RequestsFailed naming requests whose logits are NaN or infinite, or leave
-    no token to draw.
+    Returns one token per seed; with drafts the accepted drafts and the token that follows them. So every token is the
+    same as without drafts. Raises RequestsFailed with the requests whose logits are NaN or infinite, or whose tokens
+    are all banned.
     """
     if not draws:
         return {}
@@ -81,17 +81,15 @@ def sample(
     return taken
 
 
-def _drawn(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp
-) -> tuple[list[RowSample | None], str]:
-    """Return what each row gives; None for those whose logits are of no use, with what is wrong with them."""
+def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[RowSample | None], str]:
+    """Return the sample of each row, None for unusable logits, and a message about these."""
     drawn: list[RowSample | None] = [None] * len(rows)
     usable = list(range(len(rows)))
     messages: list[str] = []
     while usable:
         try:
             found = sample_op(logits[usable] if messages else logits, [rows[row] for row in usable])
-        except UnusableLogits as error:  # each time of fewer rows: those that are of no use for another reason
+        except UnusableLogits as error:  # try again with the other rows, which may fail for another reason
             messages.append(error.message)
             usable = [row for index, row in enumerate(usable) if index not in error.rows]
         else:
@@ -102,7 +100,7 @@ def _drawn(
 
 
 def _taken(draw: Draw, drawn: Sequence[RowSample | None]) -> list[Sampled] | None:
-    """Return the tokens of a request's rows up to the first that was not guessed; None if one of them has none."""
+    """Return a request's tokens up to the first that differs from its draft; None if a row before has no sample."""
     sampled: list[Sampled] = []
     for each, draft in zip(drawn, [*draw.draft_tokens, None], strict=True):
         if each is None:
@@ -114,7 +112,7 @@ def _taken(draw: Draw, drawn: Sequence[RowSample | None]) -> list[Sampled] | Non
 
 
 def _row(draw: Draw, num_drafts: int, vocab_size: int) -> SamplingRow:
-    """Return how the token behind so many drafts is drawn."""
+    """Return how the token behind `num_drafts` drafts is sampled."""
     params = draw.params
     return SamplingRow(
         seeds=draw.seeds,
@@ -147,7 +145,7 @@ def _changes_logits(draw: Draw, num_drafts: int) -> bool:
 
 
 def _bans_stop_tokens(draw: Draw, num_drafts: int) -> bool:
-    """Whether the answer may not end yet; where its grammar lets it do nothing else, it may."""
+    """Whether the answer must not end yet; it may end if its grammar allows nothing else."""
     if draw.num_answer_tokens(num_drafts) >= draw.params.min_tokens:
         return False
     if num_drafts >= len(draw.allowed):
@@ -163,7 +161,7 @@ def _changes(draw: Draw, num_drafts: int, vocab_size: int) -> LogitChanges:
     params = draw.params
     token_ids = draw.token_ids_behind(num_drafts)
     seen = _ids(token_ids if params.repetition_penalty != 1.0 else (), vocab_size)
-    is_penalised = params.frequency_penalty or params.presence_penalty  # these count the answer's tokens
+    is_penalised = params.frequency_penalty or params.presence_penalty  # these count only the answer's tokens
     answer = np.array(token_ids[draw.num_prompt_tokens :] if is_penalised else (), np.int64)
     counted = _ids(answer, vocab_size)
     biased = _ids(tuple(params.logit_bias), vocab_size)
@@ -179,8 +177,8 @@ def _changes(draw: Draw, num_drafts: int, vocab_size: int) -> LogitChanges:
 
 
 def _ids(token_ids: Any, vocab_size: int) -> Any:
-    """Return those of the vocabulary, int64, by rising id, each once."""
+    """Return the different ids within the vocabulary, int64, ascending."""
     ids = np.asarray(token_ids, np.int64)
-    is_there = np.zeros(vocab_size, np.bool_)  # marks: a long context need not be sorted
+    is_there = np.zeros(vocab_size, np.bool_)  # faster than sorting a long context
     is_there[ids[(ids >= 0) & (ids < vocab_size)]] = True
     return np.flatnonzero(is_there)

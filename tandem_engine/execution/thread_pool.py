@@ -1,6 +1,6 @@
-"""How do several threads of this process do one thing to a lot of memory?
+"""Runs one task over much memory on several threads of this process.
 
-For work that holds no lock while it runs: numpy's copies and xxhash's sums of large buffers release the interpreter.
+The task must release the interpreter's lock: numpy's copies and xxhash's sums of large buffers do.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from itertools import pairwise
 
 import torch
 
-_SMALLEST_SHARE_BYTES = 1 << 20
-"""Below this a thread costs more to wake than it saves."""
+_MIN_RANGE_BYTES = 1 << 20
+"""For less, waking a thread costs more than it saves."""
 
-_crews: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[int, ThreadPoolExecutor] = {}
 _num_threads = 0
-"""0: as many as torch has."""
+"""0: torch's number of threads."""
 
 
 def use_threads(num_threads: int) -> None:
-    """Share work among so many threads from now on: torch's own may have been told to rest."""
+    """Set the number of threads; torch's own threads may be switched off."""
     global _num_threads
     _num_threads = num_threads
 
 
-def share(work: Callable[[int, int], None], num_items: int, item_bytes: int) -> None:
-    """Call `work(start, end)` for ranges that make up `num_items`, one per thread (`use_threads`)."""
-    num_shares = max(
-        1, min(_num_threads or torch.get_num_threads(), num_items, num_items * item_bytes // _SMALLEST_SHARE_BYTES)
+def parallel_for(work: Callable[[int, int], None], num_items: int, item_bytes: int) -> None:
+    """Call `work(start, end)` for ranges that together cover `num_items`, one per thread (`use_threads`)."""
+    num_ranges = max(
+        1, min(_num_threads or torch.get_num_threads(), num_items, num_items * item_bytes // _MIN_RANGE_BYTES)
     )
-    bounds = [num_items * index // num_shares for index in range(num_shares + 1)]
-    if num_shares == 1:
+    bounds = [num_items * index // num_ranges for index in range(num_ranges + 1)]
+    if num_ranges == 1:
         work(0, num_items)
         return
-    crew = _crews.get(num_shares)
-    if crew is None:
-        crew = _crews[num_shares] = ThreadPoolExecutor(num_shares - 1, "kv-memory")
-    others = [crew.submit(work, start, end) for start, end in pairwise(bounds[1:])]
+    pool = _pools.get(num_ranges)
+    if pool is None:
+        pool = _pools[num_ranges] = ThreadPoolExecutor(num_ranges - 1, "kv-memory")
+    others = [pool.submit(work, start, end) for start, end in pairwise(bounds[1:])]
     try:
         work(0, bounds[1])
     finally:
-        wait(others)  # nobody may write once we have returned, not even after an error
+        wait(others)  # no thread may write after the return, not even after an error
     for other in others:
         other.result()

@@ -1,4 +1,4 @@
-"""Can this request be served here at all, and what is it as a `Request`?"""
+"""Checks whether a request can be served here, and builds its `Request`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACES_PER_FREE_ONE = 7
 
 
 class RequestRefused(Exception):
-    """The request is not taken; the message names the value, the limit and the remedy."""
+    """The request is refused; the message names the value, the limit and the remedy."""
 
     def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class RequestRefused(Exception):
 
 
 def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int, added_ns: int) -> Request:
-    """Return the request that `command` asks for; raises RequestRefused if it could never be served."""
+    """Return the request of a command; raises RequestRefused if it could never be served."""
     _check_tokens(command, config)
     _check_context(command, config)
     _check_choices(command)
@@ -52,17 +52,17 @@ def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int,
 
 
 def max_kv_tokens(request: Request, config: SchedulerConfig) -> int:
-    """Return the most KV slots a request can come to need: all its tokens but the last, which nothing attends to."""
+    """Return the most KV slots a request can need: one for each token but the last, which nothing attends to."""
     if request.mode == "prefill":
         return request.num_tokens
     return min(request.num_prompt_tokens + request.sampling.max_tokens, config.context_length + 1) - 1
 
 
 def check_places(num_places: int, num_taken: int, num_of_key: int, request: Request) -> None:
-    """Raise RequestRefused if no place is left, or none for this request's fairness key.
+    """Raise RequestRefused if no place is free, or none for this request's fairness key.
 
-    A key may have seven times as many places as are still free; else a client with a thousand requests would leave no
-    place to one with a single request. (Dynamic thresholds: Choudhury and Hahne, 1998.)
+    A key may have seven times as many places as are still free. Otherwise a client with a thousand requests would leave
+    no place for a client with one. (Dynamic thresholds: Choudhury and Hahne, 1998.)
     """
     num_free = num_places - num_taken
     if num_free <= 0:

@@ -1,8 +1,8 @@
-"""What identifies a KV block?
+"""Computes the hash that identifies a KV block.
 
-All that decides its content: the model and the tenant, folded into a root, and every token up to the block's end,
-folded into a chain. Root and chain are BLAKE2b (RFC 7693) cut to 128 bits: a fast non-cryptographic hash would let one
-tenant find another's blocks. Gateways hash prompts and decode workers go on with the chain: both use these functions.
+The hash covers everything that decides the block's content: a root of model and tenant, and a chain of all tokens up to
+the block's end. Root and chain are BLAKE2b (RFC 7693) cut to 128 bits: with a non-cryptographic hash one tenant could
+find another's blocks. Gateways hash prompts, and decode workers extend the chain, with these functions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _VERSION = 1
 
 
 def hash_root(fingerprint: bytes, block_size: int, lora: str = "", salt: bytes = b"") -> BlockHash:
-    """Return where the chains of one model and one tenant begin.
+    """Return the root of all chains of one model and one tenant.
 
-    The fields are length-prefixed, so that no two different tuples are the same bytes.
+    The fields are length-prefixed, so two different tuples never have the same bytes.
     """
     digest = blake2b(bytes([_VERSION]), digest_size=NUM_HASH_BYTES, person=b"tandem-root")
     for part in (fingerprint, struct.pack("<I", block_size), lora.encode(), salt):
@@ -41,7 +41,7 @@ def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """Return the chain over the full blocks of `token_ids`; a tail that fills no block has no hash."""
+    """Return the hashes of the full blocks of `token_ids`; a partly filled tail has no hash."""
     hashes: list[BlockHash] = []
     parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):

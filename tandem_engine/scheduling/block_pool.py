@@ -1,10 +1,10 @@
-"""Which KV blocks are empty, which are used and by how many, and which can still be found?
+"""Tracks which KV blocks are free, used or cached, and finds cached blocks by their hash.
 
-A block is always exactly one of these, so `num_blocks = num_free + num_cached + num_used`:
+A block is always in exactly one of three states, so `num_blocks = num_free + num_cached + num_used`:
 
-    free    holds nothing that could be found
+    free    has no content that could be found
     used    in one or more block tables (references > 0), with or without a hash
-    cached  in no block table, its content can still be found by its hash; forgotten, oldest first, once none is free
+    cached  in no block table; its content can be found by its hash; evicted, oldest first, once no block is free
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tandem_engine.scheduling.block_hash import BlockHash
 class BlockPool:
     """The only writer of references, hashes and generations. Block i is slot i of the pool's memory region.
 
-    `generations[i]` is one more each time block i is handed out to be written; give the sequence that lies in shared
-    memory, and readers on the other side see their copies spoilt.
+    `generations[i]` grows by one each time block i is allocated. With a sequence in shared memory, readers in other
+    processes notice that a block was reused while they copied it.
     """
 
     def __init__(self, num_blocks: int, block_size: int, generations: MutableSequence[int] | None = None) -> None:
@@ -53,7 +53,7 @@ class BlockPool:
 
     @property
     def num_spare(self) -> int:
-        """Those of them that nobody has a claim to, who may come to own a block that it shares."""
+        """Available blocks without those that holders of claims may need (see `share`)."""
         return self.num_available - self._num_counted
 
     @property
@@ -62,20 +62,20 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        """Used blocks that nothing but holds keeps."""
+        """Used blocks that only holds keep."""
         return self._num_held
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hand out blocks to be written, empty ones first; None, and nothing changes, if there are too few.
+        """Allocate blocks to be written, free ones first; return None and change nothing if there are too few.
 
-        They come in order of place, for those side by side are moved in one copy.
+        The blocks are in ascending order, because adjacent blocks are moved in one copy.
         """
         if num_blocks > self.num_available:
             return None
         return sorted(self._hand_out() for _ in range(num_blocks))
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Return the blocks of the longest known prefix of a chain; `share` them before anything else is allocated."""
+        """Return the blocks of the longest known prefix of a chain; `share` them before the next allocation."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._found.get(block_hash)
@@ -85,9 +85,9 @@ class BlockPool:
         return blocks
 
     def find_last(self, hashes: Sequence[BlockHash], num_needed: int) -> tuple[int, list[int]]:
-        """Return how many blocks come before the last `num_needed` of a prefix, and these.
+        """Return how many blocks come before the last `num_needed` blocks of a prefix, and those last blocks.
 
-        It is the longest prefix whose last so many blocks are known; one of fewer blocks needs all of its own.
+        It is the longest prefix whose last `num_needed` blocks are known. A shorter prefix needs all its blocks.
         """
         blocks: list[int] = []  # the last one first
         for index in range(len(hashes) - 1, -1, -1):
@@ -101,14 +101,14 @@ class BlockPool:
         return 0, blocks[::-1]
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """Count those of `blocks` that sharing would take out of `num_available`."""
+        """Count the blocks that sharing would take out of `num_available`."""
         return sum(not self._references[block] for block in blocks)
 
     def share(self, blocks: Iterable[int], *, is_claim: bool = False) -> None:
         """Add a reference to blocks that `find` returned.
 
-        With a claim it costs a spare block even if the block is used, and gives one back when it is freed: whoever
-        gives back blocks to get as many others can count on it, shared or not.
+        With a claim, a used block costs a spare block too, and freeing it returns one. So an owner that frees blocks
+        can always allocate as many others, shared or not.
         """
         for block in blocks:
             if is_claim and self._references[block]:
@@ -118,19 +118,19 @@ class BlockPool:
             self._refer(block, 1)
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """Let a used block, full and never written again, be found; does nothing if its content is known already."""
+        """Make a used, full block findable; does nothing if its content is known already. Nobody may write it again."""
         assert self._references[block], f"block {block} is not used"
         if block_hash not in self._found and self._hashes[block] is None:
             self._found[block_hash] = block
             self._hashes[block] = block_hash
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Turn one reference to each block into a hold: counted apart, given back with `free(..., held=True)`."""
+        """Turn one reference to each block into a hold, counted separately; `free(..., held=True)` ends it."""
         for block in blocks:
             self._refer(block, 0, held=1)
 
     def free(self, blocks: Sequence[int], *, held: bool = False) -> None:
-        """Take back one reference to each block of a table; the last blocks of a chain will be evicted first."""
+        """Remove one reference to each block of a table; the last blocks of a chain are evicted first."""
         for block in reversed(blocks):
             assert self._references[block], f"block {block} was freed twice"
             if self._counted[block]:
@@ -141,9 +141,9 @@ class BlockPool:
                 self._put_back(block)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one place."""
+        """Assert that every block is in exactly one state."""
         used = [block for block in range(self.num_blocks) if self._references[block]]
-        assert sorted([*self._free, *self._cached, *used]) == list(range(self.num_blocks)), "a block is in two places"
+        assert sorted([*self._free, *self._cached, *used]) == list(range(self.num_blocks)), "a block is in two states"
         assert all(self._hashes[block] is None for block in self._free), "a free block has a hash"
         assert all(self._hashes[block] is not None for block in self._cached), "a cached block has no hash"
         assert {h: b for b, h in enumerate(self._hashes) if h is not None} == self._found, "hashes do not match"

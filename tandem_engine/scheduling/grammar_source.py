@@ -1,7 +1,7 @@
-"""How does a grammar look to llguidance, in the gateway that checks it and in the engine that applies it?
+"""Converts grammars to the form that llguidance reads, for gateways (which check them) and engines (which apply them).
 
 llguidance (https://github.com/guidance-ai/llguidance) compiles a grammar to an Earley parser over a lexer, and walks
-the vocabulary's trie with both. It is imported here and in tandem_engine/execution/grammar only.
+the vocabulary's trie with both. Only this module and tandem_engine/execution/grammar import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LimitValues(TypedDict):
-    """By llguidance's names."""
+    """The names are those of llguidance."""
 
     initial_lexer_fuel: int
     step_lexer_fuel: int
@@ -30,7 +30,7 @@ class LimitValues(TypedDict):
 
 
 _JSON: JsonCompileOptions = {
-    # At most one space, or a new line and its indentation: what models write, and no answer is whitespace for ever.
+    # At most one space, or a new line and its indentation: models write that, and whitespace cannot go on for ever.
     "whitespace_flexible": True,
     "whitespace_pattern": r" |\n {0,24}",
     "item_separator": ",",
@@ -46,16 +46,16 @@ LIMITS: LimitValues = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""What one grammar may cost: a step that compiles it or first needs a part of it, some tens of ms."""
+"""Limits of one grammar: compiling it, or using a part of it for the first time, takes some tens of ms at most."""
 _ANY_OBJECT = '{"type":"object"}'
 
 
 class GrammarUnusable(ValueError):
-    """This grammar is wrong, or too complex; the message says what and where."""
+    """This grammar is wrong or too complex; the message names what and where."""
 
 
 def source(grammar: Grammar) -> str:
-    """Return what `LLMatcher` takes; raises GrammarUnusable for a JSON Schema that is no JSON object."""
+    """Return the grammar as `LLMatcher` reads it; raises GrammarUnusable for a JSON Schema that is no JSON object."""
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
@@ -67,10 +67,10 @@ def source(grammar: Grammar) -> str:
 
 
 def nested_json(schema: Mapping[str, Any]) -> str:
-    """Return what stands for an instance of a JSON Schema in a Lark grammar."""
+    """Return the Lark expression for an instance of a JSON Schema."""
     return f"%json {json.dumps({'x-guidance': _JSON, **schema}, ensure_ascii=False, separators=(',', ':'))}"
 
 
 def limits() -> LLParserLimits:
-    """Return `LIMITS` as llguidance's Python classes take them."""
+    """Return `LIMITS` in the form of llguidance's Python classes."""
     return LLParserLimits(**LIMITS)

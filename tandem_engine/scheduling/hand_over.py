@@ -1,4 +1,4 @@
-"""Which blocks of a prompt can others have already, and which have come from others?"""
+"""Computes which blocks of a prompt other processes can read now, and which arrived from others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tandem_engine.scheduling.request import Request, RequestState
 
 
 class ImportRefused(Exception):
-    """A slab is for a request that does not wait for it; nothing was copied."""
+    """The request does not wait for this slab; nothing was copied."""
 
 
 def seal(request: Request, num_written_tokens: int, kv: KVCacheManager) -> list[SealedBlocks]:
-    """Tell of a prefill's blocks that are complete since the last call: found ones too, and with its end the tail.
+    """Return a prefill's blocks that became complete since the last call, cached ones too; at its end also the tail.
 
-    Of groups with a window, beside others, only those that the answer sees. The last one says that it is.
+    Of groups with a window, only the blocks that the answer attends to. The last entry has `is_last` set.
     """
     is_last = num_written_tokens == request.num_tokens
     first, generations = request.num_sealed_blocks, kv.pool.generations
     end = len(request.block_table) if is_last else num_written_tokens // kv.pool.block_size
-    if end <= first or request.is_release_due:  # less than before: a step broke behind its seal, and runs again
+    if end <= first or request.is_release_due:  # fewer than before: a step failed after its seal and runs again
         return []
     request.num_sealed_blocks = end
     sealed = []
@@ -32,7 +32,7 @@ def seal(request: Request, num_written_tokens: int, kv: KVCacheManager) -> list[
 
 
 def import_targets(request: Request | None, command: ImportSlab, block_size: int) -> tuple[list[int], list[ExtentRef]]:
-    """Return the blocks to write and where from, without those that are here already.
+    """Return the blocks to write and their sources, without blocks that are here already.
 
     Raises ImportRefused if the request does not wait for them.
     """
@@ -40,7 +40,7 @@ def import_targets(request: Request | None, command: ImportSlab, block_size: int
         raise ImportRefused(f"request {command.request_id} does not wait for blocks")
     if not 0 <= command.group < len(request.tables):
         raise ImportRefused(f"slab is of group {command.group}, this model has {len(request.tables)}")
-    end, num_blocks = command.first_block + len(command.extents), -(-request.num_given_tokens // block_size)
+    end, num_blocks = command.first_block + len(command.extents), -(-request.num_initial_tokens // block_size)
     if not 0 <= command.first_block <= end <= num_blocks:
         raise ImportRefused(f"slab has blocks {command.first_block} to {end}, the prompt has {num_blocks}")
     group, table = command.group, request.tables[command.group]
@@ -54,17 +54,17 @@ def import_targets(request: Request | None, command: ImportSlab, block_size: int
 
 
 def num_ready_tokens(request: Request, block_size: int) -> int:
-    """Count the leading tokens of a decode request whose KV was found here or has come.
+    """Count the leading tokens of a decode request whose KV was found here or has arrived.
 
-    Of groups with a window, beside others, only the end of the prompt comes: then it is of use whole, or not at all.
+    Groups with a window get only the end of the prompt, so that end is usable as a whole or not at all.
     """
     first, imported = request.num_found_blocks, request.imported_blocks
     index = first
     while (0, index) in imported:
         index += 1
-    num_blocks = -(-request.num_given_tokens // block_size)
+    num_blocks = -(-request.num_initial_tokens // block_size)
     needed = range(max(first, request.num_dropped_blocks), num_blocks)
     groups = range(1, len(request.tables))
     if groups and (index < num_blocks or any((group, place) not in imported for group in groups for place in needed)):
         index = first
-    return min(index * block_size, request.num_given_tokens)
+    return min(index * block_size, request.num_initial_tokens)

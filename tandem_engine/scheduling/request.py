@@ -1,4 +1,4 @@
-"""Where does one request stand?"""
+"""Holds the state of one request."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class RequestState(Enum):
     aggregated  WAITING -> RUNNING -> FINISHED
     prefill     WAITING -> RUNNING -> HELD -> FINISHED
     decode      IMPORTING -> RUNNING -> FINISHED
-    all but prefill, when blocks run out: RUNNING -> PREEMPTED -> RUNNING; an abort leads from anywhere to FINISHED.
+    When blocks run out, all but prefill: RUNNING -> PREEMPTED -> RUNNING. An abort leads from any state to FINISHED.
     """
 
     WAITING = auto()
     IMPORTING = auto()
-    """A decode request has its blocks; their content is on its way."""
+    """A decode request has its blocks and waits for their content."""
     RUNNING = auto()
     PREEMPTED = auto()
-    """Its blocks were taken; it waits, ahead of those that have not run yet, and computes its tokens again."""
+    """Its blocks were freed. It waits ahead of requests that have not run yet, and then computes its tokens again."""
     HELD = auto()
-    """A prefill request is done; its blocks stay for those who pull them."""
+    """A prefill request is done; its blocks stay for the workers that pull them."""
     FINISHED = auto()
 
 
 class Sampled(NamedTuple):
-    """A token drawn for one choice of one request in one step."""
+    """A token sampled for one choice of one request in one step."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
@@ -40,10 +40,10 @@ class Sampled(NamedTuple):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One generated run of tokens. Only the Scheduler and its parts write it; the runner reads it.
+    """One generated run of tokens. Only the Scheduler and its parts change it; the runner reads it.
 
-    `token_ids` is the prompt and the answer so far; the KV of the first `num_computed_tokens` of them exists, in the
-    blocks of `block_table`. The token last sampled is not computed before the next step.
+    `token_ids` is the prompt and the answer so far. The KV of the first `num_computed_tokens` tokens exists, in the
+    blocks of `block_table`. The next step computes the token that was sampled last.
     """
 
     request_id: str
@@ -52,60 +52,60 @@ class Request:
     sampling: SamplingParams
     mode: Mode = "aggregated"
     hash_root: BlockHash | None = None
-    """None: neither finds nor leaves cached blocks."""
+    """None: the request neither finds nor leaves cached blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     max_found_blocks: int | None = None
-    """Only so many leading blocks may come from caches; None: all."""
+    """Leading blocks that may come from caches; None: all."""
     max_left_blocks: int | None = None
-    """Only so many leading blocks may be found by others; None: all."""
+    """Leading blocks that others may find; None: all."""
     prefix: dict[tuple[int, int], ExtentRef] = field(default_factory=dict)
-    """Where the content of full blocks lies ready, by group and index into its block table."""
+    """Sources of full blocks that can be copied, by group and index into its block table."""
     choice_seeds: tuple[int, ...] = ()
-    """One token is sampled per seed; never empty once built: `sampling.seed` if none was given."""
+    """One token is sampled per seed; `sampling.seed` if the command has none."""
     priority: int = 0
-    standing: int = field(init=False)
-    """The priority it runs with: its own, or a higher one if its class had waited too long."""
+    effective_priority: int = field(init=False)
+    """Its own priority, or a higher one if its class waited too long."""
     fairness_key: str = ""
     arrival: int = 0
-    """Counts requests; a smaller one came earlier."""
+    """Counts requests; a smaller number arrived earlier."""
 
     state: RequestState = RequestState.WAITING
     block_table: list[int] = field(default_factory=list)
     window_tables: list[list[int]] = field(default_factory=list)
-    """Of groups of layers with a window, if others have none (`WindowGroups`); then `block_table` is the others'."""
+    """Block tables of groups of layers with a window, if other layers have none (`WindowGroups`)."""
     num_computed_tokens: int = 0
-    num_given_tokens: int = field(init=False)
-    """Length of `token_ids` when the request was added: the answer's first tokens come with it after a migration."""
+    num_initial_tokens: int = field(init=False)
+    """Length of `token_ids` when the request was added; after a migration it includes tokens of the answer."""
     num_found_blocks: int = 0
-    """Leading blocks of `block_table` that came from the prefix cache and are shared: never written."""
+    """Leading blocks of `block_table` that came from the prefix cache: shared, never written."""
     num_registered_blocks: int = 0
-    """Leading blocks that were offered to the prefix cache."""
+    """Leading blocks that were registered in the prefix cache."""
     num_dropped_blocks: int = 0
-    """Leading entries that are not ours: given back, or never had, since they lie behind the window of every layer. Of
-    `window_tables`, where there are any, else of `block_table`. Nothing reads them; what they say means nothing."""
+    """Leading entries of `window_tables`, or of `block_table` if there are none, that lie behind the window of every
+    layer. These blocks were freed or never allocated; the entries have no meaning and nothing reads them."""
     num_sealed_blocks: int = 0
     imported_blocks: set[tuple[int, int]] = field(default_factory=set)
-    """Groups and indices into their block tables of blocks whose content has come from elsewhere."""
+    """Blocks whose content was imported: groups and indices into their block tables."""
     is_release_due: bool = False
-    """ReleaseHeld came before the prefill was done."""
+    """ReleaseHeld arrived before the prefill was done."""
 
     num_prompt_tokens_accounted: int = 0
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
     num_generated_tokens: int = 0
-    """Sampled here; tokens that came with the request or with StartDecode are not counted."""
+    """Tokens sampled here, without those that came with the request or with StartDecode."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of its draft tokens: those that the model drew, too."""
+    """Draft tokens that the model sampled too."""
     num_preemptions: int = 0
     added_ns: int = 0
     scheduled_ns: int = 0
     first_token_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.num_given_tokens = len(self.token_ids)
-        self.standing = self.priority
+        self.num_initial_tokens = len(self.token_ids)
+        self.effective_priority = self.priority
         self.choice_seeds = self.choice_seeds or (self.sampling.seed,)
 
     @property
@@ -123,19 +123,19 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its next run is one token, and answers with one."""
+        """Whether its next run is one token that continues an answer."""
         return self.num_tokens_to_compute == 1 and self.num_computed_tokens > 0
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first: higher standing, then earlier arrival."""
-        return (-self.standing, self.arrival)
+        """Smaller goes first: higher effective priority, then earlier arrival."""
+        return (-self.effective_priority, self.arrival)
 
     def finish_reason_with(self, answer: Sequence[int], context_length: int) -> FinishReason | None:
         """Return why the request is over once `answer` follows `token_ids`, or None while it goes on.
 
-        A stop token wins over a limit reached with it. The last token takes no KV slot, so prompt and answer may have
-        one token more than the context.
+        A stop token has precedence over a limit that is reached with it. The last token needs no KV slot, so prompt
+        and answer may have one token more than the context.
         """
         num_tokens = len(self.token_ids) + len(answer)
         last = answer[-1] if answer else self.token_ids[-1]

@@ -1,4 +1,4 @@
-"""Who runs, who of them first, and who has to go when the blocks run out?"""
+"""Orders the running requests, and chooses which one is preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tandem_engine.scheduling.request import Request
 
 
 class RunningRequests:
-    """Those that have blocks and are computed. Decode requests may outnumber the seats of a step."""
+    """Requests that have blocks and are computed. Decode requests may outnumber the seats of a step."""
 
     def __init__(self, max_num_seqs: int, served: Callable[[Request], float]) -> None:
-        """`served` tells what a request's fairness key has been served, in tokens."""
+        """`served` returns how many tokens a request's fairness key has been served."""
         self._max_num_seqs = max_num_seqs
         self._served = served
         self._requests: list[Request] = []
@@ -26,7 +26,7 @@ class RunningRequests:
 
     @property
     def num_growing(self) -> int:
-        """Those that may need one more block in any step."""
+        """Requests that may need one more block in any step."""
         return sum(request.mode != "prefill" for request in self._requests)
 
     def add(self, request: Request) -> None:
@@ -36,31 +36,32 @@ class RunningRequests:
         self._requests.remove(request)
 
     def seat(self, requests: Collection[Request]) -> None:
-        """Note who is in the step that was just put together."""
+        """Remember the requests of the step that was just built."""
         self._seated = requests
 
     def in_order(self) -> list[Request]:
-        """Return answers, then prompts begun, by rank.
+        """Return answers, then prompts that have begun, by rank.
 
-        Where seats are short, requests of one standing keep theirs, and one that comes free goes to the key that was
-        served least.
+        If seats are short, requests of one effective priority keep their seats, and a free seat goes to the key that
+        was served least.
         """
         if len(self._requests) <= self._max_num_seqs:
             return sorted(self._requests, key=lambda request: (not request.is_decoding, request.rank))
 
         def key(request: Request) -> tuple[bool, int, bool, float, int]:
             is_new = request not in self._seated
-            return (not request.is_decoding, -request.standing, is_new, self._served(request), request.arrival)
+            priority = request.effective_priority
+            return (not request.is_decoding, -priority, is_new, self._served(request), request.arrival)
 
         ordered = sorted(self._requests, key=key)
         first_prompt = next((index for index, each in enumerate(ordered) if not each.is_decoding), 0)
-        if first_prompt >= self._max_num_seqs:  # a prompt begun has the last seat, or it would wait for ever
+        if first_prompt >= self._max_num_seqs:  # a begun prompt gets the last seat, or it would wait for ever
             ordered.insert(self._max_num_seqs - 1, ordered.pop(first_prompt))
         return ordered
 
     def victim(self) -> Request:
-        """Return who is to be preempted: the lowest rank. Never a prefill: others pull from its blocks.
+        """Return the request to preempt: the lowest rank, but never a prefill, because others pull from its blocks.
 
-        So whoever came first in the highest class goes on always, and each in turn comes to be that one.
+        So the earliest request of the highest class always continues, and each request becomes that one in time.
         """
         return max((request for request in self._requests if request.mode != "prefill"), key=lambda other: other.rank)

@@ -109,7 +109,7 @@ class Scheduler:
         """
         self._is_stalled = False
         request = self._requests.get(request_id)
-        if request is None or request.mode != "decode" or request.num_tokens > request.num_given_tokens:
+        if request is None or request.mode != "decode" or request.num_tokens > request.num_initial_tokens:
             return
         request.token_ids.extend(token_ids)
         if reason := request.finish_reason_with((), self.config.context_length):

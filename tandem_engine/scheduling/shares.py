@@ -1,8 +1,8 @@
-"""Who has been served how much?
+"""Counts how many tokens each fairness key has been served.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2): each key's
-counter goes up by the tokens computed and sampled for it, and whoever has the lowest is next. A key that comes, or
-comes back, starts no lower than those that are here: nobody saves up by staying away.
+counter grows by the tokens computed and sampled for it, and the lowest counter is next. A key that arrives or returns
+starts no lower than the keys that are present, so no key gains an advantage by staying away.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ _MAX_KEYS = 1024
 
 
 class Shares:
-    """Only the keys that came, or were served, last are remembered; far more than can be here at once."""
+    """Remembers the keys that arrived or were served last; far more than can be present at once."""
 
     def __init__(self) -> None:
         self._served: OrderedDict[str, float] = OrderedDict()
-        self._floor = 0.0  # what the key whose turn came last had been served
+        self._floor = 0.0  # counter of the key that had the last turn
 
     def served(self, key: str) -> float:
         """Return a key's counter, in tokens."""
         return self._served.get(key, self._floor)
 
     def arrive(self, key: str, others: Iterable[str]) -> None:
-        """A key that was not here is now; `others` are those it competes with."""
+        """Add a key that was not present; `others` are the keys it competes with."""
         lowest = min(map(self.served, others), default=self._floor)
         self._set(key, max(self._served.get(key, 0.0), lowest))
 
     def choose(self, key: str) -> None:
-        """It is this key's turn."""
+        """Give this key the turn."""
         self._floor = max(self._floor, self.served(key))
 
     def charge(self, key: str, num_tokens: int) -> None:

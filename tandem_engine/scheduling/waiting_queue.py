@@ -1,17 +1,17 @@
-"""Who waits, and who of them is next?
+"""Orders the waiting requests.
 
-Classes of priority, the higher first, strictly; but a class that had to wait `AGEING_SECONDS` for a turn gets the next
-one, and the request that takes it stands with the highest class from then on, so that it is not preempted at once.
-So the n-th request of any class leaves the queue after at most n * AGEING_SECONDS and n admissions per class that
-waits, plus the time that blocks and seats take to come free.
+Priority classes are strict: the higher class is first. Ageing is the exception: a class that has waited
+`AGEING_SECONDS` for a turn gets the next one. The request that takes this turn gets the effective priority of the
+highest class, so it is not preempted at once. So the n-th request of any class leaves the queue after at most
+n * AGEING_SECONDS and n admissions per waiting class, plus the time until blocks and seats are free.
 
-Within a class: requests that were preempted, earliest arrival first, since they ran before; then the key that was
-served the fewest tokens (`shares`), its requests as they came. So of two keys that both wait, none is ahead of the
-other by more than what one request costs and what runs of it already.
+Within a class, preempted requests are first, by arrival. Then comes the key that was served the fewest tokens
+(`shares`), with its requests in order of arrival. So of two waiting keys, neither is ahead of the other by more than
+the cost of one request and of its running requests.
 
-Whoever is next stays next until it runs or leaves, even if it does not fit yet and fairness would by now name another:
-were it overtaken by small ones whenever blocks come free, a large request would never run. Only a request of a higher
-class and, in its own, one that was preempted go before it.
+The next request stays next until it runs or leaves, even if it does not fit yet and fairness would choose another one
+by now. Otherwise small requests would overtake a large request whenever blocks are freed, and it would never run. Only
+a request of a higher class, and a preempted request of its own class, go before it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MAX_EMPTY_LEVELS = 16
 
 
 class WaitingQueue:
-    """`peek` and `pop` agree as long as nothing is added or removed between them. Times are in nanoseconds."""
+    """`peek` and `pop` return the same request if nothing is added or removed between them. Times are nanoseconds."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}  # empty ones remember who was served
+        self._levels: dict[int, _Level] = {}  # empty levels remember the counters of keys
         self._turn: _Level | None = None
         self._turn_is_due_to_age = False
         self._num_by_key: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class WaitingQueue:
     def add(self, request: Request, now_ns: int) -> None:
         if request.state is RequestState.PREEMPTED:
             self.num_preempted += 1
-            self._level(request.standing).add(request, now_ns)
+            self._level(request.effective_priority).add(request, now_ns)
         else:
             self._num_by_key[request.fairness_key] += 1
             self._level(request.priority).add(request, now_ns)
@@ -64,30 +64,30 @@ class WaitingQueue:
         self._turn.choose(request, now_ns)
         self._take(request)
         if self._turn_is_due_to_age:
-            request.standing = max(self._levels)
+            request.effective_priority = max(self._levels)
         self._turn = None
         return request
 
     def remove(self, request: Request) -> None:
-        """Take out a request that will not run; it costs its key nothing."""
+        """Remove a request that will not run; its key is not charged."""
         self._take(request)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """So many tokens were computed or sampled for a request, which may never have waited here."""
+        """Count tokens that were computed or sampled for a request, which may never have waited here."""
         self._level(request.priority).shares.charge(request.fairness_key, num_tokens)
 
     def served(self, request: Request) -> float:
-        """Return what the request's key was charged in its class."""
+        """Return the tokens charged to the request's key in its class."""
         return self._level(request.priority).shares.served(request.fairness_key)
 
     def arrived(self, request: Request, keys: Iterable[str]) -> None:
-        """The first request of its key came, and does not wait; `keys` are the others that are here."""
+        """Add the key of a request that does not wait; `keys` are the other keys that are present."""
         self._level(request.priority).shares.arrive(request.fairness_key, keys)
 
     def _take(self, request: Request) -> None:
         if request.state is RequestState.PREEMPTED:
             self.num_preempted -= 1
-            self._levels[request.standing].take(request)
+            self._levels[request.effective_priority].take(request)
             return
         self._levels[request.priority].take(request)
         self._num_by_key[request.fairness_key] -= 1
@@ -121,7 +121,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.since_ns = 0
-        """When it last had a turn, or began to wait."""
+        """Time of its last turn, or of its first waiting request."""
         self.shares = Shares()
         self._preempted: list[Request] = []
         self._by_key: dict[str, deque[Request]] = {}
@@ -157,7 +157,7 @@ class _Level:
         return self._head
 
     def choose(self, request: Request, now_ns: int) -> None:
-        """It is this request's turn."""
+        """Give this request the turn."""
         self.since_ns = now_ns
         if request.state is not RequestState.PREEMPTED:
             self.shares.choose(request.fairness_key)

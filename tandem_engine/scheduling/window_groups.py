@@ -1,17 +1,18 @@
-"""Which blocks do layers with a window have, where others of the model have none?
+"""Manages the blocks of layers with a window in a model that also has layers without one.
 
-Group 0 are the layers that see all tokens: its blocks are `Request.block_table`, and it keeps them. Each further group
-has a table of its own, for the same places, of which it has the blocks that lie within the window and those that the
-next run can write; all groups take theirs from one pool.
+Group 0 has the layers that attend to all tokens: `Request.block_table` has its blocks, and it keeps all of them. Each
+further group has a table of its own with the same indices. The group keeps only the blocks within the window and those
+that the next run can write. All groups allocate from one pool.
 
 block_table         [ b0   b1   b2   b3   b4   b5   b6   b7   b8 ...  all tokens that are known             ]
 window_tables[0]    [  -    -    -    -   w0   w1   w2   w3 ]         up to the end of the longest next run
 window_tables[1]    [  -    -    -    -   w4   w5   w6   w7 ]
                                           num_dropped_blocks = 4
 
-A prefill hands over those that the answer sees, and gives back the others as it goes. Nobody preempts it, so it must
-never lack a block: what it may still need is promised to it from the start. That holds since every block that it gives
-back makes room for one that it takes: one that is shared, too, costs each of those that have it (`BlockPool.share`).
+A prefill hands over the blocks that the answer attends to, and frees the others as it proceeds. A prefill is never
+preempted, so it must never lack a block: the blocks that it may still need are promised to it from the start. The
+promise holds because each block that it frees makes room for one that it allocates: a shared block counts for every
+request that has it (`BlockPool.share`).
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """What a request is to get."""
+    """The blocks that a request is to get."""
 
     num_found: int
-    """Leading blocks of which all groups have what the tokens behind them see."""
+    """Leading blocks that are cached: all groups have what the tokens behind them attend to."""
     num_dropped: int = 0
     """Leading blocks that no group with a window needs."""
     found: list[list[int]] = field(default_factory=list)
-    """Of each group: the blocks behind those dropped that are here already."""
+    """For each group: cached blocks behind the dropped ones."""
     num_new: int = 0
-    """Blocks that each group gets behind them."""
+    """New blocks that each group gets behind the cached ones."""
 
 
 class WindowGroups:
-    """The groups but the first; without any, every method is of no effect."""
+    """The groups with a window; if there are none, no method has an effect."""
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
         self.num_groups = config.num_window_groups or 0
@@ -58,12 +59,12 @@ class WindowGroups:
     def plan(
         self, request: Request, num_known: int, hash_of: Callable[[int], BlockHash], num_tokens: int
     ) -> WindowPlan:
-        """Say what a request of `num_tokens` is to get, of which group 0 has the `num_known` leading blocks."""
+        """Plan the blocks of a request of `num_tokens`; group 0 has its `num_known` leading blocks."""
         if not self.num_groups:
             return WindowPlan(num_known)
         num_found, found = self._find(num_known, hash_of)
         num_dropped = num_found - len(found[0])
-        if _is_imported(request):  # what lies between comes to nobody
+        if _is_imported(request):  # no slab brings the blocks between
             first_seen = self.first_seen(request.num_tokens)
             if num_found < first_seen:
                 return WindowPlan(num_found, first_seen, [[] for _ in found], self._blocks(num_tokens) - first_seen)
@@ -72,27 +73,28 @@ class WindowGroups:
 
     @property
     def num_promised(self) -> int:
-        """Blocks that prefills may still come to need beside those that they have."""
+        """Blocks that prefills may still need beside those that they have."""
         return sum(
             self._promise(request, request.num_dropped_blocks, len(request.window_tables[0]))
             for request in self._promised_to
         )
 
     def num_claimed(self, request: Request, plan: WindowPlan) -> int:
-        """Count the spare blocks that a plan takes, with those that the request may come to need before it answers.
+        """Count the spare blocks of a plan, and those that the request may still need before it answers.
 
-        These are promised to prefills alone. But nobody is let in who would have to go again in the middle of a prompt.
+        Only prefills get a promise for the latter. Other requests are counted too, so that none is admitted that would
+        be preempted in the middle of its prompt.
         """
         num_mine = len(plan.found[0]) + plan.num_new if plan.found else 0
         end = plan.num_dropped + num_mine
         return self.num_groups * num_mine + (self._promise(request, plan.num_dropped, end) if self.num_groups else 0)
 
     def share(self, plan: WindowPlan) -> None:
-        """Take what was found, before anything else is allocated."""
+        """Share the cached blocks; before the next allocation."""
         self._pool.share(chain.from_iterable(plan.found), is_claim=True)
 
     def give(self, request: Request, plan: WindowPlan, new: Sequence[int]) -> None:
-        """Set up the tables: the plan's found blocks, then these, `num_new` for each group."""
+        """Build the tables: the plan's cached blocks, then `num_new` of the `new` blocks for each group."""
         if not self.num_groups:
             return
         if request.mode == "prefill":
@@ -102,40 +104,40 @@ class WindowGroups:
         request.window_tables = [[*missing, *found, *part] for found, part in zip(plan.found, parts, strict=True)]
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Count the blocks that the groups lack together for the next run of a request of `num_tokens`."""
+        """Count the blocks that all groups lack for the next run of a request of `num_tokens`."""
         end = self._blocks(min(num_tokens, request.num_computed_tokens + self._max_run_tokens))
         return sum(max(0, end - len(table)) for table in request.window_tables)
 
     def extend(self, request: Request, new: Sequence[int]) -> None:
-        """Add blocks to the tables, as many to each."""
+        """Add blocks to the tables, the same number to each."""
         count = len(new) // max(1, self.num_groups)
         for group, table in enumerate(request.window_tables):
             table.extend(new[group * count : (group + 1) * count])
 
     def settle(self, request: Request) -> None:
-        """Nothing more is promised to a request: it is computed, or over."""
+        """End the promise to a request that is computed or over."""
         self._promised_to.pop(request, None)
 
     def can_compute(self, request: Request) -> bool:
-        """Whether the groups have all that the next token sees, and room for it."""
+        """Whether the groups have all blocks that the next token attends to."""
         first_seen = self.first_seen(request.num_computed_tokens)
         return not request.window_tables or request.num_dropped_blocks <= first_seen
 
     def first_seen(self, position: int) -> int:
-        """Return the first block that the token at `position` sees in these groups."""
+        """Return the first block that the token at `position` attends to in these groups."""
         return max(0, position - self.window + 1) // self._pool.block_size
 
     def first_loaded(self, request: Request, end: int) -> int:
-        """Return which block is the first that must be had so that tokens behind block `end` can be computed."""
+        """Return the first block that is needed to compute tokens behind block `end`."""
         return max(request.num_found_blocks, end - self._num_window_blocks)
 
     def blank(self, request: Request, count: int) -> list[list[int]]:
-        """Return the first blocks of each group that nothing was found for."""
+        """Return the first blocks of each group that have no content yet."""
         first = request.num_found_blocks
         return [table[first : first + count] for table in request.window_tables]
 
     def loaded(self, request: Request, end: int) -> None:
-        """The `blank` blocks have the content of those that tokens behind block `end` see: put them in their places."""
+        """Move the `blank` blocks, which now have the content before block `end`, to their indices."""
         found, first = request.num_found_blocks, self.first_loaded(request, end)
         if first == found or not self.num_groups:
             return
@@ -147,11 +149,11 @@ class WindowGroups:
         request.num_dropped_blocks = first
 
     def key(self, block_hash: BlockHash, group: int) -> BlockHash:
-        """Return what the pool knows a block of these groups by; group 0's are known by their hashes."""
+        """Return the pool's key of a block of `group`; for group 0 the block hash itself."""
         return BlockHash(block_hash + bytes([group])) if group else block_hash
 
     def _find(self, num_known: int, hash_of: Callable[[int], BlockHash]) -> tuple[int, list[list[int]]]:
-        """Return the longest prefix whose last blocks, as far as the window reaches, are known, and these."""
+        """Return the length of the longest prefix whose last blocks within the window are cached, and those blocks."""
         found: list[list[int]] = []  # a row per block, the last one first
         end = num_known
         for index in range(num_known - 1, -1, -1):
@@ -167,9 +169,9 @@ class WindowGroups:
         return end, groups or [[] for _ in range(self.num_groups)]
 
     def _end(self, request: Request, num_found: int, num_behind: int, num_tokens: int) -> int:
-        """Return where the tables end: behind the first run and the window that it leaves behind, if not sooner.
+        """Return the end of the tables: the first run and the window behind it, or all tokens if those are fewer.
 
-        A prefix that is to be loaded has its window somewhere behind the blocks found.
+        A prefix that will be loaded has its window behind the cached blocks, at an index that is not known yet.
         """
         if _is_imported(request):
             return self._blocks(num_tokens)
@@ -178,7 +180,7 @@ class WindowGroups:
         return self._blocks(min(num_tokens, num_found * size + ahead + self._max_run_tokens))
 
     def _promise(self, request: Request, num_dropped: int, end: int) -> int:
-        """Count what a prefill whose tables end with block `end` may still need: more for a run, or all to the end."""
+        """Count the blocks that a prefill with tables up to block `end` may still need: for a run, or to its end."""
         num_lacking = min(self._most_for_a_run - (end - num_dropped), self._blocks(request.num_tokens) - end)
         return self.num_groups * max(0, num_lacking)
 
@@ -187,7 +189,7 @@ class WindowGroups:
 
 
 def most_blocks(config: SchedulerConfig, num_tokens: int) -> int:
-    """Return the most blocks that a request of `num_tokens` has at a time, of all groups."""
+    """Return the most blocks of all groups that a request of `num_tokens` has at a time."""
     end = -(-num_tokens // config.block_size)
     if config.num_window_groups is None or config.group_window is None:
         return end
@@ -199,7 +201,7 @@ def most_blocks(config: SchedulerConfig, num_tokens: int) -> int:
 
 
 def blocks_of(request: Request) -> list[int]:
-    """Return a request's blocks of all groups, in such an order that the end of the prompt is the end of the list."""
+    """Return a request's blocks of all groups, ordered so that the end of the prompt is the end of the list."""
     if not request.window_tables:
         return request.block_table[request.num_dropped_blocks :]
     first = request.num_dropped_blocks
@@ -208,5 +210,5 @@ def blocks_of(request: Request) -> list[int]:
 
 
 def _is_imported(request: Request) -> bool:
-    """Whether a request's blocks are about to come from a prefill."""
+    """Whether a request's blocks will be imported from a prefill."""
     return request.mode == "decode" and request.state is RequestState.WAITING

@@ -1,4 +1,4 @@
-"""Which small real models do the engine's tests run?"""
+"""Provides the small real models that the engine's tests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which random JSON Schemas are answered in tests, each of bounded length?"""
+"""Draws random JSON Schemas whose instances have bounded length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the core schedule, execute and update, and does it answer each command?"""
+"""Tests that the core schedules, executes and updates, and answers each command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do models of which only some layers have a window answer the same from a pool that keeps only what is seen?"""
+"""Tests that models with windows in some layers answer the same from a pool that keeps only visible blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a real engine process load, answer, stop, and die as its front expects?"""
+"""Tests that a real engine process loads, answers, stops, and dies as its front expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a real model whose layers all have a window answer the same from a pool that keeps nothing behind it?"""
+"""Tests that a model with windows in all layers answers the same from a pool that drops blocks behind them."""
 
 from __future__ import annotations
 

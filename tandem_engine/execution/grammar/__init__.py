@@ -1,1 +1,1 @@
-"""Which tokens does a grammar let an answer go on with?"""
+"""Computes which tokens a grammar allows next in an answer."""

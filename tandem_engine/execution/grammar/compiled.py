@@ -1,7 +1,7 @@
-"""When is a grammar compiled?
+"""Compiles grammars in a thread, and keeps them for later requests.
 
-By a thread of their own, one after the other, from when their first request is added: meanwhile answers go on. Each
-once, however many requests come with it.
+The thread compiles one grammar after the other, from when the first request with it is added; answers continue
+meanwhile. Each grammar is compiled once, for all requests with it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed, Make
 from tandem_engine.scheduling.grammar import Grammar
 
 _MAX_GRAMMARS = 64
-"""Compiled ones, the least recently used of which are forgotten."""
+"""Compiled grammars that are kept; the least recently used one is dropped first."""
 _MAX_UNFINISHED = 32
-"""That are compiled ahead; of further ones each is begun when its request would draw."""
+"""Grammars that are compiled ahead; compilation of further ones starts when their request would sample."""
 
 
 class CompiledGrammars:
-    """One thread calls; another compiles."""
+    """Methods are for one thread; another thread compiles."""
 
     def __init__(self, guide: Callable[[], Compile]) -> None:
-        """`guide` is called at the first grammar; raises GrammarFailed where there can be none."""
+        """`guide` is called at the first grammar; it raises GrammarFailed if grammars are not possible."""
         self._guide = guide
         self._compile: Compile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._grammars: OrderedDict[Grammar, Future[MakeMatcher]] = OrderedDict()
 
     def is_ready(self, grammar: Grammar) -> bool:
-        """Return whether `matcher` would not wait; if it would, its compilation has begun now, or soon will."""
+        """Return whether `matcher` would not wait; if it would, start the compilation now or soon."""
         if grammar not in self._grammars and self._num_unfinished >= _MAX_UNFINISHED:
             return False
         return self._future(grammar).done()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the grammar's beginning; raises GrammarFailed."""
+        """Return a matcher at the start of a grammar; raises GrammarFailed."""
         try:
             make = self._future(grammar).result()
-        except GrammarFailed as error:  # one of its own for each request
+        except GrammarFailed as error:  # each request gets its own exception
             raise GrammarFailed(str(error)) from error
         return make()
 
@@ -62,5 +62,5 @@ class CompiledGrammars:
 
 
 def no_guide() -> Compile:
-    """Stand in where nothing reads grammars."""
-    raise GrammarFailed("this runner was made without anything that reads grammars")
+    """Raise GrammarFailed: the default for runners without grammars."""
+    raise GrammarFailed("this runner has no support for grammars")

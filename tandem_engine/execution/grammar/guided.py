@@ -1,4 +1,4 @@
-"""How does llguidance tell which tokens a grammar allows?"""
+"""Computes masks of allowed tokens with llguidance."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Guide:
         eos_token_ids: Sequence[int],
         op_library: ctypes.CDLL | None = None,
     ) -> None:
-        """Read a tokenizer.json: some 0.2 s for each 100,000 tokens. The op library's threads make masks, if given."""
+        """Read a tokenizer.json: some 0.2 s per 100,000 tokens. With `op_library`, its threads compute masks."""
         tokenizer_json = tokenizer_path.read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._ends = _Ends(vocab_size, eos_token_ids)
         self._native = _native(op_library, self._tokenizer, eos_token_ids)
 
     def __call__(self, grammar: Grammar) -> MakeMatcher:
-        """Compile a grammar, and what its first mask needs of the lexer, which all of its matchers share or copy."""
+        """Compile a grammar, and the part of its lexer that the first mask needs; all matchers share or copy it."""
         try:
             text = source(grammar)
         except GrammarUnusable as error:
@@ -59,12 +59,12 @@ def _native(
     try:
         return NativeGrammars(op_library, tokenizer, eos_token_ids, LIMITS)
     except Unavailable as error:
-        log.warning("masks of grammars are made in Python: %s", error)
+        log.warning("grammar masks are computed in Python: %s", error)
         return None
 
 
 class _Ends:
-    """The bits of the tokens that end an answer, in a mask as bytes."""
+    """The bits of end tokens in a mask of bytes."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         bits: dict[int, int] = {}
@@ -74,7 +74,7 @@ class _Ends:
         self._nothing = bytes(4 * -(-vocab_size // 32))
 
     def are_in(self, mask: bytes) -> bool:
-        """Whether the mask has one of them."""
+        """Whether the mask allows an end token."""
         for index, bits in self._bits:  # noqa: SIM110 - any() takes four times as long
             if mask[index] & bits:
                 return True
@@ -85,7 +85,7 @@ class _Ends:
 
 
 class _GuidedMatcher:
-    crew = None
+    builder = None
 
     def __init__(self, matcher: LLMatcher, ends: _Ends) -> None:
         self._matcher = matcher
@@ -93,34 +93,34 @@ class _GuidedMatcher:
         self._new_tokens: list[int] = []
         self._draft_tokens: list[int] = []
 
-    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
+    def request_masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
         self._new_tokens, self._draft_tokens = new_tokens, list(draft_tokens)
 
     def masks(self) -> list[Words]:
         if not self._matcher.consume_tokens(self._new_tokens):
             raise GrammarFailed(f"the grammar cannot be followed here: {self._matcher.get_error()}")
-        # The first mask is made last: llguidance keeps the newest one and may take it for that of another place which
-        # is as many words on, where one went back in between. From the first mask's place answers only go forward.
+        # Compute the first mask last: llguidance caches the newest mask, and after a rollback may use it for another
+        # position with the same number of words. From the position of the first mask, answers only move forward.
         behind = self._masks_behind(self._draft_tokens) if self._draft_tokens else []
         return [self._mask(), *behind]
 
     def _masks_behind(self, draft_tokens: list[int]) -> list[Words]:
-        # What follows a draft that is not allowed is never drawn.
+        # Tokens behind a forbidden draft are never sampled.
         allowed = draft_tokens[: self._matcher.validate_tokens(draft_tokens)]
         masks = []
         for draft in allowed:
             if not self._matcher.consume_tokens([draft]):
-                raise GrammarFailed(f"a token that was allowed is not: {self._matcher.get_error()}")
+                raise GrammarFailed(f"an allowed token was rejected: {self._matcher.get_error()}")
             masks.append(self._mask())
         if allowed and not self._matcher.rollback(len(allowed)):
-            raise GrammarFailed(f"the grammar cannot go back: {self._matcher.get_error()}")
+            raise GrammarFailed(f"the grammar cannot roll back: {self._matcher.get_error()}")
         return masks
 
     def _mask(self) -> Words:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarFailed(f"the grammar has no way on: {self._matcher.get_error()}")
-        # Where no token continues the answer llguidance lets it end, although it is not complete.
+            raise GrammarFailed(f"the grammar has no continuation: {self._matcher.get_error()}")
+        # If no token can continue an incomplete answer, llguidance allows its end.
         if self._ends.is_nothing(mask) or (self._ends.are_in(mask) and not self._matcher.is_accepting()):
             raise GrammarFailed(NOTHING_FITS)
         return np.frombuffer(mask, _WORD)

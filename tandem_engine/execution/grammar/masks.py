@@ -1,4 +1,4 @@
-"""Which tokens may each constrained request of a step be given?"""
+"""Computes the allowed tokens of the constrained requests in a step."""
 
 from __future__ import annotations
 
@@ -16,78 +16,78 @@ from tandem_engine.scheduling.request import Request
 
 @dataclass
 class _Place:
-    """Where one request's matcher stands."""
+    """The position of one request's matcher."""
 
     matcher: Matcher
     num_tokens: int
-    """Of the request, that it has taken in, or need not: the prompt."""
+    """Tokens of the request that the matcher has consumed; the prompt counts as consumed."""
 
 
 class GrammarMasks:
-    """A matcher per request, for as long as somebody knows the request.
+    """Owns one matcher per request, as long as the request exists.
 
-    None is ever handed on: another worker, and this one after a preemption, makes its own from the answer's tokens.
+    A matcher is never transferred: another worker, or this one after a preemption, builds a new one from the answer.
     """
 
     def __init__(self, guide: Callable[[], Compile]) -> None:
-        """`guide` is called at the first grammar; raises GrammarFailed where there can be none."""
+        """`guide` is called at the first grammar; it raises GrammarFailed if grammars are not possible."""
         self._compiled = CompiledGrammars(guide)
         self._places: WeakKeyDictionary[Request, _Place] = WeakKeyDictionary()
-        self._asked: list[tuple[str, Matcher]] = []
+        self._pending: list[tuple[str, Matcher]] = []
 
     def prepare(self, request: Request) -> bool:
-        """Begin to compile a request's grammar, and return whether `begin` would not wait for it."""
+        """Start to compile a request's grammar; return whether `begin` would not wait for it."""
         grammar = request.sampling.grammar
         return grammar is None or request.num_generated_tokens > 0 or self._compiled.is_ready(grammar)
 
     def begin(self, runs: Sequence[ScheduledRun]) -> None:
-        """Begin to make the masks of runs that sample; what was begun before is dropped.
+        """Start to compute the masks of runs that sample; earlier unfinished masks are dropped.
 
         Raises RequestsFailed for the first request that has no matcher.
         """
-        if self._asked:  # that step broke, and which tokens were taken in nobody knows
+        if self._pending:  # that step failed: the matchers' positions are unknown
             self._finish()
             self._places.clear()
-            self._asked = []
+            self._pending = []
         for run in runs:
             if run.samples and run.request.sampling.grammar is not None:
-                self._ask(run)
-        if self._asked and (crew := self._asked[0][1].crew):
-            crew.begin([matcher for _, matcher in self._asked])
+                self._request(run)
+        if self._pending and (builder := self._pending[0][1].builder):
+            builder.begin([matcher for _, matcher in self._pending])
 
     def take(self) -> Mapping[str, Sequence[Words]]:
-        """Return the masks that were begun by request id: one, and one behind each draft that is allowed.
+        """Return the masks of `begin` by request id: one, and one behind each allowed draft.
 
-        Raises RequestsFailed for the first request whose grammar has no way on.
+        Raises RequestsFailed for the first request whose grammar has no continuation.
         """
-        if not self._asked:
+        if not self._pending:
             return {}
         self._finish()
         masks: dict[str, Sequence[Words]] = {}
         failure: RequestsFailed | None = None
-        for request_id, matcher in self._asked:
+        for request_id, matcher in self._pending:
             try:
                 masks[request_id] = matcher.masks()
-            except GrammarFailed as error:  # the others have taken their tokens in, or do so now
+            except GrammarFailed as error:  # the other matchers still have to consume their tokens
                 failure = failure or _failure(request_id, error)
-        self._asked = []
+        self._pending = []
         if failure is not None:
             raise failure
         return masks
 
     def _finish(self) -> None:
-        if crew := self._asked[0][1].crew:
-            crew.finish()
+        if builder := self._pending[0][1].builder:
+            builder.finish()
 
-    def _ask(self, run: ScheduledRun) -> None:
+    def _request(self, run: ScheduledRun) -> None:
         request = run.request
         try:
             place = self._place(request)
         except GrammarFailed as error:
             raise _failure(request.request_id, error) from error
         first, place.num_tokens = place.num_tokens, request.num_tokens
-        place.matcher.ask(request.token_ids[first:], run.draft_tokens)
-        self._asked.append((request.request_id, place.matcher))
+        place.matcher.request_masks(request.token_ids[first:], run.draft_tokens)
+        self._pending.append((request.request_id, place.matcher))
 
     def _place(self, request: Request) -> _Place:
         place = self._places.get(request)

@@ -1,4 +1,4 @@
-"""What does the engine ask of a grammar's parser?"""
+"""Defines what the engine needs of a grammar's parser."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from tandem_engine.scheduling.grammar import Grammar
 
 
 class GrammarFailed(Exception):
-    """This grammar cannot be used, or has no way on from the tokens so far; the message is for its caller."""
+    """This grammar cannot be used, or has no continuation; the message is for the caller of the request."""
 
 
 class Matcher(Protocol):
-    """Where one answer stands in its grammar: a function of the grammar and the answer's tokens, and nothing else."""
+    """The position of one answer in its grammar; it depends only on the grammar and the answer's tokens."""
 
     @property
-    def crew(self) -> Crew | None:
-        """Who makes the masks of several such matchers at once; None: each its own, when they are taken."""
+    def builder(self) -> MaskBuilder | None:
+        """Computes the masks of several such matchers at once; None: `masks` computes them."""
         ...
 
-    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
-        """Say which tokens came since the last call, and which may follow them."""
+    def request_masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
+        """Set the tokens that were sampled since the last call, and the drafts behind them."""
         ...
 
     def masks(self) -> Sequence[Words]:
-        """Return which tokens may follow: one mask, and one behind each of the drafts that the grammar allows.
+        """Return the allowed tokens: one mask, and one behind each draft that the grammar allows.
 
-        Drafts are not taken in. A mask has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)];
-        it is good until the next `ask`. The end of the answer is allowed where the grammar accepts it as it stands,
-        and nothing else where it takes no more. Raises GrammarFailed.
+        Drafts are not consumed. A mask has bit i % 32 of word i // 32 set for token i: int32 [ceil(vocab_size / 32)].
+        It is valid until the next `request_masks`. End tokens are allowed if the grammar accepts the answer, and only
+        they are allowed if the grammar accepts no more text. Raises GrammarFailed.
         """
         ...
 
 
-class Crew(Protocol):
-    """Makes masks beside what its caller does."""
+class MaskBuilder(Protocol):
+    """Computes masks in other threads."""
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
-        """Begin what they were asked for; they are asked for nothing else until `finish`."""
+        """Start to compute the requested masks; the matchers must not be used until `finish`."""
         ...
 
     def finish(self) -> None:
-        """Return when all of it is made."""
+        """Wait until all masks are computed."""
         ...
 
 
 MakeMatcher = Callable[[], Matcher]
-"""Returns a matcher at the beginning of one grammar, in microseconds."""
+"""Returns a matcher at the start of one grammar, in microseconds."""
 
 Compile = Callable[[Grammar], MakeMatcher]
-"""Takes up to some tens of milliseconds, without the interpreter's lock; raises GrammarFailed."""
+"""Compiles a grammar in up to some tens of ms, without the interpreter's lock; raises GrammarFailed."""

@@ -1,9 +1,9 @@
-"""How are masks made without the interpreter? By llguidance's C functions, called from the op library's threads.
+"""Computes masks without the interpreter: the op library's threads call llguidance's C functions.
 
-    our C++ (tandem_engine/ops/cpu/cpp/masks.hpp)     takes tokens in and makes masks, answer by answer, between ops
-    llguidance's C interface, in its wheel     parser/llguidance.h of its sources; structures here mirror those there
+    our C++ (tandem_engine/ops/cpu/cpp/masks.hpp)     consumes tokens and computes masks, answer by answer, between ops
+    llguidance's C interface, in its wheel            parser/llguidance.h of its sources; the structures here mirror it
 
-The same parser as its Python classes are, and the same masks, bit for bit.
+llguidance's Python classes use the same parser and give the same masks, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tandem_engine.ops.sampling import Words
 from tandem_engine.scheduling.grammar_source import LimitValues
 
 _KNOWN_VERSIONS = "1.9."
-"""Of llguidance, whose structures are those below; others have no size in them by which they could be told apart."""
+"""Versions of llguidance with the structures below, which have no size field to tell versions apart."""
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _USUAL_TOKENS = 16
-"""That come at once, drafts included; there is room for more when they do."""
+"""Tokens per call, drafts included, that fit without a new allocation."""
 _MAX_USED = 16
-"""Of each grammar, kept between answers; some tens of kilobytes each."""
+"""Matchers per grammar that are kept between answers; some tens of kilobytes each."""
 _CALLS = ("consume_tokens", "validate_tokens", "compute_mask_into", "is_accepting", "rollback")
 _Tokenize = ctypes.CFUNCTYPE(
     _SIZE, _POINTER, ctypes.POINTER(ctypes.c_ubyte), _SIZE, ctypes.POINTER(ctypes.c_uint32), _SIZE
@@ -40,11 +40,11 @@ _Tokenize = ctypes.CFUNCTYPE(
 _, _NOT_FOLLOWED, _NO_WAY_ON, _NOTHING_FITS, _DRAFT_REFUSED, _NOT_BACK = range(6)
 _MESSAGES = {
     _NOT_FOLLOWED: "the grammar cannot be followed here",
-    _NO_WAY_ON: "the grammar has no way on",
-    _DRAFT_REFUSED: "a token that was allowed is not",
-    _NOT_BACK: "the grammar cannot go back",
+    _NO_WAY_ON: "the grammar has no continuation",
+    _DRAFT_REFUSED: "an allowed token was rejected",
+    _NOT_BACK: "the grammar cannot roll back",
 }
-NOTHING_FITS = "the grammar has no way on: no token of this model's vocabulary continues the answer"
+NOTHING_FITS = "the grammar has no continuation: no token of this model's vocabulary continues the answer"
 
 
 class _Limits(ctypes.Structure):
@@ -90,15 +90,15 @@ class _TokenizerInit(ctypes.Structure):
 
 
 class NativeGrammars:
-    """Compiles grammars, and makes the masks of several answers at once. One thread compiles, another makes masks."""
+    """Compiles grammars, and computes the masks of several answers at once. A second thread may compile."""
 
     _begun: ClassVar[tuple[Sequence[Matcher], array[int]] | None] = None
-    """What the op library's threads may be at: alive until it is finished, whatever becomes of who began it."""
+    """The data that the op library's threads may use: it must live until `finish`, even if its creator does not."""
 
     def __init__(
         self, library: ctypes.CDLL, tokenizer: LLTokenizer, eos_token_ids: Sequence[int], limits: LimitValues
     ) -> None:
-        """`library` is the op library. Raises Unavailable where llguidance has no C interface that is known here."""
+        """`library` is the op library. Raises Unavailable if llguidance has no C interface that is known here."""
         self._library = library
         self._llg = _interface()
         self._limits = limits
@@ -112,7 +112,7 @@ class NativeGrammars:
         self._calls_address = ctypes.addressof(self._calls)
 
     def compile(self, source: str) -> Beginning:
-        """Return where all answers to a grammar begin. Raises GrammarFailed."""
+        """Return the start of all answers to a grammar. Raises GrammarFailed."""
         init = _MatcherInit()
         self._llg.llg_constraint_init_set_defaults(ctypes.byref(init), self._tokenizer)
         init.log_stderr_level = 0
@@ -121,11 +121,11 @@ class NativeGrammars:
         beginning = Beginning(self, self._llg.llg_new_matcher(ctypes.byref(init), b"guidance", source.encode()))
         if error := self.error(beginning.handle):
             raise GrammarFailed(f"the grammar of this request cannot be used: {error}")
-        self._make_first_mask(beginning.handle)  # copies have it, or its error
+        self._compute_first_mask(beginning.handle)  # copies get the mask, or its error
         return beginning
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
-        """See `Crew`; what was begun before is finished first."""
+        """See `MaskBuilder`; earlier masks are finished first."""
         rows = array("Q", [matcher.address for matcher in matchers if isinstance(matcher, NativeMatcher)])
         self._library.tandem_begin_masks(self._calls_address, rows.buffer_info()[0], len(rows))
         NativeGrammars._begun = matchers, rows
@@ -138,12 +138,12 @@ class NativeGrammars:
         made: int = self._llg.llg_clone_matcher(handle)
         return made
 
-    def go_back(self, handle: int) -> None:
-        """Return to the beginning, where the newest mask is of that place, too: see cpp/masks.hpp."""
+    def reset(self, handle: int) -> None:
+        """Reset a matcher to its start, and compute the mask there: see cpp/masks.hpp."""
         self._llg.llg_matcher_reset(handle)
-        self._make_first_mask(handle)
+        self._compute_first_mask(handle)
 
-    def _make_first_mask(self, handle: int) -> None:
+    def _compute_first_mask(self, handle: int) -> None:
         words = np.empty(self.num_words, np.int32)
         self._llg.llg_matcher_compute_mask_into(handle, words.ctypes.data, words.nbytes)
 
@@ -158,7 +158,7 @@ class NativeGrammars:
         words = [_bytes_of(tokenizer, token_id) for token_id in range(tokenizer.vocab_size)]
         lengths = np.array([len(word) for word in words], np.uint32)
         more_ends = np.array(eos_token_ids[1:], np.uint32)
-        self._tokenize = _Tokenize(_asking(tokenizer))
+        self._tokenize = _Tokenize(_tokenize_with(tokenizer))
         remembered = self._library.tandem_remembered_tokens(ctypes.cast(self._tokenize, _POINTER))
         init = _TokenizerInit(
             struct_size=ctypes.sizeof(_TokenizerInit),
@@ -179,23 +179,23 @@ class NativeGrammars:
 
 
 class Unavailable(Exception):
-    """Masks are made through llguidance's Python classes here; the message says why."""
+    """Masks need llguidance's Python classes here; the message names the reason."""
 
 
 class Beginning:
-    """Where all answers to one grammar begin. Some that are over are kept: their lexers know more of it."""
+    """The start of all answers to one grammar. Keeps some used matchers, because their lexers have cached states."""
 
-    def __init__(self, crew: NativeGrammars, handle: int) -> None:
-        self.crew = crew
+    def __init__(self, builder: NativeGrammars, handle: int) -> None:
+        self.builder = builder
         self.handle = handle
         self._used: deque[int] = deque()
 
     def __del__(self) -> None:
         for handle in (self.handle, *self._used):
-            self.crew.free(handle)
+            self.builder.free(handle)
 
     def matcher(self) -> NativeMatcher:
-        """Return a matcher with a lexer of its own, so that two may be used at the same time."""
+        """Return a matcher with its own lexer, so two matchers can be used at the same time."""
         try:
             handle = self._used.pop()
         except IndexError:
@@ -203,25 +203,25 @@ class Beginning:
         return NativeMatcher(self, handle, is_used=True)
 
     def fresh(self) -> int:
-        return self.crew.copy(self.handle)
+        return self.builder.copy(self.handle)
 
     def give_back(self, handle: int, *, is_whole: bool) -> None:
         if not is_whole or len(self._used) >= _MAX_USED:
-            self.crew.free(handle)
+            self.builder.free(handle)
         else:
-            self.crew.go_back(handle)
+            self.builder.reset(handle)
             self._used.append(handle)
 
 
 class NativeMatcher:
-    """The `Matcher` whose masks its crew makes."""
+    """Implements `Matcher`; its builder computes the masks."""
 
     def __init__(self, beginning: Beginning, handle: int, *, is_used: bool = False) -> None:
         self._beginning = beginning
-        self.crew = beginning.crew
+        self.builder = beginning.builder
         self._row = MaskRow(matcher=handle)
         self.address = ctypes.addressof(self._row)
-        """Of what it was asked."""
+        """Address of the request and its result."""
         self._is_used = is_used
         self._answer: list[int] = []
         self._make_room(_USUAL_TOKENS, 0)
@@ -230,39 +230,39 @@ class NativeMatcher:
         if not sys.is_finalizing():
             self._beginning.give_back(self._row.matcher, is_whole=self._row.status == 0)
 
-    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
+    def request_masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None:
         num_new, num_drafts = len(new_tokens), len(draft_tokens)
         self._answer += new_tokens
         if num_new + num_drafts > len(self._tokens) or num_drafts >= len(self._masks):
             self._make_room(num_new + num_drafts, num_drafts)
-        self._tokens[:num_new] = new_tokens  # type: ignore[assignment]  # of numbers, too
+        self._tokens[:num_new] = new_tokens  # type: ignore[assignment]  # numbers too
         if num_drafts:
             self._tokens[num_new : num_new + num_drafts] = list(draft_tokens)
         self._row.num_new, self._row.num_drafts = num_new, num_drafts
 
     def masks(self) -> Sequence[Words]:
         if self._row.status and self._is_used:
-            self._begin_anew()
+            self._start_over()
         status = self._row.status
         if status == _NOTHING_FITS:
             raise GrammarFailed(NOTHING_FITS)
         if status:
-            raise GrammarFailed(f"{_MESSAGES[status]}: {self.crew.error(self._row.matcher)}")
+            raise GrammarFailed(f"{_MESSAGES[status]}: {self.builder.error(self._row.matcher)}")
         return self._masks[: self._row.num_masks]
 
-    def _begin_anew(self) -> None:
-        """Ask again without what other answers left in the lexer, which counts in its limits."""
+    def _start_over(self) -> None:
+        """Try again with a new lexer: states that other answers left in the old one count towards its limits."""
         self._beginning.give_back(self._row.matcher, is_whole=False)
         self._row.matcher, self._is_used = self._beginning.fresh(), False
         drafts = self._tokens[self._row.num_new : self._row.num_new + self._row.num_drafts]
         answer, self._answer = self._answer, []
-        self.ask(answer, drafts)
-        self.crew.begin([self])
-        self.crew.finish()
+        self.request_masks(answer, drafts)
+        self.builder.begin([self])
+        self.builder.finish()
 
     def _make_room(self, num_tokens: int, num_drafts: int) -> None:
         self._tokens = (ctypes.c_uint32 * max(_USUAL_TOKENS, num_tokens))()
-        masks = np.empty((1 + num_drafts, self.crew.num_words), np.int32)
+        masks = np.empty((1 + num_drafts, self.builder.num_words), np.int32)
         self._masks: list[Words] = list(masks)
         self._row.tokens, self._row.masks = ctypes.addressof(self._tokens), masks.ctypes.data
 
@@ -294,14 +294,14 @@ def _interface() -> ctypes.CDLL:
 
 
 def _bytes_of(tokenizer: LLTokenizer, token_id: int) -> bytes:
-    """Return a token as tries hold it: control tokens behind a byte that no text has."""
+    """Return a token's bytes in the trie; a control token starts with a byte that no text has."""
     text = tokenizer.decode_bytes([token_id])
     if tokenizer.is_special_token(token_id):
         return b"\xff" + text
     return b"" if text == b"<[%d]>" % token_id else text
 
 
-def _asking(tokenizer: LLTokenizer) -> Callable[..., int]:
+def _tokenize_with(tokenizer: LLTokenizer) -> Callable[..., int]:
     def tokenize(_: Any, text: Any, num_bytes: int, tokens: Any, room: int) -> int:
         found = tokenizer.tokenize_bytes(ctypes.string_at(text, num_bytes))
         for index, token_id in enumerate(found[:room]):

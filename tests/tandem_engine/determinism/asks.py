@@ -1,4 +1,4 @@
-"""Which random requests are played, the same for one seed?"""
+"""Draws the random requests, the same for one seed."""
 
 from __future__ import annotations
 

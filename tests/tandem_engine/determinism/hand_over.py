@@ -1,4 +1,4 @@
-"""How does a pair of engines answer requests, one the prompt and one the rest?"""
+"""Runs a pair of engines: one computes the prompt, the other the rest."""
 
 from __future__ import annotations
 

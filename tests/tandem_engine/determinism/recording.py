@@ -1,8 +1,8 @@
-"""What was drawn, and from which logits, bit for bit?
+"""Records sampled tokens and hashes of the logits that they were sampled from.
 
-The model handed to the runner keeps a hash of each row of logits that it returns; the runner around it knows from the
-step which request's they are. A row's name is (request id, absolute position of the token drawn from it). Rows behind a
-draft that was wrong have none: nothing is drawn from them.
+The model keeps a hash of each row of logits that it returns. The runner around it knows from the step which request a
+row belongs to. A row's key is (request id, absolute position of the token sampled from it). Rows behind a wrong draft
+have no key: nothing is sampled from them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RecordedToken:
     """One token as the client sees it."""
 
     token_id: int
@@ -36,20 +36,20 @@ class Drawn:
 
 @dataclass
 class Journal:
-    """All that some engines answered to some requests, whichever of them answered which part."""
+    """All answers of some engines to some requests, whichever engine computed which part."""
 
     names: frozenset[str]
-    """Requests that are compared; the others only keep them company."""
-    tokens: dict[Place, Drawn] = field(default_factory=dict)
+    """Requests that are compared; the others only run beside them."""
+    tokens: dict[Place, RecordedToken] = field(default_factory=dict)
     rows: dict[Place, bytes] = field(default_factory=dict)
     """Hashes of logits."""
     conflicts: list[str] = field(default_factory=list)
-    """Places that were written twice, not alike."""
+    """Places that were written twice with different values."""
     counters: Counter[str] = field(default_factory=Counter)
-    """The engines' totals, and how often what a way is about has happened."""
+    """The engines' totals, and how often a way's special event happened."""
 
     def add_output(self, output: RequestOutput) -> None:
-        """Keep an output's tokens; the finish reason stands with the last."""
+        """Keep an output's tokens; the last one has the finish reason."""
         if output.request_id not in self.names:
             return
         self.counters["requests_preempted"] += output.is_last and output.num_preemptions > 0
@@ -57,7 +57,7 @@ class Journal:
             place = (output.request_id, output.position + index)
             logprobs = output.logprobs[index] if output.logprobs else None
             reason = output.finish_reason if index == len(output.token_ids) - 1 else None
-            self._keep("token", self.tokens, place, Drawn(token_id, logprobs, reason))
+            self._keep("token", self.tokens, place, RecordedToken(token_id, logprobs, reason))
 
     def add_row(self, request_id: str, position: int, digest: bytes) -> None:
         if request_id in self.names:
@@ -66,11 +66,11 @@ class Journal:
     def answer(self, request_id: str, first_position: int) -> list[int]:
         """Return the tokens of an answer so far."""
         tokens: list[int] = []
-        while (drawn := self.tokens.get((request_id, first_position + len(tokens)))) is not None:
-            tokens.append(drawn.token_id)
+        while (token := self.tokens.get((request_id, first_position + len(tokens)))) is not None:
+            tokens.append(token.token_id)
         return tokens
 
-    def _keep(self, what: str, kept: dict[Place, Any], place: Place, value: Drawn | bytes) -> None:
+    def _keep(self, what: str, kept: dict[Place, Any], place: Place, value: RecordedToken | bytes) -> None:
         if kept.setdefault(place, value) != value:
             self.conflicts.append(f"{place[0]} at {place[1]}: {what} differ between two engines of one way")
 
@@ -100,7 +100,7 @@ class RecordingModel:
 
 
 class RecordingRunner:
-    """The whole contract of `Runner`, by delegation; writes each sampled row into the journal."""
+    """Implements `Runner` by delegation; writes each sampled row into the journal."""
 
     def __init__(self, runner: Runner, model: RecordingModel, journal: Journal) -> None:
         self._runner = runner
@@ -127,7 +127,7 @@ class RecordingRunner:
                 digest = next(digests)
                 if index < num_used:
                     self._journal.add_row(request_id, run.end + index, digest)
-        assert next(digests, None) is None, "a row of logits that nobody asked for"
+        assert next(digests, None) is None, "a row of logits without a request"
         self._journal.counters["shared_steps"] += len(output.runs) > 1
         self._journal.counters["chunks"] += len(output.runs) - len(runs)
         return sampled

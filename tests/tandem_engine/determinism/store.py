@@ -1,4 +1,4 @@
-"""What stands for the KV service: a region that keeps blocks under their hashes and lends them?"""
+"""Provides a replacement of the KV service: a region that keeps blocks under their hashes and lends them."""
 
 from __future__ import annotations
 

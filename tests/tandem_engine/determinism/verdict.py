@@ -1,4 +1,4 @@
-"""Are the tokens, their log probabilities and the logits' bits of each way those of each request alone?"""
+"""Compares tokens, log probabilities and logits' bits of each way with those of each request alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are grammars compiled once, beside what the engine does, and not without bounds?"""
+"""Tests that grammars are compiled once, in another thread, and that only a limited number is kept."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _SECONDS = 20.0
 
 
 class _Nothing:
-    crew = None
+    builder = None
 
-    def ask(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None: ...
+    def request_masks(self, new_tokens: list[int], draft_tokens: Sequence[int]) -> None: ...
 
     def masks(self) -> list[Words]:
         return []
 
 
 class Compiler:
-    """Compiles when it may; remembers what it was given."""
+    """Compiles once `may` is set; records the grammars."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
-        self.given: list[str] = []
+        self.grammars: list[str] = []
 
     def __call__(self, grammar: Grammar) -> MakeMatcher:
-        self.given.append(grammar.text)
+        self.grammars.append(grammar.text)
         assert self.may.wait(_SECONDS)
         if grammar.text == "bad":
             raise GrammarFailed("no such rule")
@@ -61,7 +61,7 @@ def test_it_is_compiled_beside_and_once(compiler: Compiler) -> None:
     first, second = compiled.matcher(regex("a")), compiled.matcher(regex("a"))
     assert first is not second
     assert compiled.is_ready(regex("a"))
-    assert compiler.given == ["a"]
+    assert compiler.grammars == ["a"]
 
 
 def test_one_that_cannot_be_used_fails_each_of_its_requests(compiler: Compiler) -> None:
@@ -82,7 +82,7 @@ def test_only_so_many_are_compiled_ahead(compiler: Compiler) -> None:
         assert not compiled.is_ready(regex(number))
     compiler.may.set()
     compiled.matcher(regex(31))
-    assert compiler.given == [str(number) for number in range(32)]
+    assert compiler.grammars == [str(number) for number in range(32)]
     assert eventually(lambda: compiled.is_ready(regex(35))), "there is room now"
 
 
@@ -94,4 +94,4 @@ def test_the_oldest_are_forgotten(compiler: Compiler) -> None:
         compiled.matcher(regex("often"))
     compiled.matcher(regex(69))
     compiled.matcher(regex(0))
-    assert [compiler.given.count(text) for text in ("often", "69", "0")] == [1, 1, 2]
+    assert [compiler.grammars.count(text) for text in ("often", "69", "0")] == [1, 1, 2]

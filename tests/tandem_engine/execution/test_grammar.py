@@ -1,4 +1,4 @@
-"""Does an answer keep to its grammar, wherever it is computed and whatever else is asked of it?"""
+"""Tests that an answer follows its grammar, in every mode and with every other parameter."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_answers_go_on_while_a_grammar_is_compiled(make_engine: MakeEngine) -> N
 
 
 def masks(matcher: Matcher, new_tokens: list[int], drafts: Sequence[int] = ()) -> Sequence[Words]:
-    matcher.ask(new_tokens, drafts)
+    matcher.request_masks(new_tokens, drafts)
     return matcher.masks()
 
 
@@ -194,7 +194,7 @@ def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
     guide = Guide(tmp_path / "tokenizer.json", 4, [1])
     matcher = guide(Grammar("regex", "(ab|cd)*(zz|yy)"))()
     assert [mask.tolist() for mask in masks(matcher, [2], [3, 2])] == [[0b1100]] * 3
-    with pytest.raises(GrammarFailed, match="no way on"):
+    with pytest.raises(GrammarFailed, match="no continuation"):
         masks(guide(Grammar("regex", "(ab|cd)(zz|yy)"))(), [2])
     ends = guide(Grammar("regex", "(ab|cd)+"))()
     assert [mask.tolist() for mask in masks(ends, [], [3])] == [[0b1100], [0b1110]]

@@ -1,4 +1,4 @@
-"""Is shared memory whole, shared and given back, whatever its size, and on huge pages where Linux has them?"""
+"""Tests that shared memory of any size is complete, shared and freed, and on huge pages if Linux has them."""
 
 from __future__ import annotations
 

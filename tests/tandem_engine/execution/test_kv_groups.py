@@ -1,4 +1,4 @@
-"""Which layers share a block table, and is every layer's place in a block its own?"""
+"""Tests which layers share a block table, and that every layer has its own place in a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are masks that the op library's threads make those that llguidance's Python classes make, bit for bit?"""
+"""Tests that the op library's threads compute the same masks as llguidance's Python classes, bit for bit."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def allowed(mask: Words) -> list[int]:
 def masks_of(matchers: Sequence[Matcher], tokens: Sequence[tuple[list[int], Sequence[int]]]) -> None:
     """Have them made; each has its own then."""
     for matcher, (new_tokens, drafts) in zip(matchers, tokens, strict=True):
-        matcher.ask(new_tokens, drafts)
-    if crew := matchers[0].crew:
-        crew.begin(matchers)
-        crew.finish()
+        matcher.request_masks(new_tokens, drafts)
+    if builder := matchers[0].builder:
+        builder.begin(matchers)
+        builder.finish()
 
 
 def masks(matcher: Matcher, new_tokens: list[int] | None = None, drafts: Sequence[int] = ()) -> Sequence[Words]:
@@ -169,25 +169,25 @@ def test_what_was_begun_and_never_taken_harms_nobody(native_guide: Guide) -> Non
     for _ in range(20):
         matchers = [make() for _ in range(8)]
         for matcher in matchers:
-            matcher.ask([], [])
-        crew: Any = matchers[0].crew
-        crew.begin(matchers)
+            matcher.request_masks([], [])
+        builder: Any = matchers[0].builder
+        builder.begin(matchers)
         del matchers, matcher
         gc.collect()
     assert any(words(masks(make())[0]))
 
 
 def test_matchers_are_freed(native_guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew: Any = native_guide._native
+    builder: Any = native_guide._native
     freed: list[int] = []
     make = native_guide(_GRAMMARS[0])
-    free = crew.free
+    free = builder.free
 
     def counting(handle: int) -> None:
         freed.append(handle)
         free(handle)
 
-    monkeypatch.setattr(crew, "free", counting)
+    monkeypatch.setattr(builder, "free", counting)
     kept = [make() for _ in range(native._MAX_USED + 3)]
     for matcher in kept:
         masks(matcher)
@@ -203,7 +203,7 @@ def test_an_unknown_llguidance_is_used_through_python(ops: CpuOps, monkeypatch: 
     monkeypatch.setattr(native, "version", lambda name: "2.0.0")
     guide = Guide(_TOKENIZER, _VOCAB_SIZE, _ENDS, ops.library)
     assert guide._native is None
-    assert guide(_GRAMMARS[0])().crew is None
+    assert guide(_GRAMMARS[0])().builder is None
 
 
 def test_structures_are_as_long_as_in_the_header() -> None:

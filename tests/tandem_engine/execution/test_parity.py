@@ -1,4 +1,4 @@
-"""Does the paged engine say what `transformers.generate` says, token for token?"""
+"""Tests that the paged engine generates the tokens of `transformers.generate`."""
 
 from __future__ import annotations
 

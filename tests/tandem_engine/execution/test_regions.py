@@ -1,4 +1,4 @@
-"""Are blocks copied between pools bit for bit, and is a reader that came too late told so?"""
+"""Tests that blocks are copied between pools bit for bit, and that a late reader gets an error."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_blocks_side_by_side_here_and_there_are_copied_as_well_as_scattered_ones
 def test_a_slot_handed_out_again_while_it_was_read_is_noticed(pair: Pair) -> None:
     extents = [pair.extent(1), pair.extent(2)]
     pair.owner.generations[2] += 1
-    with pytest.raises(RegionError, match="slot 2 of region owner is of generation 1 now, 0 was meant"):
+    with pytest.raises(RegionError, match="slot 2 of region owner has generation 1 now, expected 0"):
         pair.reader.import_blocks([0, 1], extents)
 
 

@@ -1,4 +1,4 @@
-"""Does sampling keep its laws: pure, limited as asked, and distributed as the softmax says?"""
+"""Tests that sampling is pure, respects its limits, and follows the softmax distribution."""
 
 from __future__ import annotations
 

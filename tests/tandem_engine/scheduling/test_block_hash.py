@@ -1,4 +1,4 @@
-"""Does a block's hash name its content, and nothing else?"""
+"""Tests that a block's hash identifies exactly its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every block in one place, and found again as long as its content is there?"""
+"""Tests that every block is in one state, and can be found as long as its content exists."""
 
 from __future__ import annotations
 

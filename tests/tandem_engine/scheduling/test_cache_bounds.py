@@ -1,4 +1,4 @@
-"""Does a request take from caches, and leave there, no more than it may?"""
+"""Tests that a request takes from caches, and leaves there, no more than it may."""
 
 from __future__ import annotations
 

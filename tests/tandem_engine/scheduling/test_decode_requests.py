@@ -1,4 +1,4 @@
-"""Does a decode request reserve, import, start, and recompute what did not come?"""
+"""Tests that a decode request reserves, imports, starts, and recomputes what was not imported."""
 
 from __future__ import annotations
 

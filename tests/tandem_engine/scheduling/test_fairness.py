@@ -1,4 +1,4 @@
-"""Does everybody get a fair share, and does nobody starve?"""
+"""Tests that every key gets a fair share, and that no request starves."""
 
 from __future__ import annotations
 

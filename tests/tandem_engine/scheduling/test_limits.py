@@ -1,4 +1,4 @@
-"""Where does a request end, and which requests are refused, with which numbers?"""
+"""Tests where a request ends, and which requests are refused, with which numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when the blocks run out?"""
+"""Tests what happens when the blocks run out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a prefill request seal its blocks, sample each choice's first token, and hold what it computed?"""
+"""Tests that a prefill request seals its blocks, samples a first token per choice, and holds its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a prompt's prefix taken from where it lies ready, is the rest computed, and is what was filled told to others?"""
+"""Tests that a prompt's prefix is loaded, the rest is computed, and filled blocks are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has a seat in a step where there are more who run than seats?"""
+"""Tests which requests get a seat in a step when more are running than there are seats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does each step run the right tokens, in the right order, within one budget?"""
+"""Tests that each step runs the right tokens, in the right order, within one budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a request whose first token cannot be drawn yet, and of the others meanwhile?"""
+"""Tests that a request whose first token cannot be sampled yet waits, and that the others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs first?"""
+"""Tests the order of the waiting requests."""
 
 from __future__ import annotations
 

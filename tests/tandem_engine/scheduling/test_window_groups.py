@@ -1,4 +1,4 @@
-"""Where only some layers have a window, do they give back the blocks behind it, and the others none?"""
+"""Tests that layers with a window free the blocks behind it, and that the other layers keep theirs."""
 
 from __future__ import annotations
 

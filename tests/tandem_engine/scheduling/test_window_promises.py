@@ -1,4 +1,4 @@
-"""Do layers with a window take no more of a pool than they need, and do prefills get what they were promised?"""
+"""Tests that layers with a window use no more blocks than they need, and that prefills get the promised ones."""
 
 from __future__ import annotations
 

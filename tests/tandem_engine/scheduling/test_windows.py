@@ -1,4 +1,4 @@
-"""Where every layer has a window, do the blocks behind it come back, and is nothing read that was given back?"""
+"""Tests that blocks behind the window of all layers are freed, and that no freed block is read."""
 
 from __future__ import annotations
 

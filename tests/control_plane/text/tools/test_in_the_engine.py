@@ -47,10 +47,10 @@ def test_a_marker_may_be_drawn_and_calls_follow_it(
 
     def allowed(tokens: list[int], token: int) -> bool:
         matcher = guide(grammar)()
-        matcher.ask(tokens, [])
-        if matcher.crew:
-            matcher.crew.begin([matcher])
-            matcher.crew.finish()
+        matcher.request_masks(tokens, [])
+        if matcher.builder:
+            matcher.builder.begin([matcher])
+            matcher.builder.finish()
         (mask,) = matcher.masks()
         return bool(mask[token // 32] >> token % 32 & 1)
 

@@ -33,13 +33,12 @@ from tandem_engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
-from tandem_engine.scheduling.ledger import Ledger
+from tandem_engine.scheduling.ledger import Ledger, engine_stats
 from tandem_engine.scheduling.prefix import Load, PrefixExchange
 from tandem_engine.scheduling.request import Request, RequestState, Sampled
 from tandem_engine.scheduling.running import RunningRequests
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.speculation.speculator import Speculator
-from tandem_engine.scheduling.stats import engine_stats
 from tandem_engine.scheduling.waiting_queue import WaitingQueue
 from tandem_engine.scheduling.window_groups import most_blocks
 

@@ -20,7 +20,7 @@ from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_worker.convert import add_request
 from tests.control_plane.dispatch.test_request_stream import Events
-from tests.tandem_engine.scheduling.harness import World
+from tests.tandem_engine.scheduling.harness import EngineHarness
 
 SECRET = b"s" * 32
 CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=4)
@@ -121,45 +121,45 @@ def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
     return decode_submit(state, state.choices[0])
 
 
-async def blocks_filled(world: World, request: TokenRequest) -> tuple[list[str], int]:
+async def blocks_filled(harness: EngineHarness, request: TokenRequest) -> tuple[list[str], int]:
     """Run a request in an engine; return the hashes of the filled blocks and the number of cached tokens."""
     hashes = await PromptHasher(SECRET, AccountPolicies()).hashes(request, CARD)
     submit = submit_of(request, hashes)
-    world.core.handle(add_request(submit, request.request_id, "aggregated"))
+    harness.core.handle(add_request(submit, request.request_id, "aggregated"))
     filled: list[str] = []
     num_cached = 0
-    while world.core.has_work():
-        done = world.step()
+    while harness.core.has_work():
+        done = harness.step()
         filled += [block_hash for each in done.filled for block_hash in each.hashes]
         num_cached = max([num_cached, *(output.num_cached_tokens for output in done.outputs)])
     return filled, num_cached
 
 
 async def test_answers_to_one_public_prompt_are_no_two_accounts_in_common() -> None:
-    world = World(num_blocks=32)
-    mine, _ = await blocks_filled(world, asked("a"))
-    theirs, num_cached = await blocks_filled(world, asked("b"))
+    harness = EngineHarness(num_blocks=32)
+    mine, _ = await blocks_filled(harness, asked("a"))
+    theirs, num_cached = await blocks_filled(harness, asked("b"))
     # The prompt's last block would be public, but the answer continues its chain.
     assert (len(mine), len(theirs), num_cached) == (5, 3, 8)
     assert not set(mine) & set(theirs)
-    again, num_cached = await blocks_filled(world, asked("b"))
+    again, num_cached = await blocks_filled(harness, asked("b"))
     assert (again, num_cached) == (theirs, 8)  # the last token is always computed, and with it the last full block
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 async def test_two_accounts_share_exactly_the_public_blocks() -> None:
-    world = World(num_blocks=32)
+    harness = EngineHarness(num_blocks=32)
     prompt = [*PUBLIC, 1, 2, 3, 4, 5, 6, 7, 8]
-    _, none = await blocks_filled(world, asked("a", prompt))
-    _, shared = await blocks_filled(world, asked("b", prompt))
-    _, salted = await blocks_filled(world, asked("c", prompt, salt=b"mine"))
+    _, none = await blocks_filled(harness, asked("a", prompt))
+    _, shared = await blocks_filled(harness, asked("b", prompt))
+    _, salted = await blocks_filled(harness, asked("c", prompt, salt=b"mine"))
     assert (none, shared, salted) == (0, 12, 0)
 
 
 async def test_two_accounts_with_the_same_prompt_share_nothing() -> None:
-    world = World(num_blocks=32)
+    harness = EngineHarness(num_blocks=32)
     for account in ("a", "b", "c"):
-        assert (await blocks_filled(world, asked(account, num_public_tokens=0)))[1] == 0
+        assert (await blocks_filled(harness, asked(account, num_public_tokens=0)))[1] == 0
 
 
 # ------------------------------------------------------------------------------------------ request and account

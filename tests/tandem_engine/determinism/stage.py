@@ -33,8 +33,8 @@ from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_roo
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
 from tests.checkpoints import make_checkpoint
-from tests.tandem_engine.determinism.asks import Ask
 from tests.tandem_engine.determinism.recording import Journal, RecordingModel, RecordingRunner
+from tests.tandem_engine.determinism.request_specs import RequestSpec
 
 _MEAN_TICK_SECONDS = 0.004
 _LEAN = {"route": "lean"}
@@ -66,7 +66,7 @@ class Stage:
     """One model, and the random numbers of one way."""
 
     model: LoadedModel
-    chance: random.Random
+    rng: random.Random
     journal: Journal
     block_size: int = 16
 
@@ -74,13 +74,13 @@ class Stage:
         """Return a new engine over the model; `settings` are SchedulerConfig's."""
         return Engine(self, num_blocks, region_id, settings)
 
-    def roomy(self, asks: Sequence[Ask], region_id: str = "", **settings: Any) -> Engine:
-        """Return an engine that has blocks for all of them at once."""
-        return self.engine(sum(map(self.num_blocks, asks)), region_id, **settings)
+    def roomy(self, specs: Sequence[RequestSpec], region_id: str = "", **settings: Any) -> Engine:
+        """Return an engine with blocks for all requests at once."""
+        return self.engine(sum(map(self.num_blocks, specs)), region_id, **settings)
 
-    def num_blocks(self, ask: Ask) -> int:
-        """Return the most blocks that a request can come to need, and two to spare."""
-        return (-(-ask.max_kv_tokens // self.block_size) + 2) * self.model.geometry.num_groups
+    def num_blocks(self, spec: RequestSpec) -> int:
+        """Return the most blocks that a request can need, plus two."""
+        return (-(-spec.max_kv_tokens // self.block_size) + 2) * self.model.geometry.num_groups
 
     def empty_cache(self, num_blocks: int) -> PagedKVCache:
         geometry = replace(self.model.geometry, block_size=self.block_size)
@@ -94,17 +94,17 @@ class Stage:
     def root(self) -> BlockHash:
         return hash_root(b"determinism", self.block_size)
 
-    def groups(self, asks: Sequence[Ask], least: int, most: int) -> Iterator[list[Ask]]:
-        """Yield all of them, in another order, in groups of random sizes."""
-        left = self.chance.sample(asks, len(asks))
+    def groups(self, specs: Sequence[RequestSpec], least: int, most: int) -> Iterator[list[RequestSpec]]:
+        """Yield all requests, shuffled, in groups of random sizes."""
+        left = self.rng.sample(specs, len(specs))
         while left:
-            size = self.chance.randint(least, most)
+            size = self.rng.randint(least, most)
             yield left[:size]
             left = left[size:]
 
     @contextmanager
     def threads(self, num_threads: int) -> Iterator[None]:
-        """Compute with so many threads."""
+        """Compute with `num_threads` threads."""
         self._use_threads(num_threads)
         try:
             yield
@@ -119,13 +119,13 @@ class Stage:
 
 
 class Engine:
-    """An EngineCore with a pool of its own whose steps go into the journal. Time passes at random as it is read."""
+    """An EngineCore with its own pool; records its steps in the journal. Each reading of its clock advances it."""
 
     def __init__(self, stage: Stage, num_blocks: int, region_id: str, settings: dict[str, Any]) -> None:
         self.journal = stage.journal
         self.region_id = region_id
         self.live: set[str] = set()
-        """Requests that are not over here."""
+        """Requests that are not over in this engine."""
         self._stage = stage
         self._seconds = 1.0
         model = RecordingModel(stage.model.model)
@@ -163,26 +163,32 @@ class Engine:
         return self.core.scheduler.stats().counters
 
     def add(
-        self, ask: Ask, answer: Sequence[int] = (), mode: Mode = "aggregated", *, caches: bool = False, **fields: Any
+        self,
+        spec: RequestSpec,
+        answer: Sequence[int] = (),
+        mode: Mode = "aggregated",
+        *,
+        caches: bool = False,
+        **fields: Any,
     ) -> None:
-        """Add a request that has so much of its answer; with `caches` its blocks are found and left by their hashes."""
-        token_ids = [*ask.prompt, *answer]
+        """Add a request with the answer so far; with `caches` its blocks are found and left by their hashes."""
+        token_ids = [*spec.prompt, *answer]
         if caches:
             fields |= {"hash_root": self._stage.root.hex(), "block_hashes": self._stage.hashes_of(token_ids)}
-        command = AddRequest(ask.request_id, token_ids, len(ask.prompt), ask.sampling, mode, **fields)
+        command = AddRequest(spec.request_id, token_ids, len(spec.prompt), spec.sampling, mode, **fields)
         (event,) = self.core.handle(command)
         while isinstance(event, Refused) and event.reason == "kv_full" and self.has_work:
             self.step()  # others wait for blocks, and are not overtaken
             (event,) = self.core.handle(command)
         assert isinstance(event, Reserved), event
-        self.live.add(ask.request_id)
+        self.live.add(spec.request_id)
 
     @property
     def has_work(self) -> bool:
         return self.core.has_work()
 
     def step(self) -> tuple[StepDone, list[SealedBlocks]]:
-        """Return what a step did, and all blocks that it sealed, early or late."""
+        """Return the result of a step, and all blocks that it sealed, early or late."""
         sealed: list[SealedBlocks] = []
 
         def emit(event: EngineEvent) -> None:
@@ -201,26 +207,26 @@ class Engine:
         while self.has_work:
             self.step()
 
-    def play(self, asks: Sequence[Ask], *, caches: bool = False) -> None:
-        """Answer them all; they come one by one, at random moments, some with a higher or lower priority."""
-        waiting = list(asks)
+    def run(self, specs: Sequence[RequestSpec], *, caches: bool = False) -> None:
+        """Answer all requests; they arrive one by one at random times, some with a higher or lower priority."""
+        waiting = list(specs)
         while waiting or self.has_work:
-            while waiting and (not self.has_work or self._stage.chance.random() < 0.6):
-                self.add(waiting.pop(), caches=caches, priority=self._stage.chance.choice([-1, 0, 0, 0, 1]))
+            while waiting and (not self.has_work or self._stage.rng.random() < 0.6):
+                self.add(waiting.pop(), caches=caches, priority=self._stage.rng.choice([-1, 0, 0, 0, 1]))
             self.step()
 
     def close(self) -> None:
-        """See that nothing is left, and add the totals to the journal's."""
+        """Assert that nothing is left, and add the totals to the journal's."""
         stats = self.core.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_held_blocks) == (0, 0, 0, 0)
         self.journal.counters.update({name: int(count) for name, count in stats.counters.items()})
 
     def lend_to(self, reader: Engine) -> None:
-        """Let another engine read this one's pool."""
+        """Let another engine read this engine's pool."""
         region = self.cache.region
         command = MapRegion(self.region_id, region.num_bytes, self.cache.num_blocks, self.cache.generations_offset)
         reader.core.handle(command, region.fd)
 
     def _time(self) -> float:
-        self._seconds += self._stage.chance.expovariate(1 / _MEAN_TICK_SECONDS)
+        self._seconds += self._stage.rng.expovariate(1 / _MEAN_TICK_SECONDS)
         return self._seconds

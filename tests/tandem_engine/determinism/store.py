@@ -10,7 +10,7 @@ _REGION_ID = "store"
 
 
 class Store:
-    """Copies every block that engines fill, until it is full; never forgets one."""
+    """Copies every block that engines fill until it is full; evicts nothing."""
 
     def __init__(self, stage: Stage, num_blocks: int) -> None:
         self._cache = stage.empty_cache(num_blocks)
@@ -18,7 +18,7 @@ class Store:
         """By hash and group."""
 
     def keep(self, engine: Engine, filled: FilledBlocks) -> None:
-        """Copy blocks of an engine that it has just told of."""
+        """Copy blocks that an engine has just reported."""
         for block_hash, slot in zip(filled.hashes, filled.slots, strict=True):
             key = block_hash, filled.group
             if key not in self._slots and len(self._slots) < self._cache.num_blocks:
@@ -26,7 +26,7 @@ class Store:
                 self._cache.write_blocks(self._slots[key], engine.cache.bytes_of(slot))
 
     def prefix(self, hashes: list[str]) -> list[PrefixBlock]:
-        """Return where the leading blocks lie, of each group as far as they are here."""
+        """Return the leading blocks of each group that are here."""
         found: list[PrefixBlock] = []
         size = self._cache.geometry.bytes_per_block
         for index, block_hash in enumerate(hashes):

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tandem_engine.models.loader import LoadedModel
-from tests.tandem_engine.determinism.asks import Ask, random_asks
 from tests.tandem_engine.determinism.recording import Journal
+from tests.tandem_engine.determinism.request_specs import RequestSpec, random_specs
 from tests.tandem_engine.determinism.stage import Stage, loaded
 from tests.tandem_engine.determinism.ways import ALONE, WAYS, Way
 
@@ -20,7 +20,7 @@ _COLUMNS = ("requests", "tokens", "rows compared", "differences", "proof", "seco
 
 @dataclass
 class Line:
-    """What one way came to, for one model or for several together."""
+    """The result of one way, for one model or several."""
 
     way: str
     requests: int = 0
@@ -37,26 +37,26 @@ class Line:
         return not self.differences and self.proof_count > 0 and self.rows >= self.tokens > 0
 
     def add(self, other: Line) -> None:
-        """Count another model's line in."""
+        """Add another model's line."""
         self.proof = other.proof
         for name in ("requests", "tokens", "rows", "proof_count", "seconds", "differences"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 def compare_all(model: LoadedModel, num_requests: int, seed: int, ways: Sequence[Way] = WAYS) -> Iterator[Line]:
-    """Play the same random requests every way, and yield each way's line; "alone" comes first, twice played."""
-    chance = random.Random(seed)
-    asks = random_asks(chance, num_requests, model.info.vocab_size, model.info.context_length)
-    expected, _ = _played(model, ALONE, asks, chance)
+    """Run the same random requests in every way; yield one line per way. "alone" is first, and runs twice."""
+    rng = random.Random(seed)
+    specs = random_specs(rng, num_requests, model.info.vocab_size, model.info.context_length)
+    expected, _ = _run(model, ALONE, specs, rng)
     for way in (ALONE, *ways):
-        journal, seconds = _played(model, way, asks, chance)
-        yield _line(way, asks, expected, journal, seconds)
+        journal, seconds = _run(model, way, specs, rng)
+        yield _line(way, specs, expected, journal, seconds)
 
 
 def judge(
     models: Sequence[str], num_requests: int, seed: int, folder: Path, say: Callable[[str], None]
 ) -> dict[str, dict[str, Line]]:
-    """Return the lines by model and way; each model gets its share of the requests."""
+    """Return the lines by model and way; the requests are divided among the models."""
     lines: dict[str, dict[str, Line]] = {}
     for number, name in enumerate(models):
         share = num_requests * (number + 1) // len(models) - num_requests * number // len(models)
@@ -78,7 +78,7 @@ def totals(lines: dict[str, dict[str, Line]]) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> list[str]:
-    """Return a table in Markdown, and the first differences."""
+    """Return a Markdown table, and the first differences."""
     rows = [("way", *_COLUMNS), ("---", *["---:"] * len(_COLUMNS))]
     rows += [
         (
@@ -93,16 +93,16 @@ def table(lines: Sequence[Line]) -> list[str]:
     return [*("| " + " | ".join(row) + " |" for row in rows), *named]
 
 
-def _played(model: LoadedModel, way: Way, asks: Sequence[Ask], chance: random.Random) -> tuple[Journal, float]:
-    journal = Journal(frozenset(ask.request_id for ask in asks))
-    stage = Stage(model, random.Random(f"{way.name} {chance.getrandbits(64)}"), journal)
+def _run(model: LoadedModel, way: Way, specs: Sequence[RequestSpec], rng: random.Random) -> tuple[Journal, float]:
+    journal = Journal(frozenset(spec.request_id for spec in specs))
+    stage = Stage(model, random.Random(f"{way.name} {rng.getrandbits(64)}"), journal)
     started = time.perf_counter()
-    way.play(stage, asks)
+    way.run(stage, specs)
     return journal, time.perf_counter() - started
 
 
-def _line(way: Way, asks: Sequence[Ask], expected: Journal, journal: Journal, seconds: float) -> Line:
-    line = Line(way.name, len(asks), proof=way.proof, proof_count=journal.counters[way.proof], seconds=seconds)
+def _line(way: Way, specs: Sequence[RequestSpec], expected: Journal, journal: Journal, seconds: float) -> Line:
+    line = Line(way.name, len(specs), proof=way.proof, proof_count=journal.counters[way.proof], seconds=seconds)
     line.differences += journal.conflicts
     line.tokens = len(journal.tokens)
     for place in sorted(expected.tokens.keys() | journal.tokens.keys()):

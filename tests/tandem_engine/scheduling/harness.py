@@ -136,7 +136,7 @@ class FakeRunner:
         assert len(written) == len(set(written)), "two requests write one block"
 
 
-class World:
+class EngineHarness:
     """Runs an engine core with blocks of 4 tokens, with the few calls that tests need."""
 
     def __init__(
@@ -271,4 +271,4 @@ def tokens_of(outputs: Sequence[RequestOutput], request_id: str) -> list[int]:
     return [token for output in outputs if output.request_id == request_id for token in output.token_ids]
 
 
-__all__ = ["ROOT", "STOP", "FakeRunner", "RequestsFailed", "World", "kv_of", "slab", "tokens_of"]
+__all__ = ["ROOT", "STOP", "EngineHarness", "FakeRunner", "RequestsFailed", "kv_of", "slab", "tokens_of"]

@@ -11,7 +11,7 @@ import pytest
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS, NUM_DRAFT_TOKENS
 from tandem_engine.scheduling.speculation.drafters import Draft
-from tests.tandem_engine.scheduling.harness import World
+from tests.tandem_engine.scheduling.harness import EngineHarness
 
 
 class FakeDraftModel:
@@ -65,8 +65,8 @@ class Text:
         pass
 
 
-def world_of(*, is_text_right: bool = False, num_blocks: int = 1024) -> World:
-    return World(
+def harness_of(*, is_text_right: bool = False, num_blocks: int = 1024) -> EngineHarness:
+    return EngineHarness(
         num_blocks,
         context_length=4096,
         max_num_batched_tokens=4096,
@@ -77,87 +77,87 @@ def world_of(*, is_text_right: bool = False, num_blocks: int = 1024) -> World:
     )
 
 
-def with_model(world: World, share_right: float) -> FakeDraftModel:
+def with_model(harness: EngineHarness, share_right: float) -> FakeDraftModel:
     model = FakeDraftModel(share_right)
-    world.core.scheduler.speculator.use_model(model)
+    harness.core.scheduler.speculator.use_model(model)
     return model
 
 
-def answer(world: World, num_requests: int = 1, num_tokens: int = 400) -> None:
+def answer(harness: EngineHarness, num_requests: int = 1, num_tokens: int = 400) -> None:
     for number in range(num_requests):
-        world.add(f"r{number}", [1, 2, 3], max_tokens=num_tokens // num_requests)
-    world.run()
-    world.assert_nothing_is_left()
+        harness.add(f"r{number}", [1, 2, 3], max_tokens=num_tokens // num_requests)
+    harness.run()
+    harness.assert_nothing_is_left()
 
 
 def test_proposals_have_their_fixed_length_and_all_of_them_count() -> None:
-    world = world_of()
-    with_model(world, 1.0)
-    answer(world)
-    assert world.counter("draft_tokens_accepted") == world.counter("draft_tokens")
-    assert world.core.scheduler.num_steps == pytest.approx(400 / (1 + NUM_DRAFT_TOKENS), abs=2)
+    harness = harness_of()
+    with_model(harness, 1.0)
+    answer(harness)
+    assert harness.counter("draft_tokens_accepted") == harness.counter("draft_tokens")
+    assert harness.core.scheduler.num_steps == pytest.approx(400 / (1 + NUM_DRAFT_TOKENS), abs=2)
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.2])
 def test_a_model_that_is_mostly_wrong_is_hardly_called(share_right: float) -> None:
-    world = world_of()
-    model = with_model(world, share_right)
-    answer(world)
+    harness = harness_of()
+    model = with_model(harness, share_right)
+    answer(harness)
     assert 1 <= model.num_calls < 25
 
 
 def test_where_the_text_is_right_the_model_is_not_called() -> None:
-    world = world_of(is_text_right=True)
-    model = with_model(world, 1.0)
-    answer(world)
+    harness = harness_of(is_text_right=True)
+    model = with_model(harness, 1.0)
+    answer(harness)
     assert model.num_calls < 3, "once the text has proved right"
-    assert world.counter("draft_tokens_accepted") > 250
+    assert harness.counter("draft_tokens_accepted") > 250
 
 
 def test_a_model_that_comes_to_be_right_is_noticed() -> None:
-    world = world_of()
-    model = with_model(world, 0.0)
+    harness = harness_of()
+    model = with_model(harness, 0.0)
     num_steps = []
     for number in range(20):
         model.share_right = float(number >= 5)
-        before = world.core.scheduler.num_steps
-        world.add(f"r{number}", [1, 2, 3], max_tokens=60)
-        world.run()
-        num_steps.append(world.core.scheduler.num_steps - before)
+        before = harness.core.scheduler.num_steps
+        harness.add(f"r{number}", [1, 2, 3], max_tokens=60)
+        harness.run()
+        num_steps.append(harness.core.scheduler.num_steps - before)
     assert num_steps[4] == 60
     assert num_steps[-1] < 20
 
 
 def test_a_long_prompt_is_caught_up_with_over_several_steps() -> None:
-    world = world_of()
-    model = with_model(world, 0.9)
-    world.add("long", list(range(900)), max_tokens=300)
-    world.step()
+    harness = harness_of()
+    model = with_model(harness, 0.9)
+    harness.add("long", list(range(900)), max_tokens=300)
+    harness.step()
     for number in range(1, 4):
-        world.step()
+        harness.step()
         assert model.num_caught_up == number * MAX_CATCH_UP_TOKENS
-        assert world.counter("draft_tokens") == 0
-    world.run()
+        assert harness.counter("draft_tokens") == 0
+    harness.run()
     assert model.num_caught_up > 900
-    assert world.counter("draft_tokens_accepted") > 100
+    assert harness.counter("draft_tokens_accepted") > 100
 
 
 def test_proposals_take_no_block_that_others_may_need() -> None:
-    world = world_of(num_blocks=14)
-    with_model(world, 0.9)
+    harness = harness_of(num_blocks=14)
+    with_model(harness, 0.9)
     for name in "ab":
-        world.add(name, [1, 2, 3], max_tokens=40)
-    world.run()
-    assert world.counter("preemptions") > 0
-    assert world.counter("draft_tokens_accepted") > 0
-    world.assert_nothing_is_left()
+        harness.add(name, [1, 2, 3], max_tokens=40)
+    harness.run()
+    assert harness.counter("preemptions") > 0
+    assert harness.counter("draft_tokens_accepted") > 0
+    harness.assert_nothing_is_left()
 
 
 def test_one_that_breaks_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    world = world_of()
-    model = with_model(world, 1.0)
+    harness = harness_of()
+    model = with_model(harness, 1.0)
     model.breaks = True
     with caplog.at_level(logging.ERROR):
-        answer(world)
+        answer(harness)
     assert model.num_calls == 1
     assert caplog.messages == ["the draft model is switched off: MemoryError: no memory"]

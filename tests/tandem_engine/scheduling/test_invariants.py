@@ -15,7 +15,7 @@ from tandem_engine.messages import Mode, PrefixBlock, Recompute, RequestOutput, 
 from tandem_engine.scheduling.request import Request, RequestState
 from tandem_engine.scheduling.speculation.drafters import Draft
 from tandem_engine.scheduling.window_groups import blocks_of, most_blocks
-from tests.tandem_engine.scheduling.harness import ROOT, STOP, World, extent, kv_of, slab
+from tests.tandem_engine.scheduling.harness import ROOT, STOP, EngineHarness, extent, kv_of, slab
 
 SHORT, LONG = 24, 72
 """Tokens of context."""
@@ -77,7 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.context_length = context_length
         self.num_groups = 1 + (num_window_groups if window else 0)
         has_groups = self.num_groups > 1
-        self.world = World(
+        self.harness = EngineHarness(
             num_blocks * self.num_groups if context_length == SHORT else 20 + 5 * self.num_groups,
             context_length=context_length,
             max_num_batched_tokens=budget,
@@ -91,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_draft_tokens=max_draft_tokens,
             drafter=Drafting(lambda position: self.token_at(position)),
         )
-        self.world.runner.stop_positions = {17}
+        self.harness.runner.stop_positions = {17}
         self.alive: dict[str, Expected] = {}
         self.num_added = 0
         self.num_slots = 0
@@ -125,7 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_added += 1
         name = f"r{self.num_added}"
         expected = Expected(mode, [family, *range(1, num_tokens)], max_tokens, num_choices if mode == "prefill" else 1)
-        events = self.world.add(
+        events = self.harness.add(
             name,
             expected.prompt,
             max_tokens=max_tokens,
@@ -151,9 +151,9 @@ class EngineMachine(RuleBasedStateMachine):
         slots = []
         for start in range(first_block * 4, min(len(kv), (first_block + num_blocks) * 4), 4):
             self.num_slots += 1
-            self.world.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
+            self.harness.runner.remote[self.num_slots] = [*kv[start : start + 4], 0, 0, 0][:4]
             slots.append(self.num_slots)
-        self.world.core.handle(slab(name, first_block, slots, group=group))
+        self.harness.core.handle(slab(name, first_block, slots, group=group))
 
     @rule(name=requests)
     def import_all(self, name: str) -> None:
@@ -163,20 +163,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=requests)
     def start_decode(self, name: str) -> None:
         if name in self.alive:
-            self.world.core.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
+            self.harness.core.handle(StartDecode(name, [self.token_at(len(self.alive[name].prompt))]))
 
     @rule(name=requests)
     def recompute(self, name: str) -> None:
-        self.world.core.handle(Recompute(name))
+        self.harness.core.handle(Recompute(name))
 
     @rule(name=consumes(requests))
     def abort(self, name: str) -> None:
-        self.world.core.scheduler.abort(name)
+        self.harness.core.scheduler.abort(name)
         self.alive.pop(name, None)
 
     @rule(name=requests)
     def release(self, name: str) -> None:
-        self.world.core.scheduler.release_held(name)
+        self.harness.core.scheduler.release_held(name)
 
     def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
         prefix = []
@@ -184,59 +184,59 @@ class EngineMachine(RuleBasedStateMachine):
             kv = kv_of(tokens, group)
             for index in range(first_of_windows if group else 0, min(num_blocks, len(kv) // 4)):
                 self.num_slots += 1
-                self.world.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
+                self.harness.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
                 prefix.append(PrefixBlock(index, extent(self.num_slots), group))
         return prefix
 
     @rule(name=requests, seconds=st.integers(1, 6))
     def let_time_pass(self, name: str, seconds: int) -> None:
-        self.world.runner.seconds += seconds
+        self.harness.runner.seconds += seconds
 
     @rule(name=requests)
     def break_one_in_the_next_step(self, name: str) -> None:
-        self.world.runner.breaks_with = RequestsFailed([name], "broken")
+        self.harness.runner.breaks_with = RequestsFailed([name], "broken")
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.world.core.has_work():
+            if self.harness.core.has_work():
                 self.take_step()
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
-        if hasattr(self, "world"):
-            self.world.pool.check()
+        if hasattr(self, "harness"):
+            self.harness.pool.check()
 
     @invariant()
     def no_request_has_blocks_behind_its_window_or_more_than_it_may(self) -> None:
-        if not hasattr(self, "world") or self.num_groups == 1:
+        if not hasattr(self, "harness") or self.num_groups == 1:
             return
-        scheduler = self.world.core.scheduler
+        scheduler = self.harness.core.scheduler
         for request in scheduler._requests.values():
             if request.state in (RequestState.RUNNING, RequestState.HELD):
                 assert request.num_dropped_blocks == scheduler._kv.groups.first_seen(request.num_computed_tokens)
             assert len(blocks_of(request)) <= most_blocks(scheduler.config, 4 * len(request.block_table))
-        assert scheduler._kv.groups.num_promised <= self.world.pool.num_spare
+        assert scheduler._kv.groups.num_promised <= self.harness.pool.num_spare
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "harness"):
             return
         for name in [f"r{number}" for number in range(1, self.num_added + 1)]:
             self.recompute(name)
             self.release(name)
         for _ in range(1000):
-            if not self.world.core.has_work():
+            if not self.harness.core.has_work():
                 break
             self.take_step()
         assert self.alive == {}, "a request did not end"
-        self.world.assert_nothing_is_left()
+        self.harness.assert_nothing_is_left()
 
     def take_step(self) -> None:
         try:
-            done = self.world.step()
+            done = self.harness.step()
         except RequestsFailed:  # it names a request that is not in this step: an engine would end here
             return
-        for failure in self.world.core.take_failures():
+        for failure in self.harness.core.take_failures():
             del self.alive[failure.request_id]
         for output in done.outputs:
             self.take(output)
@@ -273,7 +273,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert end - len(expected.answer) in (first, first + 1)
 
     def token_at(self, position: int) -> int:
-        return STOP if position in self.world.runner.stop_positions else 1000 + position
+        return STOP if position in self.harness.runner.stop_positions else 1000 + position
 
 
 TestEngine = EngineMachine.TestCase

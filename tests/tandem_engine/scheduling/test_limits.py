@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.messages import AddRequest, EngineEvent, Refused, Reserved
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tests.tandem_engine.scheduling.harness import ROOT, STOP, World, tokens_of
+from tests.tandem_engine.scheduling.harness import ROOT, STOP, EngineHarness, tokens_of
 
 
 def refusal(events: list[EngineEvent]) -> tuple[str, str]:
@@ -17,91 +17,91 @@ def refusal(events: list[EngineEvent]) -> tuple[str, str]:
 
 
 def test_a_prompt_of_exactly_the_context_length_yields_exactly_one_token() -> None:
-    world = World(num_blocks=3, context_length=12)
-    assert world.add("full", list(range(12)), max_tokens=50) == [Reserved("full", 0)]
-    outputs = world.run()
+    harness = EngineHarness(num_blocks=3, context_length=12)
+    assert harness.add("full", list(range(12)), max_tokens=50) == [Reserved("full", 0)]
+    outputs = harness.run()
     assert [(o.token_ids, o.position, o.finish_reason) for o in outputs] == [([1012], 12, "length")]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_one_token_less_yields_two() -> None:
-    world = World(num_blocks=3, context_length=12)
-    world.add("almost", list(range(11)), max_tokens=50)
-    outputs = world.run()
+    harness = EngineHarness(num_blocks=3, context_length=12)
+    harness.add("almost", list(range(11)), max_tokens=50)
+    outputs = harness.run()
     assert [(o.token_ids, o.finish_reason) for o in outputs] == [([1011], None), ([1012], "length")]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_one_token_more_is_refused_with_both_numbers() -> None:
-    world = World(num_blocks=9, context_length=12)
-    reason, message = refusal(world.add("long", list(range(13))))
+    harness = EngineHarness(num_blocks=9, context_length=12)
+    reason, message = refusal(harness.add("long", list(range(13))))
     assert reason == "context"
     assert message == "prompt has 13 tokens, this model takes 12; shorten it or raise --max-model-len"
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_an_answer_has_exactly_max_tokens(max_tokens: int) -> None:
-    world = World()
-    world.add("a", [1, 2, 3], max_tokens=max_tokens)
-    outputs = world.run()
+    harness = EngineHarness()
+    harness.add("a", [1, 2, 3], max_tokens=max_tokens)
+    outputs = harness.run()
     assert tokens_of(outputs, "a") == [1003 + i for i in range(max_tokens)]
     assert [output.finish_reason for output in outputs] == [None] * (max_tokens - 1) + ["length"]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_a_stop_token_ends_the_answer_and_is_its_last_token() -> None:
-    world = World()
-    world.runner.stop_positions = {4}
-    world.add("a", [1, 2, 3], max_tokens=2)
-    outputs = world.run()
+    harness = EngineHarness()
+    harness.runner.stop_positions = {4}
+    harness.add("a", [1, 2, 3], max_tokens=2)
+    outputs = harness.run()
     assert [(o.token_ids, o.finish_reason) for o in outputs] == [([1003], None), ([STOP], "stop")]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_a_stop_token_in_the_prompt_stops_nothing() -> None:
-    world = World()
-    world.add("a", [1, STOP, STOP], max_tokens=2)
-    assert tokens_of(world.run(), "a") == [1003, 1004]
-    world.assert_nothing_is_left()
+    harness = EngineHarness()
+    harness.add("a", [1, STOP, STOP], max_tokens=2)
+    assert tokens_of(harness.run(), "a") == [1003, 1004]
+    harness.assert_nothing_is_left()
 
 
 def test_tokens_generated_before_a_migration_count_towards_max_tokens() -> None:
-    world = World()
-    world.add("a", [1, 2, 3, 1003, 1004], num_prompt_tokens=3, max_tokens=4)
-    outputs = world.run()
+    harness = EngineHarness()
+    harness.add("a", [1, 2, 3, 1003, 1004], num_prompt_tokens=3, max_tokens=4)
+    outputs = harness.run()
     assert tokens_of(outputs, "a") == [1005, 1006]
     assert outputs[-1].num_generated_tokens == 2
     assert outputs[-1].num_computed_tokens == 3
-    reason, message = refusal(world.add("b", [1, 2, 3, 1003, 1004], num_prompt_tokens=3, max_tokens=2))
+    reason, message = refusal(harness.add("b", [1, 2, 3, 1003, 1004], num_prompt_tokens=3, max_tokens=2))
     assert (reason, message) == ("invalid", "2 answer tokens were given already, max_tokens is 2")
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_what_fits_the_pool_exactly_runs_and_one_token_more_is_refused_at_once() -> None:
-    world = World(num_blocks=2)
-    assert world.add("fits", [1, 2, 3, 4, 5], max_tokens=4) == [Reserved("fits", 0)]
-    assert len(tokens_of(world.run(), "fits")) == 4
-    reason, message = refusal(world.add("too large", [1, 2, 3, 4, 5], max_tokens=5))
+    harness = EngineHarness(num_blocks=2)
+    assert harness.add("fits", [1, 2, 3, 4, 5], max_tokens=4) == [Reserved("fits", 0)]
+    assert len(tokens_of(harness.run(), "fits")) == 4
+    reason, message = refusal(harness.add("too large", [1, 2, 3, 4, 5], max_tokens=5))
     assert reason == "kv_full"
     assert message == (
         "5 prompt tokens and up to 5 answer tokens need 9 KV slots, this worker has 8 (2 blocks of 4); "
         "lower max_tokens, shorten the prompt or give the worker more KV memory"
     )
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_a_full_queue_refuses_and_an_abort_makes_room() -> None:
-    world = World(max_num_waiting=2)
-    world.add("a", [1])
-    world.add("b", [1])
-    reason, message = refusal(world.add("c", [1]))
+    harness = EngineHarness(max_num_waiting=2)
+    harness.add("a", [1])
+    harness.add("b", [1])
+    reason, message = refusal(harness.add("c", [1]))
     assert reason == "queue_full"
     assert message == "2 requests are here already; try again later or raise --max-num-waiting"
-    world.core.scheduler.abort("a")
-    assert world.add("c", [1]) == [Reserved("c", 0)]
-    world.run()
-    world.assert_nothing_is_left()
+    harness.core.scheduler.abort("a")
+    assert harness.add("c", [1]) == [Reserved("c", 0)]
+    harness.run()
+    harness.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
@@ -115,33 +115,33 @@ def test_a_full_queue_refuses_and_an_abort_makes_room() -> None:
     ],
 )
 def test_nonsense_is_refused_by_name(tokens: list[int], num_prompt_tokens: int, message: str) -> None:
-    world = World()
-    assert refusal(world.add("a", tokens, num_prompt_tokens=num_prompt_tokens)) == ("invalid", message)
-    world.assert_nothing_is_left()
+    harness = EngineHarness()
+    assert refusal(harness.add("a", tokens, num_prompt_tokens=num_prompt_tokens)) == ("invalid", message)
+    harness.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
     ("root", "hashes"), [("xyz", []), ("ab", []), (ROOT.hex(), ["00" * 15]), (ROOT.hex(), ["00" * 16] * 2)]
 )
 def test_hashes_that_cannot_be_are_refused(root: str, hashes: list[str]) -> None:
-    world = World()
+    harness = EngineHarness()
     command = AddRequest("a", [1, 2, 3, 4], 4, SamplingParams(max_tokens=1), hash_root=root, block_hashes=hashes)
-    assert refusal(world.core.handle(command))[0] == "invalid"
-    world.assert_nothing_is_left()
+    assert refusal(harness.core.handle(command))[0] == "invalid"
+    harness.assert_nothing_is_left()
 
 
 def test_a_request_that_is_here_already_is_refused_and_the_first_goes_on() -> None:
-    world = World()
-    world.add("a", [1, 2], max_tokens=1)
-    assert refusal(world.add("a", [1, 2]))[0] == "invalid"
-    assert tokens_of(world.run(), "a") == [1002]
-    world.assert_nothing_is_left()
+    harness = EngineHarness()
+    harness.add("a", [1, 2], max_tokens=1)
+    assert refusal(harness.add("a", [1, 2]))[0] == "invalid"
+    assert tokens_of(harness.run(), "a") == [1002]
+    harness.assert_nothing_is_left()
 
 
 def test_several_choices_are_refused_outside_prefill() -> None:
-    world = World()
-    assert refusal(world.add("a", [1, 2], choice_seeds=[1, 2]))[0] == "unsupported"
-    world.assert_nothing_is_left()
+    harness = EngineHarness()
+    assert refusal(harness.add("a", [1, 2], choice_seeds=[1, 2]))[0] == "unsupported"
+    harness.assert_nothing_is_left()
 
 
 def test_a_configuration_without_sense_names_field_and_value() -> None:

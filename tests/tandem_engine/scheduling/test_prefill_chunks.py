@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
-from tests.tandem_engine.scheduling.harness import World, tokens_of
+from tests.tandem_engine.scheduling.harness import EngineHarness, tokens_of
 
 
-def world_of(chunk: int, num_blocks: int = 1024) -> World:
-    return World(
+def harness_of(chunk: int, num_blocks: int = 1024) -> EngineHarness:
+    return EngineHarness(
         num_blocks,
         context_length=1024,
         max_num_batched_tokens=256,
@@ -21,12 +21,12 @@ def world_of(chunk: int, num_blocks: int = 1024) -> World:
     )
 
 
-def prefill_tokens_beside_answers(world: World) -> list[int]:
+def prefill_tokens_beside_answers(harness: EngineHarness) -> list[int]:
     """Run to the end; return the prompt tokens of each step that had both answers and prompts."""
     chunks = []
-    while world.core.has_work():
-        world.step()
-        runs = world.last_runs()
+    while harness.core.has_work():
+        harness.step()
+        runs = harness.last_runs()
         num_prompt_tokens = sum(number for _, first, number in runs if number > 1 or first == 0)
         if 0 < num_prompt_tokens < sum(number for _, _, number in runs):
             chunks.append(num_prompt_tokens)
@@ -34,59 +34,59 @@ def prefill_tokens_beside_answers(world: World) -> list[int]:
 
 
 def test_a_prompt_beside_answers_is_cut_to_chunks() -> None:
-    world = world_of(64)
+    harness = harness_of(64)
     for name in "ab":
-        world.add(name, [1, 2, 3], max_tokens=60)
-    world.step()
-    world.add("p", list(range(400)), max_tokens=1)
-    assert prefill_tokens_beside_answers(world) == [64] * 6 + [16]
-    world.assert_nothing_is_left()
+        harness.add(name, [1, 2, 3], max_tokens=60)
+    harness.step()
+    harness.add("p", list(range(400)), max_tokens=1)
+    assert prefill_tokens_beside_answers(harness) == [64] * 6 + [16]
+    harness.assert_nothing_is_left()
 
 
 def test_where_nothing_answers_a_prompt_is_not_cut() -> None:
-    world = world_of(4)
-    world.add("p", list(range(250)), max_tokens=1)
-    world.add("q", list(range(50)), max_tokens=1)
-    world.step()
-    assert world.last_runs() == [("p", 0, 250), ("q", 0, 6)]
-    world.run()
-    world.assert_nothing_is_left()
+    harness = harness_of(4)
+    harness.add("p", list(range(250)), max_tokens=1)
+    harness.add("q", list(range(50)), max_tokens=1)
+    harness.step()
+    assert harness.last_runs() == [("p", 0, 250), ("q", 0, 6)]
+    harness.run()
+    harness.assert_nothing_is_left()
 
 
 def test_prompts_share_one_chunk_in_order() -> None:
-    world = world_of(4)
-    world.add("a", [1, 2, 3], max_tokens=20)
-    world.step()
-    world.add("p", list(range(10)), max_tokens=1)
-    world.add("q", list(range(9)), max_tokens=1)
+    harness = harness_of(4)
+    harness.add("a", [1, 2, 3], max_tokens=20)
+    harness.step()
+    harness.add("p", list(range(10)), max_tokens=1)
+    harness.add("q", list(range(9)), max_tokens=1)
     for _ in range(5):
-        world.step()
-    chunks = [[run for run in step if run[0] != "a"] for step in world.runner.steps[1:]]
+        harness.step()
+    chunks = [[run for run in step if run[0] != "a"] for step in harness.runner.steps[1:]]
     assert chunks == [[("p", 0, 4)], [("p", 4, 4)], [("p", 8, 2), ("q", 0, 2)], [("q", 2, 4)], [("q", 6, 3)]]
-    world.run()
-    world.assert_nothing_is_left()
+    harness.run()
+    harness.assert_nothing_is_left()
 
 
 def test_a_chunk_as_large_as_the_budget_cuts_nothing() -> None:
-    world = World(64, context_length=256, max_num_batched_tokens=64, max_prefill_tokens_with_decodes=64)
-    world.add("a", [1, 2, 3], max_tokens=20)
-    world.step()
-    world.add("p", list(range(100)), max_tokens=1)
-    world.step()
-    assert world.last_runs() == [("a", 3, 1), ("p", 0, 63)]
-    world.run()
-    world.assert_nothing_is_left()
+    harness = EngineHarness(64, context_length=256, max_num_batched_tokens=64, max_prefill_tokens_with_decodes=64)
+    harness.add("a", [1, 2, 3], max_tokens=20)
+    harness.step()
+    harness.add("p", list(range(100)), max_tokens=1)
+    harness.step()
+    assert harness.last_runs() == [("a", 3, 1), ("p", 0, 63)]
+    harness.run()
+    harness.assert_nothing_is_left()
 
 
 def test_a_preempted_answer_makes_room_in_the_chunk_again() -> None:
-    world = World(6, max_num_batched_tokens=16, max_prefill_tokens_with_decodes=4)
+    harness = EngineHarness(6, max_num_batched_tokens=16, max_prefill_tokens_with_decodes=4)
     for name in "ab":
-        world.add(name, [1, 2, 3, 4], max_tokens=12)
-    outputs = world.run()
-    assert world.counter("preemptions") > 0
+        harness.add(name, [1, 2, 3, 4], max_tokens=12)
+    outputs = harness.run()
+    assert harness.counter("preemptions") > 0
     for name in "ab":
         assert tokens_of(outputs, name) == [1000 + position for position in range(4, 16)]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 def test_the_setting_is_at_least_one_and_64_by_default() -> None:
@@ -105,29 +105,29 @@ def test_the_setting_is_at_least_one_and_64_by_default() -> None:
 def test_no_step_with_answers_has_more_prompt_tokens_and_every_prompt_ends(
     chunk: int, prompts: list[int], num_answers: int
 ) -> None:
-    world = world_of(chunk)
+    harness = harness_of(chunk)
     # 1. Prompts arrive while others answer.
     for number in range(num_answers):
-        world.add(f"a{number}", [number, 2, 3], max_tokens=100)
-    world.step()
+        harness.add(f"a{number}", [number, 2, 3], max_tokens=100)
+    harness.step()
     for number, length in enumerate(prompts):
-        world.add(f"p{number}", list(range(length)), max_tokens=2)
-    start = len(world.runner.steps)
-    assert all(number <= chunk for number in prefill_tokens_beside_answers(world))
+        harness.add(f"p{number}", list(range(length)), max_tokens=2)
+    start = len(harness.runner.steps)
+    assert all(number <= chunk for number in prefill_tokens_beside_answers(harness))
     # 2. All ended.
-    computed = sum(number for step in world.runner.steps[start:] for name, _, number in step if name[0] == "p")
+    computed = sum(number for step in harness.runner.steps[start:] for name, _, number in step if name[0] == "p")
     assert computed == sum(prompts) + len(prompts)
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()
 
 
 @settings(max_examples=30, deadline=None)
 @given(chunk=st.sampled_from([1, 3, 16, 64]), seed=st.integers(0, 100))
 def test_the_chunk_changes_no_token(chunk: int, seed: int) -> None:
-    world = World(128, context_length=256, max_prefill_tokens_with_decodes=chunk)
+    harness = EngineHarness(128, context_length=256, max_prefill_tokens_with_decodes=chunk)
     for number in range(6):
-        world.add(str(number), [seed, *range(7 * number)], max_tokens=8)
-    outputs = world.run()
+        harness.add(str(number), [seed, *range(7 * number)], max_tokens=8)
+    outputs = harness.run()
     for number in range(6):
         length = 7 * number + 1
         assert tokens_of(outputs, str(number)) == [1000 + position for position in range(length, length + 8)]
-    world.assert_nothing_is_left()
+    harness.assert_nothing_is_left()

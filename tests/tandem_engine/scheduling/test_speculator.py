@@ -16,7 +16,7 @@ from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.speculation.drafters import Draft
 from tandem_engine.scheduling.speculation.speculator import REST_TOKENS, ROWS_PER_STEP, SHORT_TOKENS, Acceptance
 from tandem_engine.settings import EngineConfig
-from tests.tandem_engine.scheduling.harness import World
+from tests.tandem_engine.scheduling.harness import EngineHarness
 
 
 class Drafting:
@@ -39,8 +39,8 @@ class Drafting:
         pass
 
 
-def world_of(drafting: Drafting) -> World:
-    return World(
+def harness_of(drafting: Drafting) -> EngineHarness:
+    return EngineHarness(
         512,
         context_length=4096,
         max_num_batched_tokens=512,
@@ -51,54 +51,54 @@ def world_of(drafting: Drafting) -> World:
     )
 
 
-def answered(drafting: Drafting, num_requests: int = 1, num_tokens: int = 400) -> World:
-    world = world_of(drafting)
+def answered(drafting: Drafting, num_requests: int = 1, num_tokens: int = 400) -> EngineHarness:
+    harness = harness_of(drafting)
     for number in range(num_requests):
-        world.add(f"r{number}", [1, 2, 3], max_tokens=num_tokens)
-    world.run()
-    return world
+        harness.add(f"r{number}", [1, 2, 3], max_tokens=num_tokens)
+    harness.run()
+    return harness
 
 
 def test_right_drafts_grow_from_the_short_to_the_full_length() -> None:
-    world = answered(Drafting(1.0))
-    assert world.counter("draft_tokens_accepted") == world.counter("draft_tokens")
-    assert world.core.scheduler.num_steps == pytest.approx(400 / 9, abs=3)
+    harness = answered(Drafting(1.0))
+    assert harness.counter("draft_tokens_accepted") == harness.counter("draft_tokens")
+    assert harness.core.scheduler.num_steps == pytest.approx(400 / 9, abs=3)
 
 
 @pytest.mark.parametrize(("num_matched", "expected"), [(1, 1), (2, 2), (3, 3), (16, SHORT_TOKENS)])
 def test_a_short_draft_is_no_longer_than_its_match(num_matched: int, expected: int) -> None:
-    world = world_of(Drafting(1.0, num_matched))
-    world.add("a", [1, 2, 3], max_tokens=30)
-    world.step()
-    world.step()
-    assert world.counter("draft_tokens") == expected
-    world.core.handle(AbortRequest("a"))
+    harness = harness_of(Drafting(1.0, num_matched))
+    harness.add("a", [1, 2, 3], max_tokens=30)
+    harness.step()
+    harness.step()
+    assert harness.counter("draft_tokens") == expected
+    harness.core.handle(AbortRequest("a"))
 
 
 @pytest.mark.parametrize("share_right", [0.0, 0.03])
 def test_drafts_that_are_wrong_are_hardly_tried_or_searched(share_right: float) -> None:
     drafting = Drafting(share_right)
-    world = answered(drafting)
+    harness = answered(drafting)
     assert drafting.num_calls < 20
-    assert world.counter("draft_tokens") < 60
+    assert harness.counter("draft_tokens") < 60
 
 
 def test_with_many_answers_in_a_step_drafts_must_be_right_more_often() -> None:
     few, many = (answered(Drafting(0.75), number, 100) for number in (1, 40))
-    shares = [world.counter("draft_tokens") / world.counter("tokens_generated") for world in (few, many)]
+    shares = [harness.counter("draft_tokens") / harness.counter("tokens_generated") for harness in (few, many)]
     assert shares[0] > 0.9 > 0.3 > shares[1]
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
     drafting = Drafting(0.0)
-    world = world_of(drafting)
-    world.add("a", [1, 2, 3], max_tokens=1000)
-    while world.counter("tokens_generated") < 500:
-        world.step()
+    harness = harness_of(drafting)
+    harness.add("a", [1, 2, 3], max_tokens=1000)
+    while harness.counter("tokens_generated") < 500:
+        harness.step()
     drafting.share_right = 1.0
-    steps_before = world.core.scheduler.num_steps
-    world.run()
-    assert world.core.scheduler.num_steps - steps_before < 250
+    steps_before = harness.core.scheduler.num_steps
+    harness.run()
+    assert harness.core.scheduler.num_steps - steps_before < 250
 
 
 def test_requests_with_better_drafts_get_more_of_them() -> None:
@@ -107,27 +107,27 @@ def test_requests_with_better_drafts_get_more_of_them() -> None:
             self.share_right = 0.95 if request.request_id == "good" else 0.2
             return super().draft(request, max_tokens)
 
-    world = world_of(ByRequest(0.0))
-    world.add("good", [1, 2, 3], max_tokens=900)
-    world.add("bad", [1, 2, 3], max_tokens=900)
+    harness = harness_of(ByRequest(0.0))
+    harness.add("good", [1, 2, 3], max_tokens=900)
+    harness.add("bad", [1, 2, 3], max_tokens=900)
     for _ in range(60):
-        world.step()
-    good, bad = (world.core.scheduler._requests[name] for name in ("good", "bad"))
+        harness.step()
+    good, bad = (harness.core.scheduler._requests[name] for name in ("good", "bad"))
     assert good.num_draft_tokens > 4 * bad.num_draft_tokens
     for name in ("good", "bad"):
-        world.core.handle(AbortRequest(name))
-    world.assert_nothing_is_left()
+        harness.core.handle(AbortRequest(name))
+    harness.assert_nothing_is_left()
 
 
 def test_nothing_is_kept_of_requests_that_are_over() -> None:
-    world = world_of(Drafting(0.5))
-    world.add("a", [1, 2, 3], max_tokens=20)
-    world.add("b", [1, 2, 3], max_tokens=20)
-    world.step()
-    world.step()
-    world.core.handle(AbortRequest("b"))
-    world.run()
-    speculator = world.core.scheduler.speculator
+    harness = harness_of(Drafting(0.5))
+    harness.add("a", [1, 2, 3], max_tokens=20)
+    harness.add("b", [1, 2, 3], max_tokens=20)
+    harness.step()
+    harness.step()
+    harness.core.handle(AbortRequest("b"))
+    harness.run()
+    speculator = harness.core.scheduler.speculator
     assert not speculator._of_texts and not speculator._of_model and not speculator._tried
 
 

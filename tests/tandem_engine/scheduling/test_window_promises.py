@@ -10,7 +10,7 @@ from tandem_engine.messages import AddRequest, ReleaseHeld, Reserved
 from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler import Scheduler
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tests.tandem_engine.scheduling.harness import ROOT, World
+from tests.tandem_engine.scheduling.harness import ROOT, EngineHarness
 
 GEMMA_3_27B = [None if layer % 6 == 5 else 1024 for layer in range(62)]
 BLOCK = 16
@@ -20,7 +20,7 @@ def test_prefills_that_share_windows_with_others_never_lack_a_block() -> None:
     most_promised = 0
     for seed in range(12):
         rng = random.Random(seed)
-        world = World(
+        harness = EngineHarness(
             num_blocks=90,
             context_length=160,
             max_num_seqs=12,
@@ -34,18 +34,18 @@ def test_prefills_that_share_windows_with_others_never_lack_a_block() -> None:
             length, cut = rng.randint(1, 80), rng.choice([0, 20, 60])
             prompt = [*range(min(cut, length)), *(rng.randrange(5000) for _ in range(length - cut))]
             mode = "prefill" if rng.random() < 0.7 else "aggregated"
-            world.add(str(number), prompt, max_tokens=rng.randint(1, 20), mode=mode, root=ROOT)  # type: ignore[arg-type]
+            harness.add(str(number), prompt, max_tokens=rng.randint(1, 20), mode=mode, root=ROOT)  # type: ignore[arg-type]
             for _ in range(rng.randint(0, 8)):
-                most_promised = max(most_promised, world.core.scheduler._kv.groups.num_promised)
-                if world.core.has_work():
-                    held += [output.request_id for output in world.step().outputs if output.is_last]
+                most_promised = max(most_promised, harness.core.scheduler._kv.groups.num_promised)
+                if harness.core.has_work():
+                    held += [output.request_id for output in harness.step().outputs if output.is_last]
             while len(held) > 3:
-                world.core.handle(ReleaseHeld(held.pop(rng.randrange(len(held)))))
-        while world.core.has_work() or held:
+                harness.core.handle(ReleaseHeld(held.pop(rng.randrange(len(held)))))
+        while harness.core.has_work() or held:
             while held:
-                world.core.handle(ReleaseHeld(held.pop()))
-            held = [output.request_id for output in world.step().outputs if output.is_last]
-        world.assert_nothing_is_left()
+                harness.core.handle(ReleaseHeld(held.pop()))
+            held = [output.request_id for output in harness.step().outputs if output.is_last]
+        harness.assert_nothing_is_left()
     assert most_promised > 0, "no prefill had to wait for a block of its own"
 
 

@@ -38,7 +38,7 @@ Drain = Callable[[EngineCore], list[RequestOutput]]
 
 
 def prompts() -> list[list[int]]:
-    """Return eight prompts, most of them several windows long; every other one goes on from the one before."""
+    """Return eight prompts, most of them several windows long; every other one continues the one before."""
     rng = random.Random(5)
     result = []
     for length in (70, 33, 90, 12):
@@ -54,7 +54,7 @@ def ask(request_id: str, prompt: list[int], seed: int, **fields: Any) -> AddRequ
 
 
 def answers(core: EngineCore, drain: Drain, num_at_once: int) -> list[list[int]]:
-    """Run the prompts, so many at a time, and return the tokens of each."""
+    """Run the prompts in groups, and return the tokens of each."""
     of_request: dict[str, list[int]] = {}
     asks = [ask(str(index), prompt, index) for index, prompt in enumerate(prompts())]
     for start in range(0, len(asks), num_at_once):

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Front:
-    """What a worker's front does with an engine, in order: read events until the one it wants."""
+    """A worker's front: reads events in order until the one it waits for."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -50,7 +50,7 @@ class Front:
         self.ready: Ready
 
     async def wait_for(self, kind: type[Kind], is_it: Callable[[Kind], bool] = lambda event: True) -> Kind:
-        """Read up to the first such event; a descriptor that came with it is in `fds`."""
+        """Read up to the first event of a kind; `fds` has the descriptor that came with it."""
         async for event, fds in self._events:
             self.seen.append(event)
             if isinstance(event, kind) and is_it(event):
@@ -79,7 +79,7 @@ def _config(folder: Path, **values: Any) -> EngineConfig:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def front(make_checkpoint: Callable[[str], Path]) -> AsyncIterator[Front]:
-    """One engine for the tests that leave it as it was: starting one takes seconds."""
+    """One engine for all tests that do not change it: starting one takes seconds."""
     client = await EngineClient.start(_config(make_checkpoint("llama")))
     front = Front(client)
     front.ready = await front.wait_for(Ready)
@@ -94,7 +94,7 @@ def _request(request_id: str, max_tokens: int) -> AddRequest:
 
 
 async def test_a_process_loads_and_streams(front: Front) -> None:
-    # 1. It said how loading goes, then Ready, with its pool's descriptor: all blocks, and a generation for each.
+    # 1. It reports progress, then Ready with its pool's descriptor: all blocks, and a generation for each.
     assert any(isinstance(event, LoadProgress) for event in front.seen)
     ready = front.ready
     assert (ready.num_blocks, ready.region_id, ready.model.model_id) == (NUM_BLOCKS, "tests", "tiny-llama")
@@ -129,7 +129,7 @@ async def test_sealed_blocks_are_read_through_the_region_of_another_process(fron
     (sealed,) = (await front.wait_for(BlocksSealed)).sealed
     await front.wait_for(StepDone)
     assert sealed.is_last and len(sealed.slots) == 2
-    # 2. Their bytes lie in the region, under the generations told.
+    # 2. Their bytes are in the region, under the reported generations.
     regions = MappedRegions()
     regions.map(MapRegion("tests", ready.region_bytes, ready.num_blocks, ready.generations_offset), fd)
     size = ready.layout.bytes_per_block

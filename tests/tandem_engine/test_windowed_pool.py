@@ -20,7 +20,7 @@ ROOT = BlockHash(bytes(16))
 
 
 def prompts() -> list[list[int]]:
-    """Return eight prompts; every other one goes on from the one before."""
+    """Return eight prompts; every other one continues the one before."""
     rng = random.Random(5)
     result = []
     for length in (70, 33, 90, 12):
@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
 
 
 def answers(core: EngineCore, drain: Callable[[EngineCore], list[RequestOutput]], num_at_once: int) -> list[list[int]]:
-    """Run the prompts, so many at a time, and return 40 tokens of each."""
+    """Run the prompts in groups, and return 40 tokens of each."""
     result = []
     asks = prompts()
     for start in range(0, len(asks), num_at_once):

@@ -29,7 +29,7 @@ ROOT = "ab" * 16
 
 
 class Recorder:
-    """Passes every call on to the draft runner of an engine, which is called in every step; records what it lacked."""
+    """Delegates to the draft runner of an engine, in every step; records how many tokens it lacked."""
 
     def __init__(self, core: EngineCore) -> None:
         speculator = core.scheduler.speculator

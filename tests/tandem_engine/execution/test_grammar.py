@@ -66,7 +66,7 @@ def drained(core: EngineCore) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("kind", ["demo", "llama"])
 def test_every_answer_ends_by_itself_and_validates(kind: str, make_engine: MakeEngine) -> None:
-    """Whatever the weights: those of `llama` are random."""
+    """Holds for any weights; `llama` has random ones."""
     engine = make_engine(
         kind, num_kv_blocks=1024, max_num_batched_tokens=256, max_num_waiting=NUM_SCHEMAS, block_size=16
     )
@@ -185,7 +185,7 @@ def masks(matcher: Matcher, new_tokens: list[int], drafts: Sequence[int] = ()) -
 
 
 def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
-    """The vocabulary has two words and nothing else."""
+    """The vocabulary has only two words."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "ab": 2, "cd": 3}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -201,7 +201,7 @@ def test_a_grammar_that_no_token_follows_fails(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_was_wrong_leaves_nothing_in_later_masks(tmp_path: Path) -> None:
-    """Behind both first letters the same words follow, and behind those what only the first letter tells."""
+    """The same words follow both first letters; what follows these words depends on the first letter."""
     words = ["<s>", "</s>", "a", "b", "c", "x", "y", "cx", "cy"]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

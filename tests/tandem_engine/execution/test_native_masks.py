@@ -66,7 +66,7 @@ def allowed(mask: Words) -> list[int]:
 
 
 def masks_of(matchers: Sequence[Matcher], tokens: Sequence[tuple[list[int], Sequence[int]]]) -> None:
-    """Have them made; each has its own then."""
+    """Compute the masks of matchers, and return them."""
     for matcher, (new_tokens, drafts) in zip(matchers, tokens, strict=True):
         matcher.request_masks(new_tokens, drafts)
     if builder := matchers[0].builder:
@@ -216,7 +216,7 @@ def test_structures_are_as_long_as_in_the_header() -> None:
 
 
 def test_what_other_answers_left_in_a_lexer_fails_nobody(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much is allowed here that one answer fits and a second one behind it does not."""
+    """The limit allows one answer, but not a second one in the same lexer."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 400)
     guide = Guide(_TOKENIZER, _VOCAB_SIZE, _ENDS, ops.library)
     assert guide._native is not None

@@ -71,7 +71,7 @@ def test_any_block_size_gives_the_same_answer(
 
 
 def _disaggregated(prefill: AssembledEngine, decode: AssembledEngine, prompt: list[int], ask: SamplingParams) -> Any:
-    """Run one request through two engines that share nothing but the prefill engine's region."""
+    """Run one request through two engines that share only the prefill engine's region."""
     outputs, sealed = [], []
     prefill.core.handle(AddRequest("p", prompt, len(prompt), ask, mode="prefill"))
     while prefill.core.has_work():

@@ -35,7 +35,7 @@ class Pair:
 
 
 class _NoModel:
-    """For runners that only move blocks."""
+    """A model for runners that only move blocks."""
 
     is_batch_invariant = True
 
@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_noticed_where_blocks_are_verified(pair: Pair) -> None:
     pair.owner.region.bytes_at(pair.extent(1).offset, 8)[5] ^= 1
     with pytest.raises(CorruptBlock, match="slot 1 of region owner does not match its checksum"):
         reader.import_blocks([0], [extent])
-    assert writer.checksums([1]) == [checksum], "what is sealed again says what was written, not what lies there now"
+    assert writer.checksums([1]) == [checksum], "a block that is sealed again keeps its first checksum"
     pair.reader.import_blocks([0], [extent])  # this one does not verify
 
 

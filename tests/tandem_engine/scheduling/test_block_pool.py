@@ -125,19 +125,19 @@ def test_a_shared_block_with_a_claim_costs_a_spare_one_until_either_gives_it_bac
     pool = BlockPool(4, 4)
     (block,) = pool.allocate(1) or []
     pool.register(block, BlockHash(b"a" * 16))
-    # 1. Shared without a claim it costs nothing; whoever frees it has nothing for it.
+    # 1. Shared without a claim, a used block costs nothing, and freeing it returns nothing.
     pool.share([block])
     assert (pool.num_available, pool.num_spare) == (3, 3)
     pool.free([block])
     assert (pool.num_available, pool.num_spare) == (3, 3)
-    # 2. With one, the first to free it has room for another, as if it had not been shared.
+    # 2. With a claim, the first to free it can allocate another block, as if it had not been shared.
     pool.share([block], is_claim=True)
     assert (pool.num_available, pool.num_spare) == (3, 2)
     pool.free([block])
     assert (pool.num_available, pool.num_spare) == (3, 3)
     pool.free([block])
     assert (pool.num_available, pool.num_spare) == (4, 4)
-    # 3. Of a block that nobody uses, a claim is what any use is.
+    # 3. For an unused block, a claim is the same as any use.
     pool.share([block], is_claim=True)
     assert (pool.num_available, pool.num_spare) == (3, 3)
     pool.free([block])

@@ -15,8 +15,8 @@ PREFIX = {0: 40, 1: 41, 2: 42}
 HASHES = [block_hash.hex() for block_hash in hash_blocks(ROOT, PROMPT, 4)]
 
 
-def world_with_store() -> EngineHarness:
-    """A harness beside which every block of the prompt lies ready in a store."""
+def harness_with_store() -> EngineHarness:
+    """Return a harness, and a store with every block of the prompt."""
     harness = EngineHarness()
     kv = kv_of(PROMPT)
     harness.runner.remote = {40 + block: kv[4 * block : 4 * block + 4] for block in range(3)}
@@ -24,7 +24,7 @@ def world_with_store() -> EngineHarness:
 
 
 def run(harness: EngineHarness, name: str, **fields: Any) -> tuple[RequestOutput, list[str]]:
-    """Run a request to its end; return its last output, and the hashes that others were told of."""
+    """Run a request to its end; return its last output, and the reported hashes."""
     harness.add(name, PROMPT, root=ROOT, **fields)
     last: list[RequestOutput] = []
     told: list[str] = []
@@ -50,7 +50,7 @@ def test_what_must_not_be_left_is_found_by_nobody_and_told_to_nobody() -> None:
 
 
 def test_what_must_not_be_found_is_computed_though_it_is_here_and_in_the_store() -> None:
-    harness = world_with_store()
+    harness = harness_with_store()
     run(harness, "a")
     output, _ = run(harness, "b", max_found_blocks=0, prefix=PREFIX)
     assert counts(output) == (14, 0, 0)
@@ -67,13 +67,13 @@ def test_a_reader_finds_and_leaves_nothing() -> None:
 
 
 def test_a_reader_that_loads_from_the_store_leaves_it_not_even_in_the_pool() -> None:
-    harness = world_with_store()
+    harness = harness_with_store()
     output, told = run(harness, "a", max_left_blocks=0, prefix=PREFIX)
     assert (counts(output), told, harness.pool.num_cached) == ((2, 12, 12), [], 0)
 
 
 def test_a_writer_finds_nothing_and_leaves_all_for_others() -> None:
-    harness = world_with_store()
+    harness = harness_with_store()
     output, told = run(harness, "a", max_tokens=4, max_found_blocks=0, prefix=PREFIX)
     assert (counts(output), told[:3], len(told)) == ((14, 0, 0), HASHES, 4)
     output, told = run(harness, "b", max_tokens=4, max_found_blocks=0)  # again: what is known is told again, harmlessly
@@ -84,7 +84,7 @@ def test_a_writer_finds_nothing_and_leaves_all_for_others() -> None:
 @pytest.mark.parametrize(("bound", "num_computed"), [(0, 14), (1, 10), (2, 6), (3, 2)])
 def test_a_bound_is_of_what_is_found_and_of_what_is_left_the_answer_not_at_all(bound: int, num_computed: int) -> None:
     # 1. Only so many blocks are left, none of the answer's.
-    harness = world_with_store()
+    harness = harness_with_store()
     _, told = run(harness, "a", max_tokens=8, max_found_blocks=bound, max_left_blocks=bound)
     assert (told, harness.pool.num_cached) == (HASHES[:bound], bound)
     assert counts(run(harness, "b", max_tokens=1)[0]) == (num_computed, 14 - num_computed, 0)
@@ -92,12 +92,12 @@ def test_a_bound_is_of_what_is_found_and_of_what_is_left_the_answer_not_at_all(b
     output, _ = run(harness, "c", max_tokens=1, max_found_blocks=bound, max_left_blocks=bound)
     assert counts(output) == (num_computed, 14 - num_computed, 0)
     # 3. and in the store.
-    output, _ = run(world_with_store(), "d", max_tokens=1, max_found_blocks=bound, prefix=PREFIX)
+    output, _ = run(harness_with_store(), "d", max_tokens=1, max_found_blocks=bound, prefix=PREFIX)
     assert counts(output) == (num_computed, 14 - num_computed, 14 - num_computed)
 
 
 def test_with_half_found_here_only_the_bounds_rest_is_loaded() -> None:
-    harness = world_with_store()
+    harness = harness_with_store()
     run(harness, "a", max_tokens=1, max_left_blocks=1)
     output, _ = run(harness, "b", max_tokens=1, max_found_blocks=2, prefix=PREFIX)
     assert counts(output) == (6, 8, 4)
@@ -116,7 +116,7 @@ def test_a_prefill_hands_over_all_blocks_whatever_it_may_leave() -> None:
 
 
 def test_a_decode_worker_imports_what_it_must_not_find_and_leaves_only_what_it_may() -> None:
-    harness = world_with_store()
+    harness = harness_with_store()
     harness.runner.remote[43] = [*kv_of(PROMPT)[12:], 0, 0]
     run(harness, "a")  # all of it is here
     num_before = harness.pool.num_cached

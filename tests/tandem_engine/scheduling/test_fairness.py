@@ -15,7 +15,7 @@ from tests.tandem_engine.scheduling.harness import ROOT, EngineHarness, slab
 
 
 def one_seat(num_waiting: int = 64, num_seqs: int = 1) -> EngineHarness:
-    """A harness in which every step takes a second."""
+    """Return a harness in which every step takes a second."""
     return EngineHarness(
         256,
         max_num_seqs=num_seqs,
@@ -188,7 +188,7 @@ def test_so_many_keys_come_and_go_that_not_all_are_remembered() -> None:
 
 
 def endless(harness: EngineHarness, priority: int, num_steps: int) -> list[RequestOutput]:
-    """Step with always two requests of a class waiting."""
+    """Step while two requests of each class wait."""
     outputs: list[RequestOutput] = []
     for number in range(num_steps):
         while sum(request.priority == priority for request in harness.core.scheduler._waiting) < 2:

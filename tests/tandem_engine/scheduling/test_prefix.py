@@ -13,8 +13,8 @@ def _hashes(tokens: list[int]) -> list[str]:
     return [block_hash.hex() for block_hash in hash_blocks(ROOT, tokens, 4)]
 
 
-def _world_with_remote(tokens: list[int], first_slot: int = 40) -> EngineHarness:
-    """A harness beside which every block of `tokens` lies in a remote slot, from `first_slot` on."""
+def _harness_with_remote(tokens: list[int], first_slot: int = 40) -> EngineHarness:
+    """Return a harness with every block of `tokens` in a remote slot, from `first_slot` on."""
     harness = EngineHarness()
     kv = kv_of(tokens)
     harness.runner.remote = {first_slot + block: kv[4 * block : 4 * block + 4] for block in range(len(tokens) // 4)}
@@ -22,14 +22,14 @@ def _world_with_remote(tokens: list[int], first_slot: int = 40) -> EngineHarness
 
 
 def test_a_prefix_that_lies_ready_is_loaded_and_the_rest_computed() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.add("a", PROMPT, root=ROOT, prefix={0: 40, 1: 41, 2: 42}, max_tokens=2)
-    # 1. As it leaves the queue its blocks are copied, and the same step computes what is behind them.
+    # 1. Its blocks are copied when it leaves the queue; the same step computes the rest.
     done = harness.step()
     assert harness.runner.imported == [(40, 0), (41, 1), (42, 2)]
     assert harness.last_runs() == [("a", 12, 2)]
     assert done.admitted == ["a"]
-    # 2. The ledger says what was not computed.
+    # 2. The ledger counts what was not computed.
     outputs = [*done.outputs, *harness.run()]
     assert tokens_of(outputs, "a") == [1014, 1015]
     last = outputs[-1]
@@ -43,7 +43,7 @@ def test_a_prefix_that_lies_ready_is_loaded_and_the_rest_computed() -> None:
 
 
 def test_what_the_own_pool_has_is_not_loaded() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.add("a", PROMPT[:9], root=ROOT, max_tokens=1)
     harness.run()
     harness.add("b", PROMPT, root=ROOT, prefix={0: 40, 1: 41, 2: 42}, max_tokens=1)
@@ -54,7 +54,7 @@ def test_what_the_own_pool_has_is_not_loaded() -> None:
 
 
 def test_a_prefix_with_a_gap_is_loaded_up_to_the_gap() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.add("a", PROMPT, root=ROOT, prefix={0: 40, 2: 42}, max_tokens=1)
     (output,) = harness.run()
     assert [slot for slot, _ in harness.runner.imported] == [40]
@@ -63,7 +63,7 @@ def test_a_prefix_with_a_gap_is_loaded_up_to_the_gap() -> None:
 
 
 def test_one_token_is_always_computed() -> None:
-    harness = _world_with_remote(PROMPT[:8])
+    harness = _harness_with_remote(PROMPT[:8])
     harness.add("a", PROMPT[:8], root=ROOT, prefix={0: 40, 1: 41}, max_tokens=1)
     (output,) = harness.run()
     assert (output.num_cached_tokens, output.num_computed_tokens) == (4, 4)
@@ -71,7 +71,7 @@ def test_one_token_is_always_computed() -> None:
 
 
 def test_a_prefix_that_is_gone_is_computed() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.runner.stale_slots = {41}
     harness.add("a", PROMPT, root=ROOT, prefix={0: 40, 1: 41, 2: 42}, max_tokens=1)
     (output,) = harness.run()
@@ -81,7 +81,7 @@ def test_a_prefix_that_is_gone_is_computed() -> None:
 
 
 def test_a_prefill_seals_what_it_loaded_with_what_it_computed() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.add("p", PROMPT, mode="prefill", root=ROOT, prefix={0: 40, 1: 41, 2: 42})
     (sealed,) = harness.step().sealed
     assert (sealed.first_block, len(sealed.slots), sealed.is_last) == (0, 4, True)
@@ -98,14 +98,14 @@ def test_computed_blocks_are_told_once_with_their_hashes_and_answers_too() -> No
     # 2. The block that the answer fills, once its last token is computed.
     filled = [block for _ in range(3) for block in harness.step().filled]
     assert filled == [FilledBlocks("a", _hashes(PROMPT)[2], _hashes([*PROMPT, *answer])[3:], [3], [1])]
-    # 3. What was found or loaded is not told again.
+    # 3. Cached and loaded blocks are not reported again.
     harness.add("b", PROMPT, root=ROOT, max_tokens=1)
     assert harness.step().filled == []
     harness.assert_nothing_is_left()
 
 
 def test_without_a_hash_root_nothing_is_loaded_or_told() -> None:
-    harness = _world_with_remote(PROMPT)
+    harness = _harness_with_remote(PROMPT)
     harness.add("a", PROMPT, prefix={0: 40}, max_tokens=1)
     done = harness.step()
     assert harness.runner.imported == []

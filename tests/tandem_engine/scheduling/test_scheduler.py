@@ -19,7 +19,7 @@ def test_a_request_is_computed_sampled_and_freed() -> None:
     # 3. Then one token per step, each computing the one before.
     assert tokens_of(harness.step().outputs, "a") == [1006]
     assert harness.last_runs() == [("a", 5, 1)]
-    # 4. The last says why, with the final counts; the token itself is never computed.
+    # 4. The last output has the reason and the final counts; its token is never computed.
     last = harness.step().outputs[0]
     assert harness.last_runs() == [("a", 6, 1)]
     assert (last.token_ids, last.finish_reason, last.is_last) == ([1007], "length", True)

@@ -10,16 +10,16 @@ def test_all_but_its_last_token_runs_beside_others_which_go_on() -> None:
     harness = EngineHarness()
     harness.add("a", [1, 2, 3], max_tokens=6)
     harness.step()
-    # 1. Its prompt is computed, but for the token that it would draw with.
+    # 1. Its prompt is computed, except the token that it would sample from.
     harness.runner.unready = {"b"}
     harness.add("b", [1, 2, 3, 4, 5], max_tokens=2)
     harness.step()
     assert harness.last_runs() == [("a", 3, 1), ("b", 0, 4)]
-    # 2. Then it waits, and its blocks with it.
+    # 2. Then it waits and keeps its blocks.
     harness.step()
     assert harness.last_runs() == [("a", 4, 1)]
     assert harness.core.scheduler.stats().num_running == 2
-    # 3. Once it is ready it draws.
+    # 3. Once it is ready it samples.
     harness.runner.unready = set()
     done = harness.step()
     assert harness.last_runs() == [("a", 5, 1), ("b", 4, 1)]

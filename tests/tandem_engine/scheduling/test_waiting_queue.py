@@ -6,7 +6,7 @@ from tests.tandem_engine.scheduling.harness import EngineHarness
 
 
 def order_of_service(harness: EngineHarness) -> list[str]:
-    """Run one request at a time to its end; return who was served, in order."""
+    """Run one request at a time to its end; return the ids in order."""
     harness.run()
     harness.assert_nothing_is_left()
     return [run[0] for step in harness.runner.steps for run in step]

@@ -15,7 +15,7 @@ PROMPT = list(range(24))  # six blocks of four
 
 
 def used_blocks(harness: EngineHarness) -> list[int]:
-    """Step to the end; return how many blocks were used behind each step."""
+    """Step to the end; return how many blocks were used after each step."""
     used = []
     while harness.core.has_work():
         used.append(harness.step().stats.num_used_blocks)
@@ -23,7 +23,7 @@ def used_blocks(harness: EngineHarness) -> list[int]:
 
 
 def tables(harness: EngineHarness, request_id: str) -> list[list[int]]:
-    """Return a request's block tables, those of groups with a window without what was dropped."""
+    """Return a request's block tables; those of groups with a window without dropped blocks."""
     request = request_of(harness, request_id)
     return [request.block_table, *(table[request.num_dropped_blocks :] for table in request.window_tables)]
 
@@ -39,7 +39,7 @@ def hashes_of(tokens: Sequence[int]) -> list[BlockHash]:
 def lay_ready(
     harness: EngineHarness, indices: Iterable[int], window_indices: Iterable[int], tokens: Sequence[int] = PROMPT
 ) -> list[PrefixBlock]:
-    """Let another process have blocks of group 0 and of the further ones."""
+    """Put blocks of group 0 and of the other groups into remote slots."""
     prefix = []
     for group in range(1 + harness.core.scheduler._kv.groups.num_groups):
         kv = kv_of(tokens, group)
@@ -61,7 +61,7 @@ def test_blocks_behind_the_window_come_back_while_the_answer_grows() -> None:
 def test_groups_take_their_blocks_from_one_pool() -> None:
     harness = EngineHarness(num_blocks=32, num_window_groups=2, group_window=5, max_num_batched_tokens=8)
     harness.add("a", PROMPT, max_tokens=9)
-    # 1. All known tokens have a place in group 0; in the others, the first run and the window that it leaves behind.
+    # 1. Group 0 has blocks for all known tokens; the others for the first run and the window behind it.
     harness.core.scheduler.schedule()
     assert tables(harness, "a") == [[0, 1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11]]
     harness = EngineHarness(num_blocks=32, num_window_groups=2, group_window=5, max_num_batched_tokens=8)

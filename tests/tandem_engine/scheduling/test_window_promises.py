@@ -50,7 +50,7 @@ def test_prefills_that_share_windows_with_others_never_lack_a_block() -> None:
 
 
 def num_held(num_tokens: int, num_bytes: int, *, in_groups: bool) -> int:
-    """Count the answers behind so many tokens that a pool of Gemma 3 27B has room for."""
+    """Count the answers of a given context for which a pool of Gemma 3 27B has room."""
     groups = choose_groups(GEMMA_3_27B) if in_groups else ()
     num_layers = len(groups[0].layers) if groups else len(GEMMA_3_27B)
     bytes_per_block = num_layers * 2 * 16 * 128 * BLOCK * 4  # keys and values, 16 heads of 128 numbers in float32

@@ -9,7 +9,7 @@ PROMPT = list(range(24))  # six blocks of four
 
 
 def used_blocks(harness: EngineHarness) -> list[int]:
-    """Step to the end; return how many blocks were used behind each step."""
+    """Step to the end; return how many blocks were used after each step."""
     used = []
     while harness.core.has_work():
         used.append(harness.step().stats.num_used_blocks)
@@ -48,7 +48,7 @@ def test_blocks_that_came_back_are_found_and_only_the_windows_are_needed() -> No
     done = harness.step()
     assert harness.last_runs() == [("b", 20, 4)]
     assert (done.outputs[0].num_cached_tokens, done.outputs[0].num_computed_tokens) == (20, 4)
-    # 2. Once the first blocks are forgotten, the last ones are found all the same.
+    # 2. Once the first blocks are evicted, the last ones are still found.
     harness.add("evicts", [99] * 16, max_tokens=1)
     harness.run()
     assert harness.pool.num_cached < 6

@@ -30,9 +30,9 @@ REST_TOKENS = 32
 SHORT_TOKENS = 3
 _LONG_DRAFT_RATE = 0.6
 _MODEL_RATE = 0.5  # a draft model's tokens cost its own rounds, too
-_FIRST_RATE, _FIRST_TOKENS = 0.5, 4.0
+_FIRST_RATE, _FIRST_TOKENS = 0.5, 3.0
 _FADE = 7 / 8  # of the past, with each draft
-_SEARCH_TOKENS = 0.5  # draft tokens that a search without a result counts for
+_SEARCH_TOKENS = 1.0  # a search without a result counts as so many wrong draft tokens
 
 
 class Acceptance:

@@ -65,12 +65,12 @@ def sample(
     if not draws:
         return {}
     rows = [_row(draw, index, logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
-    drawn, message = _drawn(logits.float(), rows, sample_op)
+    row_samples, message = _row_samples(logits.float(), rows, sample_op)
     taken: dict[str, list[Sampled]] = {}
     failed: list[str] = []
     first = 0
     for draw in draws:
-        sampled = _taken(draw, drawn[first : first + draw.num_rows])
+        sampled = _taken(draw, row_samples[first : first + draw.num_rows])
         if sampled is None:
             failed.append(draw.request_id)
         else:
@@ -81,9 +81,11 @@ def sample(
     return taken
 
 
-def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp) -> tuple[list[RowSample | None], str]:
+def _row_samples(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp
+) -> tuple[list[RowSample | None], str]:
     """Return the sample of each row, None for unusable logits, and a message about these."""
-    drawn: list[RowSample | None] = [None] * len(rows)
+    row_samples: list[RowSample | None] = [None] * len(rows)
     usable = list(range(len(rows)))
     messages: list[str] = []
     while usable:
@@ -94,15 +96,15 @@ def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleO
             usable = [row for index, row in enumerate(usable) if index not in error.rows]
         else:
             for row, each in zip(usable, found, strict=True):
-                drawn[row] = each
+                row_samples[row] = each
             break
-    return drawn, "; ".join(messages)
+    return row_samples, "; ".join(messages)
 
 
-def _taken(draw: Draw, drawn: Sequence[RowSample | None]) -> list[Sampled] | None:
+def _taken(draw: Draw, row_samples: Sequence[RowSample | None]) -> list[Sampled] | None:
     """Return a request's tokens up to the first that differs from its draft; None if a row before has no sample."""
     sampled: list[Sampled] = []
-    for each, draft in zip(drawn, [*draw.draft_tokens, None], strict=True):
+    for each, draft in zip(row_samples, [*draw.draft_tokens, None], strict=True):
         if each is None:
             return None
         sampled += _sampled(each)
@@ -127,11 +129,11 @@ def _row(draw: Draw, num_drafts: int, vocab_size: int) -> SamplingRow:
     )
 
 
-def _sampled(drawn: RowSample) -> list[Sampled]:
-    if not drawn.chosen:
-        return [Sampled(token_id) for token_id in drawn.token_ids]
-    top = [_logprob(entry) for entry in drawn.top]
-    return [Sampled(entry.token_id, PositionLogprobs(_logprob(entry), top)) for entry in drawn.chosen]
+def _sampled(row_samples: RowSample) -> list[Sampled]:
+    if not row_samples.chosen:
+        return [Sampled(token_id) for token_id in row_samples.token_ids]
+    top = [_logprob(entry) for entry in row_samples.top]
+    return [Sampled(entry.token_id, PositionLogprobs(_logprob(entry), top)) for entry in row_samples.chosen]
 
 
 def _logprob(entry: TokenLogprob) -> Logprob:

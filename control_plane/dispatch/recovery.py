@@ -39,6 +39,7 @@ from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.routing.router import Router
+from tandem_engine.scheduling.numerics import gives_equal_bits
 from tandem_runtime.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -51,6 +52,7 @@ from tandem_runtime.errors import (
 )
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tracing import record_span
 
 log = get_logger(__name__)
 
@@ -195,15 +197,24 @@ class Recovery:
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
-        """Try the decode workers of one route; raises the last refusal."""
+        """Try the decode workers of one route; raises the last refusal.
+
+        Flags the move in the log and the trace: without `is_exact` the next tokens are valid, but may differ from those
+        that the lost worker would have sampled.
+        """
         state.next_attempt()
+        is_exact = gives_equal_bits(state.card.fingerprint.numerics_class)
         log.warning(
             "migration_started",
             request_id=state.request.request_id,
             choice=choice.index,
             num_tokens=len(choice.tokens),
+            is_exact=is_exact,
             error=error.message,
         )
+        now_ns = time.time_ns()
+        attributes = {"tandem.choice": choice.index, "tandem.tokens": len(choice.tokens), "tandem.is_exact": is_exact}
+        record_span("migrate", state.traceparent, now_ns, now_ns, attributes)
         last_refusal: TandemError = error
         route = self._router.choose(routing_request_for(state, choice), state.avoid)
         for worker in route.decodes:

@@ -34,9 +34,10 @@ from tandem_engine.execution.probe import probe_geometry, run_largest_step
 from tandem_engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
 from tandem_engine.models.support import check_model_class
 from tandem_engine.ops.base import KVPool, Ops, Step, Weight
+from tandem_engine.scheduling.numerics import BATCH_DEPENDENT
 from tandem_engine.settings import EngineConfig
 
-ROUTE_NAME = f"transformers-{transformers.__version__}-batch-dependent"
+ROUTE_NAME = f"transformers-{transformers.__version__}-{BATCH_DEPENDENT}"
 """The last part of the numerics class."""
 
 

@@ -74,11 +74,11 @@ class Harness:
             proofs=self.proofs,
         )
         self.workers: list[ScriptedWorker] = []
+        self.numerics_class = "cpu/float32/lean"
 
     def card(self, name: str) -> pb.ModelCard:
-        return pb.ModelCard(
-            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
-        )
+        fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class=self.numerics_class)
+        return pb.ModelCard(model_id=MODEL, fingerprint=fingerprint, block_size=16, context_length=512)
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
         self.workers.append(await worker.start())

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+import structlog.testing
 
 from control_plane.accounts.identity import Caller
 from control_plane.text.request import CompletionRequest, GenerationOptions
@@ -40,6 +41,19 @@ async def test_a_lost_decode_worker_costs_no_token() -> None:
         assert list(moved.token_ids) == [*PROMPT, *answer(3)]
         assert moved.num_prompt_tokens == len(PROMPT) and not moved.HasField("handle")
         assert "release r-0" in here.kv.calls
+
+
+@pytest.mark.parametrize(
+    ("numerics_class", "is_exact"), [("cpu/float32/lean", True), ("cpu/float32/transformers-5-batch-dependent", False)]
+)
+async def test_a_move_is_flagged_where_rounding_depends_on_the_batch(numerics_class: str, is_exact: bool) -> None:
+    dying, heir = ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b")
+    async with harness(dying, heir) as here:
+        here.numerics_class = numerics_class
+        with structlog.testing.capture_logs() as lines:
+            assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
+        moves = [line for line in lines if line["event"] == "migration_started"]
+        assert [(line["num_tokens"], line["is_exact"]) for line in moves] == [(3, is_exact)]
 
 
 async def test_every_one_of_many_choices_survives_its_worker() -> None:

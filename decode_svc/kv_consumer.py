@@ -187,7 +187,7 @@ class KVConsumer(KVConnector):
             with lost_is_unavailable():
                 await self._link.client().release(submit.handle, submit.request_id)
         except Unavailable as error:
-            log.info("kv_release_not_delivered", error=error.message)  # the lease expires by itself
+            log.info("kv_release_failed", error=error.message)  # the lease expires by itself
         except TandemError as error:
             log.info("kv_release_refused", request_id=submit.request_id, error=error.message)
 

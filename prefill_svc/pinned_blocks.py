@@ -98,7 +98,7 @@ class PinnedBlocks:
             async with asyncio.timeout(max(0.0, handle.deadline_unix_ms / 1000 - time.time())):
                 await self._abort_until_delivered(handle, error)
         except TimeoutError:
-            log.info("kv_abort_not_delivered", request_id=handle.request_id)
+            log.info("kv_abort_failed", request_id=handle.request_id)
 
     async def _abort_until_delivered(self, handle: pb.KvHandle, error: TandemError) -> None:
         while True:

@@ -295,13 +295,13 @@ def test_the_speculator_calls_a_draft_model_by_itself(
 def test_a_draft_model_of_another_vocabulary_is_refused(
     make_engine: MakeEngine, make_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelUnusable, match=r"@tandem/demo cannot guess for tiny-llama: its vocabulary has .* 320"):
+    with pytest.raises(ModelUnusable, match=r"@tandem/demo cannot draft for tiny-llama: its vocabulary has .* 320"):
         make_engine("llama", draft_model="@tandem/demo")
     other = tmp_path / "renamed"
     shutil.copytree(make_checkpoint("llama"), other)
     tokenizer = other / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 7}))
-    with pytest.raises(ModelUnusable, match=r"renamed cannot guess for tiny-llama: their tokenizer"):
+    with pytest.raises(ModelUnusable, match=r"renamed cannot draft for tiny-llama: their tokenizer"):
         make_engine("llama", draft_model=str(other))
     with pytest.raises(ModelUnusable, match=r"--draft-model ./nowhere: ./nowhere is not a folder"):
         make_engine("llama", draft_model="./nowhere")

@@ -12,7 +12,7 @@ from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.generation import NOTHING, Dispatcher, TokenRequest
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger
 

@@ -16,7 +16,7 @@ import msgspec
 from tandem_engine.extents import ExtentRef as ExtentRef
 from tandem_engine.extents import PrefixBlock as PrefixBlock
 from tandem_engine.layout import LayoutInfo as LayoutInfo
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 
 Mode = Literal["aggregated", "prefill", "decode"]
 """aggregated: computes prompt and answer. prefill: computes prompt and first token, holds the blocks until ReleaseHeld.

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 
 from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
 from tandem_engine.core import EngineCore
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.messages import EngineEvent, EngineFailed, LoadProgress, Shutdown
-from tandem_engine.models.checkpoint import ModelUnusable
 from tandem_engine.settings import EngineConfig
 
 _PR_SET_PDEATHSIG = 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
-from tandem_engine.scheduling.grammar import Grammar, GrammarKind
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.grammar import Grammar, GrammarKind
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import ContextTooLong, InternalError, InvalidRequest, Overloaded, TandemError, Unsupported
 
 FINISH_REASONS = {

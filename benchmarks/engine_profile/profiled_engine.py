@@ -28,7 +28,7 @@ from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.load import LeanRequest, load_decoder
 from tandem_engine.models.lean.registry import find_family
 from tandem_engine.ops.cpu import load_cpu_ops
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 
 _BLOCK_SIZE = 16

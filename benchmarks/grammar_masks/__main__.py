@@ -25,9 +25,9 @@ from typing import Any
 
 from tandem_engine.assembly import AssembledEngine, assemble
 from tandem_engine.demo import checkpoint_path
+from tandem_engine.grammar import Grammar
 from tandem_engine.messages import AddRequest
-from tandem_engine.scheduling.grammar import Grammar
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 
 _NUM_ROUNDS = 5

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from tandem_engine.channel import Received, close_all
 from tandem_engine.client import EngineClient
 from tandem_engine.messages import AddRequest, EngineFailed, Ready, Refused, RequestFailed, StepDone
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 
 _SECONDS = 600.0

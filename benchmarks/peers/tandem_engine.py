@@ -71,7 +71,7 @@ class TandemEngine:
 
     def _add(self, prompt: Sequence[int], max_tokens: int) -> str:
         from tandem_engine.messages import AddRequest, Refused
-        from tandem_engine.scheduling.sampling_params import SamplingParams
+        from tandem_engine.sampling_params import SamplingParams
 
         self._num_requests += 1
         request_id = f"request-{self._num_requests}"

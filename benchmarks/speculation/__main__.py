@@ -85,7 +85,7 @@ class Side:
     def answer(self, request_id: str, prompt: Prompt, sampling: dict[str, Any], root: str) -> Iterator[list[int]]:
         """Yield the answer so far after each step; its first token, and the step it came in, are not counted."""
         from tandem_engine.messages import AddRequest, Refused
-        from tandem_engine.scheduling.sampling_params import SamplingParams
+        from tandem_engine.sampling_params import SamplingParams
 
         params = SamplingParams(prompt.max_tokens, stop_token_ids=prompt.stop_token_ids, **sampling)
         ask = AddRequest(request_id, prompt.token_ids, len(prompt.token_ids), params, hash_root=root)

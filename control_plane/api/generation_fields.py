@@ -23,7 +23,7 @@ from control_plane.api.http.body import Body, ObjectOrText, refuse_extras
 from control_plane.api.http.request_context import caller_of
 from control_plane.generation import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.text.request import GenerationOptions
-from tandem_engine.scheduling.grammar import Grammar, GrammarKind
+from tandem_engine.grammar import Grammar, GrammarKind
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 MAX_CHOICES = 128

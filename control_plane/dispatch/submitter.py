@@ -15,7 +15,7 @@ from control_plane.routing.cost_model import InFlight
 from control_plane.routing.router import Route
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.mac import sign_handle

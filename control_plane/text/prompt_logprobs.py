@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from control_plane.generation import Dispatcher, Logprob, PositionLogprobs, TokenRequest, Usage
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 
 MAX_SCORED_TOKENS = 2048

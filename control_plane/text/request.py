@@ -16,8 +16,8 @@ from control_plane.generation import EVERYTHING, CachePolicy, ModelDescription, 
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import ToolUse
-from tandem_engine.scheduling.grammar import Grammar
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.grammar import Grammar
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import ContextTooLong, InvalidRequest
 
 _SMALLEST_TOP_P = 1e-6

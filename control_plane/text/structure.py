@@ -15,7 +15,7 @@ from functools import cache
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tandem_engine.scheduling.grammar_source import GrammarUnusable, limits, source
 from tandem_runtime.errors import InvalidRequest, Unsupported
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
-from tandem_engine.models.checkpoint import ModelUnusable
 from tandem_engine.settings import EngineConfig
 
 _CPU_MOST_BYTES = 2 << 30

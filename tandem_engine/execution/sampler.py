@@ -18,8 +18,8 @@ from tandem_engine.messages import Logprob, PositionLogprobs
 from tandem_engine.ops import plain_sampling
 from tandem_engine.ops.plain_sampling import gumbel_noise
 from tandem_engine.ops.sampling import LogitChanges, RowSample, SamplingRow, TokenLogprob, UnusableLogits, Words
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Sampled
-from tandem_engine.scheduling.sampling_params import SamplingParams
 
 __all__ = ["Draw", "gumbel_noise", "sample"]
 

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.errors import ModelUnusable
+
 DEMO_MODEL = "@tandem/demo"
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 
 Progress = Callable[[str, float], None]
 """Takes a sentence for people and the progress of loading, from 0 to 1."""
-
-
-class ModelUnusable(ValueError):
-    """This checkpoint cannot be served; the message names the reason and the remedy."""
 
 
 @dataclass(frozen=True)

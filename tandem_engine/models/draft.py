@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tandem_engine.models.checkpoint import ModelUnusable, Progress
+from tandem_engine.errors import ModelUnusable
+from tandem_engine.models.checkpoint import Progress
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.settings import EngineConfig
 

@@ -17,12 +17,13 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.execution.kv_groups import choose_groups
 from tandem_engine.execution.model import Model
 from tandem_engine.messages import ModelInfo
 from tandem_engine.models.card import Numerics, describe, weights_digest
-from tandem_engine.models.checkpoint import Checkpoint, ModelUnusable, Progress, find_checkpoint
+from tandem_engine.models.checkpoint import Checkpoint, Progress, find_checkpoint
 from tandem_engine.models.digest import DigestCache
 from tandem_engine.models.lean.config import DecoderConfig, NotLean
 from tandem_engine.models.lean.family import Family

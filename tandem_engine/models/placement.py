@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.lean.family import Family
 from tandem_engine.models.lean.registry import FAMILIES, find_family
 from tandem_engine.ops.base import Ops

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.errors import ModelUnusable
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 

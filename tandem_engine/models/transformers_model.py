@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.attention import (
     ATTENTION_NAME,
     STEP_KEYWORD,
@@ -31,7 +32,7 @@ from tandem_engine.execution.attention import (
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.execution.model import ignore
 from tandem_engine.execution.probe import probe_geometry, run_largest_step
-from tandem_engine.models.checkpoint import Checkpoint, ModelUnusable, Progress
+from tandem_engine.models.checkpoint import Checkpoint, Progress
 from tandem_engine.models.support import check_model_class
 from tandem_engine.ops.base import KVPool, Ops, Step, Weight
 from tandem_engine.scheduling.numerics import BATCH_DEPENDENT

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from llguidance import LLMatcher, LLParserLimits
 
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # a type of its stubs only

@@ -8,8 +8,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from tandem_engine.messages import ExtentRef, FinishReason, Mode, PositionLogprobs
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash
-from tandem_engine.scheduling.sampling_params import SamplingParams
 
 
 class RequestState(Enum):

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem_engine.execution.sampler import Draw, sample
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Sampled
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tests.checkpoints import CONFIGS, byte_level_tokenizer
 
 MARGIN = 1e-3

@@ -17,7 +17,7 @@ from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import TokenRequest
 from control_plane.routing.router import Router
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import Overloaded, TandemError
 from tests.control_plane.scripted_worker import (
     DECODE,

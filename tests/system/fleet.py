@@ -22,7 +22,7 @@ from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings
 from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.channel import open_channel
 
 START_SECONDS = 90.0

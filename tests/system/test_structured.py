@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tests.checkpoints import make_checkpoint
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request

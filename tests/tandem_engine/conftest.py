@@ -12,7 +12,7 @@ import torch
 from tandem_engine.assembly import AssembledEngine, assemble
 from tandem_engine.core import EngineCore
 from tandem_engine.messages import AddRequest, Refused, RequestOutput
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 from tests import checkpoints
 

@@ -31,7 +31,7 @@ from tandem_engine.messages import (
     Shutdown,
     StepDone,
 )
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 
 LOGPROBS = PositionLogprobs(Logprob(1, -0.5, 1), [Logprob(1, -0.5, 1), Logprob(2, -1.5, 2)])

@@ -25,8 +25,8 @@ from tandem_engine.messages import (
     SlabImported,
     StartDecode,
 )
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.window_groups import most_blocks
 from tests.checkpoints import WINDOW
 

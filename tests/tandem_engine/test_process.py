@@ -30,7 +30,7 @@ from tandem_engine.messages import (
     ReleaseHeld,
     StepDone,
 )
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 
 Kind = TypeVar("Kind")

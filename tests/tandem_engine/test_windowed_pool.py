@@ -11,8 +11,8 @@ import pytest
 
 from tandem_engine.core import EngineCore
 from tandem_engine.messages import AddRequest, RequestOutput
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tests.checkpoints import WINDOW
 
 BLOCK = 4

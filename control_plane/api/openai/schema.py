@@ -11,7 +11,7 @@ from control_plane.api.chat_fields import Choice, Message, Tools, tool_use
 from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
 from control_plane.text.request import GenerationOptions
 from control_plane.text.tool import ToolUse
-from tandem_engine.scheduling.sampling_params import MAX_LOGPROBS
+from tandem_engine.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import Unsupported
 
 Prompt = str | tuple[int, ...]

@@ -15,7 +15,7 @@ from control_plane.api.http.body import Body, check, refuse_extras
 from control_plane.api.http.errors import NoLora
 from control_plane.generation import ModelDescription
 from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions
-from tandem_engine.scheduling.sampling_params import MAX_LOGPROBS
+from tandem_engine.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 _IGNORED_IN_QUERY = frozenset({"version"})

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control_plane.text.tools.forms import OFTEN_ABSENT, ToolForm
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tandem_engine.scheduling.grammar_source import nested_json
 from tandem_runtime.errors import InvalidRequest
 

@@ -18,7 +18,7 @@ from control_plane.text.tools.forms import CONTROL_TOKENS, ToolForm
 from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar_of, loosened
 from control_plane.text.tools.template_traits import TemplateTraits, traits_of
 from control_plane.text.tools.tool_messages import messages_for
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 

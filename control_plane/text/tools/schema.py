@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from control_plane.text.tool import Tool
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

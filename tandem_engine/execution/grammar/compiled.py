@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed, MakeMatcher, Matcher
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 
 _MAX_GRAMMARS = 64
 """Compiled grammars that are kept; the least recently used one is dropped first."""

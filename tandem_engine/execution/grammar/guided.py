@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tandem_engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
 from tandem_engine.execution.grammar.native import NOTHING_FITS, NativeGrammars, Unavailable
+from tandem_engine.grammar import Grammar
 from tandem_engine.ops.sampling import Words
-from tandem_engine.scheduling.grammar import Grammar
 from tandem_engine.scheduling.grammar_source import LIMITS, GrammarUnusable, limits, source
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tandem_engine.grammar import Grammar
 from tandem_engine.ops.sampling import Words
-from tandem_engine.scheduling.grammar import Grammar
 
 
 class GrammarFailed(Exception):

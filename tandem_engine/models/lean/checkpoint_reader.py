@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.models.checkpoint import ModelUnusable, weight_files
+from tandem_engine.errors import ModelUnusable
+from tandem_engine.models.checkpoint import weight_files
 from tandem_engine.models.lean.config import NotLean
 from tandem_engine.models.lean.sources import LinearSource, Plan, Source
 from tandem_engine.models.lean.tensor_file import BadTensorFile, TensorFile, TensorPlace

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import transformers
 
-from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.lean.checkpoint_reader import CheckpointReader
 from tandem_engine.models.lean.config import DecoderConfig
 from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.family import Family
+from tandem_engine.models.lean.packed_weights import PackedKey, PackedWeightsCache
 from tandem_engine.models.lean.rotary import rotary_tables
 from tandem_engine.models.lean.sources import LinearSource, NormSource, Plan
 from tandem_engine.models.lean.weights import ROTARY_PREFIX, LeanWeights
-from tandem_engine.models.packed_weights import PackedKey, PackedWeightsCache
 from tandem_engine.ops.base import Ops, Weight
 from tandem_engine.settings import DtypeChoice
 

@@ -9,7 +9,7 @@ import pytest
 
 from control_plane.api.http.body import check
 from control_plane.api.openai.schema import ChatBody
-from tandem_engine.scheduling.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
+from tandem_engine.grammar import MAX_GRAMMAR_CHARACTERS, Grammar
 from tandem_runtime.errors import InvalidRequest
 from tests.control_plane.api.gateway import Gateway, serve
 from tests.control_plane.api.model import ids_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tests.control_plane.api.gateway import Gateway
 from tests.control_plane.api.model import byte_level_tokenizer, ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher

@@ -16,8 +16,8 @@ from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.submitter import decode_submit
 from control_plane.generation import NOTHING, AccountPolicies, CachePolicy, TokenRequest
 from tandem.v1 import types_pb2 as pb
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_worker.convert import add_request
 from tests.control_plane.dispatch.test_request_stream import Events
 from tests.tandem_engine.scheduling.harness import EngineHarness

@@ -12,7 +12,7 @@ from control_plane.accounts.identity import Caller
 from control_plane.text.request import CompletionRequest, GenerationOptions
 from control_plane.text.text_service import TextService
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import Draining, InternalError, Unavailable
 from tests.control_plane.api.model import OneModel, byte_level_tokenizer, description, ids_of
 from tests.control_plane.harness import FULL, PROMPT, answer, harness, new_request, tokens_of

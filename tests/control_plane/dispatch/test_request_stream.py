@@ -22,7 +22,7 @@ from control_plane.generation import TokenRequest
 from control_plane.routing.cost_model import InFlight
 from control_plane.routing.router import Router
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import Aborted, Cancelled, DeadlineExceeded, TandemError, Unavailable
 
 PROMPT = (1, 2, 3)

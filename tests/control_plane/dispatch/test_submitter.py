@@ -15,8 +15,8 @@ from control_plane.fleet.registry import Worker
 from control_plane.generation import TokenRequest
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.grammar import Grammar
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.grammar import Grammar
+from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.mac import verify_handle
 from tandem_worker.convert import sampling_from_proto

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tandem_engine.scheduling.grammar import Grammar
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.grammar import Grammar
+from tandem_engine.sampling_params import SamplingParams
 
 MAX_ANSWER_TOKENS = 40
 _MAX_PROMPT_TOKENS = 300

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tandem_engine.messages import AbortRequest, Recompute
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tests.tandem_engine.determinism.hand_over import Pair
 from tests.tandem_engine.determinism.request_specs import MAX_ANSWER_TOKENS, RequestSpec, random_tokens
 from tests.tandem_engine.determinism.stage import Engine, Stage

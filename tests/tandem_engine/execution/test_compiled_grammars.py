@@ -9,8 +9,8 @@ import pytest
 
 from tandem_engine.execution.grammar.compiled import CompiledGrammars
 from tandem_engine.execution.grammar.matcher import GrammarFailed, MakeMatcher
+from tandem_engine.grammar import Grammar
 from tandem_engine.ops.sampling import Words
-from tandem_engine.scheduling.grammar import Grammar
 
 _SECONDS = 20.0
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from tandem_engine.assembly import AssembledEngine
 from tandem_engine.core import EngineCore
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.messages import AddRequest, ExtentRef, ImportSlab, MapRegion, ReleaseHeld, RequestOutput, StartDecode
-from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS, NUM_DRAFT_TOKENS
 from tests import checkpoints
 from tests.tandem_engine.execution.test_speculation import answers_of, outputs_of, random_prompts

@@ -21,10 +21,10 @@ from tandem_engine.core import EngineCore
 from tandem_engine.execution.grammar.guided import Guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import GrammarFailed, MakeMatcher, Matcher
+from tandem_engine.grammar import Grammar
 from tandem_engine.messages import AddRequest, RequestOutput
 from tandem_engine.ops.sampling import Words
-from tandem_engine.scheduling.grammar import Grammar
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tests.tandem_engine.schemas import random_schema
 
 MakeEngine = Callable[..., AssembledEngine]

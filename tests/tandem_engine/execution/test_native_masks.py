@@ -17,9 +17,9 @@ from tandem_engine.demo import checkpoint_path
 from tandem_engine.execution.grammar import native
 from tandem_engine.execution.grammar.guided import Guide
 from tandem_engine.execution.grammar.matcher import GrammarFailed, MakeMatcher, Matcher
+from tandem_engine.grammar import Grammar
 from tandem_engine.ops.cpu import CpuOps, KernelsUnavailable, load_cpu_ops
 from tandem_engine.ops.sampling import Words
-from tandem_engine.scheduling.grammar import Grammar
 from tandem_engine.scheduling.grammar_source import LIMITS
 from tests.tandem_engine.schemas import random_schema
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem_engine.assembly import AssembledEngine
 from tandem_engine.messages import AddRequest, ExtentRef, ImportSlab, MapRegion, ReleaseHeld, SlabImported, StartDecode
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 
 NUM_ANSWER_TOKENS = 24
 MIN_MARGIN = 1e-3

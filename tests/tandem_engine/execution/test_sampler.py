@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.core import RequestsFailed
 from tandem_engine.execution.sampler import Draw, gumbel_noise, sample
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 

@@ -13,10 +13,10 @@ import torch
 from tandem_engine.core import EngineCore
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.grammar import Grammar
 from tandem_engine.messages import AddRequest, RequestOutput
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler import Scheduler
 from tandem_engine.scheduling.speculation.drafters import Draft
 

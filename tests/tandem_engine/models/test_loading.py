@@ -25,9 +25,10 @@ from transformers import (
     T5Config,
 )
 
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.execution.pool_size import choose_num_blocks, free_host_bytes
-from tandem_engine.models.checkpoint import ModelUnusable, find_checkpoint
+from tandem_engine.models.checkpoint import find_checkpoint
 from tandem_engine.models.digest import DigestCache
 from tandem_engine.models.loader import load_model
 from tandem_engine.models.support import check_config, check_model_class, context_length

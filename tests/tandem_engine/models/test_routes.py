@@ -36,8 +36,8 @@ from transformers import (
 )
 
 from tandem_engine.assembly import assemble
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import PagedKVCache
-from tandem_engine.models.checkpoint import ModelUnusable
 from tandem_engine.models.loader import load_model
 from tandem_engine.ops.base import Run
 from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops

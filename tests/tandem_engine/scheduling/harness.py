@@ -22,9 +22,9 @@ from tandem_engine.messages import (
     RequestOutput,
     StepDone,
 )
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from tandem_engine.scheduling.request import Request, Sampled
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler import ScheduledRun, SchedulerOutput
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.speculation.drafters import Drafter

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from tandem_engine.messages import Mode
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_root
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.sampling_params import SamplingParams
 from tandem_engine.scheduling.speculation.drafters import MAX_MATCH_TOKENS, EarlierAnswers, OwnText, find_match
 from tests.tandem_engine.scheduling.harness import ROOT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem_engine.messages import AddRequest, EngineEvent, Refused, Reserved
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tests.tandem_engine.scheduling.harness import ROOT, STOP, EngineHarness, tokens_of
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.running import RunningRequests
-from tandem_engine.scheduling.sampling_params import SamplingParams
 
 
 def _request(name: str, arrival: int, num_computed: int) -> Request:

@@ -7,7 +7,7 @@ from array import array
 
 from tandem_engine.execution.kv_groups import choose_groups
 from tandem_engine.messages import AddRequest, ReleaseHeld, Reserved
-from tandem_engine.scheduling.sampling_params import SamplingParams
+from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler import Scheduler
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tests.tandem_engine.scheduling.harness import ROOT, EngineHarness

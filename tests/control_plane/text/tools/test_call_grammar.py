@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from control_plane.text.structure import _bytes
 from control_plane.text.tools.call_grammar import call_grammar
 from control_plane.text.tools.forms import GENERIC, HERMES, LLAMA3, MISTRAL, ToolForm
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 from tandem_engine.scheduling.grammar_source import limits, source
 from tandem_runtime.errors import InvalidRequest
 from tests.control_plane.text.tools.test_parser import FORMS, written

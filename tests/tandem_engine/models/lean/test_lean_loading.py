@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
-from tandem_engine.models.checkpoint import ModelUnusable
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.lean.config import NotLean
 from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.registry import FAMILIES, find_family

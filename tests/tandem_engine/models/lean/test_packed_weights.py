@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from tandem_engine.models import packed_weights
+from tandem_engine.models.lean import packed_weights
 from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.load import LeanRequest, load_decoder
+from tandem_engine.models.lean.packed_weights import PackedKey, PackedWeightsCache
 from tandem_engine.models.lean.registry import FAMILIES
 from tandem_engine.models.lean.tensor_file import ALIGNMENT
-from tandem_engine.models.packed_weights import PackedKey, PackedWeightsCache
 from tandem_engine.ops.base import Ops, Weight
 from tandem_engine.ops.torch_ops import TorchOps
 from tests.tandem_engine.models.lean.kinds import NUM_POSITIONS

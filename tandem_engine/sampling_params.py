@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tandem_engine.scheduling.grammar import Grammar
+from tandem_engine.grammar import Grammar
 
 MAX_LOGPROBS = 20
 """Most alternatives per position, as in OpenAI's API."""

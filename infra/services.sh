@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what some tests need and pip does not bring: a C compiler (stub NVML), PostgreSQL, workerd (the example Worker),
-# and the clients that Node.js programs have already (tests/clients).
+# Installs what some tests need and pip does not install: a C compiler (stub NVML), PostgreSQL, workerd and wrangler (the
+# example Worker), the clients for Node.js (tests/clients), and two versions of wrangler and Node.js (`tandem dev`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,6 +26,7 @@ if ! command -v npm >/dev/null; then
     echo "no npm: install Node.js 20 or newer, then run make services again" >&2
     exit 1
 fi
-# Not `npm ci`: it insists on the workerd binaries of every platform, and a registry mirror may hold only ours.
-npm install --prefix examples/worker --no-save --no-audit --no-fund --loglevel error
-npm install --prefix tests/clients --no-save --no-audit --no-fund --loglevel error
+# Not `npm ci`: it requires the workerd binaries of every platform, and a registry mirror may hold only ours.
+for folder in examples/worker tests/clients tests/clients/node20 tests/clients/node22; do
+    npm install --prefix "$folder" --no-save --no-audit --no-fund --loglevel error
+done

@@ -1,4 +1,4 @@
-# How does workerd run src/index.js with its env.AI wired to Tandem?
+# Runs src/index.js in workerd, with its env.AI connected to Tandem.
 #
 #   npm install && npm start                                             Tandem on this machine
 #   npm start -- --external-addr tandem=10.0.0.7:8642                    Tandem somewhere else
@@ -20,10 +20,10 @@ const config :Workerd.Config = (
 
 const worker :Workerd.Worker = (
   modules = [(name = "index.js", esModule = embed "src/index.js"), (name = "page.html", text = embed "src/page.html")],
-  compatibilityDate = "2026-11-01",
+  compatibilityDate = "2026-04-01",
   compatibilityFlags = ["enable_request_signal"],
   bindings = [
-    # What `"ai": {"binding": "AI"}` in wrangler.jsonc means: workerd's own AI module, over a service of our choice.
+    # The same as `"ai": {"binding": "AI"}` in wrangler.jsonc: workerd's own AI module, over the service "tandem".
     (name = "AI", wrapped = (
       moduleName = "cloudflare-internal:ai-api",
       innerBindings = [(name = "fetcher", service = "tandem")],

@@ -1,4 +1,4 @@
-"""Which commands and flags does `tandem` have?"""
+"""The commands and flags of `tandem`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rich.live import Live
 from tandem_client import AI, TandemAPIError, TandemConnectionError
 from tandem_client.cli import accounts, fleet, status
 from tandem_client.cli import chat as chat_command
+from tandem_client.cli import dev as dev_command
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
-from tandem_client.cli.chat_session import ChatOptions
+from tandem_client.cli.chat import ChatOptions
 from tandem_client.cli.plan import UpOptions
-from tandem_client.cli.worker_command import worker_app
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 from tandem_client.wire import error_of
 
 app = typer.Typer(
     name="tandem",
-    help="Serve large language models with prefill and decode apart.",
+    help="Serve large language models with separate prefill and decode workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,12 +37,11 @@ app = typer.Typer(
 )
 app.add_typer(accounts.account_app, name="account")
 app.add_typer(accounts.token_app, name="token")
-app.add_typer(worker_app, name="worker")
 app.command("usage")(accounts.usage)
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", help="Where Tandem answers.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
+    typer.Option("--url", help="Address of Tandem.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
 ]
 
 
@@ -59,10 +58,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def tandem(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Serve large language models with prefill and decode apart."""
+    """Serve large language models with separate prefill and decode workers."""
 
 
 @app.command()
@@ -74,24 +73,27 @@ def up(
     served_model_name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
     fallback_model: Annotated[
         str | None,
-        typer.Option(help="For development: the model that answers where another one is asked for that is not loaded."),
+        typer.Option(help="For development: the model that answers requests for models that are not loaded."),
     ] = None,
     prefill: Annotated[
-        int, typer.Option(help="Prefill workers; 0: decode workers read the prompts too (aggregated).")
+        int, typer.Option(help="Number of prefill workers; with 0, decode workers prefill too (aggregated).")
     ] = 1,
-    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode workers.")] = 1,
     host: Annotated[str, typer.Option(help="Address the HTTP gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP gateway.", min=1, max=65535)] = 8642,
-    grpc_port: Annotated[int, typer.Option(help="Port the workers register at.", min=1, max=65535)] = 8643,
+    grpc_port: Annotated[int, typer.Option(help="Port where the workers register.", min=1, max=65535)] = 8643,
     config: Annotated[
-        Path | None, typer.Option(help="Settings of the services.", show_default="tandem.toml if it is here")
+        Path | None,
+        typer.Option(help="Settings file of the services.", show_default="tandem.toml in the current folder"),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow a --host beyond loopback, without TLS.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the processes log.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow a --host other than loopback, without TLS.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of all processes.")] = False,
 ) -> None:
     """Start Tandem on this machine: control plane, KV service, prefill and decode workers.
 
-    Cores and memory are divided among the workers. What dies is started again; Ctrl-C drains.
+    Divides cores and memory among the workers, and restarts a process that dies. Ctrl-C drains and stops all processes.
     """
     options = UpOptions(
         model=_as_folder_or_hub_id(model),
@@ -116,18 +118,18 @@ def up(
 
 @app.command()
 def run(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     model: Annotated[str | None, typer.Option(help="Model id.", show_default="the first one served")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message that goes before the prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt without the model's chat template.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON, usage included.")] = False,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they come.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the complete result as JSON, with usage.")] = False,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print tokens as they arrive.")] = True,
     url: Url = None,
 ) -> None:
-    """Ask a model; tokens are printed as they come."""
+    """Send a prompt to a model and print the answer as it arrives."""
     text = sys.stdin.read() if prompt == "-" else prompt
     try:
         options = run_command.RunOptions(text, model, system, max_tokens, temperature, seed, raw, stream, as_json)
@@ -144,13 +146,13 @@ def run(
 @app.command()
 def chat(
     model: Annotated[str | None, typer.Option(help="Model id.", show_default="the first one served")] = None,
-    system: Annotated[str | None, typer.Option(help="System message that goes before the conversation.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest token.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the conversation.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     url: Url = None,
 ) -> None:
-    """Chat with a model; /help lists the commands. From a pipe each line is a message."""
+    """Chat with a model; /help lists the commands. In a pipe, each line is a message."""
     try:
         options = ChatOptions(model, system, temperature, max_tokens, seed)
         with AI(url) as ai:
@@ -165,13 +167,42 @@ def chat(
         raise typer.Exit(code)
 
 
+@app.command()
+def dev(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Folder of the Worker, with its wrangler file.")
+    ] = Path(),
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free port.", min=0, max=65535)] = 8787,
+    environment: Annotated[
+        str | None,
+        typer.Option("--env", "-e", metavar="NAME", envvar="CLOUDFLARE_ENV", help="Environment of the wrangler file."),
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(help="Address of Tandem.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
+    ] = None,
+) -> None:
+    """Run a Cloudflare Worker on this machine; Tandem answers its env.AI.
+
+    Uses the wrangler of the Worker's folder, and reloads when a file changes. KV, D1, R2, Durable Objects and
+    assets are local. TANDEM_TOKEN is sent with each call of env.AI. Ctrl-C stops the Worker.
+    """
+    try:
+        connection = Connection.resolve(gateway, None, None)
+        options = dev_command.DevOptions(folder.resolve(), connection, port, environment or None)
+        code = dev_command.dev(options)
+    except (dev_command.CannotRun, ValueError, OSError) as error:
+        _fail(str(error))
+    raise typer.Exit(code)
+
+
 @app.command("status")
 def show_status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the control plane says, as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it anew each second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the control plane's answer as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second, until Ctrl-C.")] = False,
     url: Url = None,
 ) -> None:
-    """Show the fleet: who is there, its load, its KV blocks and its memory."""
+    """Show the workers and KV services: state, load, KV blocks and memory."""
     try:
         if as_json:
             typer.echo(json.dumps(_workers(url), indent=2))
@@ -187,7 +218,7 @@ def show_status(
 
 def _watch(url: str | None) -> None:
     console = _console()
-    if not console.is_terminal:  # a pipe gets one picture after another
+    if not console.is_terminal:  # a pipe gets one table after another
         while True:
             console.print(_fleet_view(url))
             time.sleep(1.0)
@@ -216,21 +247,21 @@ def _workers(url: str | None) -> dict[str, object]:
 
 
 def _console() -> Console:
-    """Return where tables go: a file or a pipe has no width of its own, and needs no folding."""
+    """Return the console for tables. A file or a pipe has no width, so lines are not folded."""
     return Console() if sys.stdout.isatty() else Console(width=180)
 
 
 def _as_folder_or_hub_id(model: str | None) -> str | None:
-    """Make a folder's path absolute, so that a worker's name for it does not depend on where it was started."""
+    """Make a folder's path absolute, so that the model's name does not depend on the current folder."""
     if model and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         _fail(f"--model {model} is not a folder; give one with config.json and safetensors, or a Hub id")
     return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().is_dir() else model
 
 
 def _silence_stdout() -> None:
-    """Whoever read us has enough (`| head`); leaving the stream has cancelled the rest.
+    """Discard further output, after the reader of the pipe has closed it (`| head`).
 
-    Python would complain once more as it flushes at exit.
+    Otherwise Python prints an error when it flushes stdout at exit.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,7 +1,7 @@
-"""What does a gateway's binding face answer, for tests of Workers?
+"""A stub of the gateway's binding endpoint, for tests of Cloudflare Workers.
 
-As stock workerd expects it (docs: Workers AI wire facts, 1.4): bare results, errors with `internalCode`, server-sent
-events passed through. The model's name says how it behaves.
+It answers as stock workerd expects (docs: Workers AI wire facts, 1.4): results without an envelope, errors with
+`internalCode`, and server-sent events. The model's name selects its behaviour.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ USAGE = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
 
 @dataclass
 class StubBinding:
-    """What was asked, and whether the caller of an endless answer has left."""
+    """The received calls, and events of the caller of an endless answer."""
 
     calls: list[dict[str, Any]] = field(default_factory=list)
-    asked: threading.Event = field(default_factory=threading.Event)
+    called: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
     client_left: threading.Event = field(default_factory=threading.Event)
 
@@ -38,7 +38,7 @@ class StubBinding:
         body = await request.json()
         model = request.headers["cf-consn-model-id"]
         self.calls.append({"model": model, **body})
-        self.asked.set()
+        self.called.set()
         headers = {"cf-ai-req-id": "req-1"}
         if model == "busy":
             return JSONResponse(_BUSY, status_code=429, headers=headers)
@@ -46,8 +46,8 @@ class StubBinding:
             await asyncio.to_thread(self.go_on.wait, 30)
         if not body["inputs"].get("stream"):
             inputs = body["inputs"]
-            said = inputs["prompt"] if "prompt" in inputs else inputs["messages"][-1]["content"]
-            return JSONResponse({"response": f"You said {said}", "usage": USAGE}, headers=headers)
+            text = inputs["prompt"] if "prompt" in inputs else inputs["messages"][-1]["content"]
+            return JSONResponse({"response": f"You said {text}", "usage": USAGE}, headers=headers)
         events = self._endless() if model.endswith("endless") else _tokens(broken=model == "broken")
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
@@ -55,7 +55,7 @@ class StubBinding:
         try:
             while True:
                 yield _event({"response": "more ", "p": "abc"})
-                await asyncio.sleep(0.001)  # the pace of decode; also where the server notices that the client has left
+                await asyncio.sleep(0.001)  # the rate of decode; here the server also notices a disconnect
         finally:
             self.client_left.set()
 

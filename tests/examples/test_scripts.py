@@ -1,4 +1,4 @@
-"""Do the example programs run, as they are, against a gateway?"""
+"""Tests that the example programs run unchanged against a gateway."""
 
 from __future__ import annotations
 

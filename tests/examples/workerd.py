@@ -1,4 +1,4 @@
-"""How does a test run the example Worker in stock workerd, against any gateway?"""
+"""Runs the example Worker in stock workerd, against any gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKERD = FOLDER / "node_modules" / ".bin" / "workerd"
 
 
 def require_workerd() -> None:
-    """Skip, and say why, where `make services` has not installed workerd; fail where skips are not allowed."""
+    """Skip the test if `make services` has not installed workerd; fail if skips are not allowed."""
     if WORKERD.exists():
         return
     reason = f"workerd is not installed: {WORKERD} is missing; run `make services` or `npm ci` in {FOLDER}"
@@ -27,9 +27,9 @@ def require_workerd() -> None:
 
 @contextmanager
 def example_worker(gateway_address: str, folder: Path = FOLDER) -> Iterator[str]:
-    """Run the Worker of `folder` with its env.AI at `gateway_address` ("127.0.0.1:8642"); yields the Worker's URL.
+    """Run the Worker of `folder` with its env.AI at `gateway_address` ("127.0.0.1:8642"); yield the Worker's URL.
 
-    workerd takes a free port and tells it through its control pipe once it listens.
+    workerd takes a free port and writes it to its control pipe.
     """
     require_workerd()
     read_end, write_end = os.pipe()
@@ -44,11 +44,11 @@ def example_worker(gateway_address: str, folder: Path = FOLDER) -> Iterator[str]
         try:
             yield f"http://127.0.0.1:{_port(control.readline())}"
         finally:
-            process.kill()  # told to terminate, it would wait for requests that a failed test left
+            process.kill()  # after SIGTERM it would wait for requests that a failed test left
 
 
 def _port(event: str) -> int:
     assert event, "workerd ended before it listened; its message is above"
-    told = json.loads(event)
-    assert told["event"] == "listen", f"workerd's first word is that it listens, not {event}"
-    return int(told["port"])
+    message = json.loads(event)
+    assert message["event"] == "listen", f"workerd's first message is `listen`, not {event}"
+    return int(message["port"])

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.examples.worker_dev import worker_dev
+from tests.examples.running_dev import TOOLS, install, running_dev
 from tests.examples.workerd import FOLDER
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet
@@ -58,11 +58,11 @@ async def test_one_model_answers_for_all_of_text_and_says_so(tmp_path: Path) -> 
 
 @pytest.mark.services
 async def test_the_example_worker_runs_untouched_before_a_real_gateway(tmp_path: Path) -> None:
-    folder = tmp_path / "worker"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("node_modules"))
+    folder = install(tmp_path / "worker", TOOLS[0])
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("node_modules"), dirs_exist_ok=True)
 
     def chat(gateway_url: str) -> tuple[dict[str, Any], str]:
-        with worker_dev(folder, "--gateway", gateway_url) as running:
+        with running_dev(folder, "--gateway", gateway_url) as running:
             url = running.url
             whole = httpx.get(f"{url}/run?prompt=Hi&max_tokens=8&seed=5", trust_env=False, timeout=60)
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}

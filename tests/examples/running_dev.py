@@ -1,4 +1,4 @@
-"""How does a test run `tandem worker dev` as a user does, and wait for what it says?"""
+"""Runs `tandem dev` as a user does, over the wranglers in tests/clients, and waits for the lines that it prints."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
-from tests.examples.workerd import require_workerd
-
-SECONDS = 60.0
+SECONDS = 120.0
 """How long a test waits for a line before it fails."""
-CONFIG = {"main": "index.js", "compatibility_date": "2026-11-01"}
+TOOLS = [Path(__file__).parents[1] / "clients" / name for name in ("node20", "node22")]
+"""The oldest and the newest wrangler that are tested, each with its Node.js."""
+CONFIG = {"main": "index.js", "compatibility_date": "2026-04-01"}
 ECHO = """
 export default {
   async fetch(request, env) {
@@ -31,7 +32,7 @@ export default {
 
 
 class RunningDev:
-    """A `tandem worker dev` and what it has printed."""
+    """A `tandem dev` and the lines that it has printed."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -41,7 +42,7 @@ class RunningDev:
         self._reader.start()
 
     def line_with(self, pattern: str) -> str:
-        """Wait for the next line that fits, and return it; fails with all that was printed if it ends before."""
+        """Wait for the next line that matches, and return it; fails with all lines if the process ends before."""
         while True:
             line = self._queue.get(timeout=SECONDS)
             assert line is not None, f"ended without {pattern!r}:\n" + "".join(self.lines)
@@ -50,8 +51,8 @@ class RunningDev:
 
     @property
     def url(self) -> str:
-        """Wait until it tells where it listens, which it does once, and return that."""
-        found = re.search(r"http://127\.0\.0\.1:\d+", self.line_with(r"  http://127\.0\.0\.1:\d+$"))
+        """Wait until the Worker is ready, which is printed once, and return its URL."""
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.line_with(r"^ready +http://127\.0\.0\.1:\d+$"))
         assert found is not None
         return found[0]
 
@@ -69,10 +70,9 @@ class RunningDev:
 
 
 @contextmanager
-def worker_dev(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningDev]:
-    """Run it over `folder` on a free port, and end it afterwards."""
-    require_workerd()
-    command = [sys.executable, "-m", "tandem_client.cli", "worker", "dev", str(folder), "--port", "0", *flags]
+def running_dev(folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> Iterator[RunningDev]:
+    """Run `tandem dev` over `folder` on a free port, and end it afterwards."""
+    command = [sys.executable, "-m", "tandem_client.cli", "dev", str(folder), "--port", "0", *flags]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -84,11 +84,25 @@ def worker_dev(folder: Path, *flags: str, environment: Mapping[str, str] | None 
     try:
         yield running
     finally:
-        process.terminate()  # it takes away what it wrote, which a kill would not
+        process.terminate()  # a kill would leave the bundle's folder
         try:
             process.wait(SECONDS)
         finally:
             process.kill()
+
+
+def install(folder: Path, tools: Path) -> Path:
+    """Give `folder` the packages of `tools` as npm would; skips where `make services` has not installed them."""
+    packages = tools / "node_modules"
+    if not (packages / "wrangler").exists():
+        reason = f"wrangler is not installed: {packages} is missing; run `make services`"
+        if os.environ.get("TANDEM_REQUIRE_SERVICES") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    (folder / "node_modules").mkdir(parents=True)
+    for package in packages.iterdir():
+        (folder / "node_modules" / package.name).symlink_to(package)
+    return folder
 
 
 def worker(folder: Path, source: str = ECHO, **config: object) -> Path:
@@ -98,4 +112,4 @@ def worker(folder: Path, source: str = ECHO, **config: object) -> Path:
 
 
 def get(url: str) -> httpx.Response:
-    return httpx.get(url, trust_env=False, timeout=20)
+    return httpx.get(url, trust_env=False, timeout=30)

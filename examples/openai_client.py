@@ -1,4 +1,4 @@
-"""How does a program that uses an OpenAI SDK call Tandem? By another base URL; nothing else changes."""
+"""Calls Tandem with the OpenAI SDK; only the base URL differs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""How does a Python program call Tandem? Start one with `tandem up` first."""
+"""Calls Tandem with its Python client; start Tandem with `tandem up` first."""
 
 from tandem_client import AI
 

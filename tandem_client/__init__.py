@@ -1,4 +1,4 @@
-"""What do users of Tandem import?
+"""The Python client of Tandem.
 
 from tandem_client import AI
 

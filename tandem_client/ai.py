@@ -1,4 +1,4 @@
-"""How does a program call a model? `AI().run(model, inputs)`, the same call a Worker makes on `env.AI`."""
+"""The synchronous client: `AI().run(model, inputs)`, the same call as `env.AI.run` in a Cloudflare Worker."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from tandem_client.wire import error_of, result_of
 
 
 class AI:
-    """A Tandem, or anything else that speaks Cloudflare's REST form of Workers AI.
+    """A connection to Tandem, or to another server with Cloudflare's REST API of Workers AI.
 
-    Without arguments it is the one that `tandem up` starts here, or what TANDEM_BASE_URL, TANDEM_TOKEN and
-    TANDEM_ACCOUNT say.
+    Defaults: TANDEM_BASE_URL, TANDEM_TOKEN and TANDEM_ACCOUNT, else the address of `tandem up` on this machine.
     """
 
     def __init__(self, base_url: str | None = None, token: str | None = None, account: str | None = None) -> None:
         self._connection = Connection.resolve(base_url, token, account)
-        # httpx's default of 100 connections would make the 101st stream wait in silence; the server has bounds.
+        # With httpx's default of 100 connections, the 101st stream would wait without a message. The server has limits.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         self._http = httpx.Client(limits=limits, **self._connection.client_options)
 
@@ -73,9 +72,9 @@ class AI:
     ) -> dict[str, Any] | TokenStream:
         """Run `model` and return its result, or, with `"stream": True`, an iterator of its tokens.
 
-        A refusal is raised here, also for streams; what goes wrong later is raised by the iterator. `timeout` is in
-        seconds: until the result, or between two tokens of a stream. Calls that do not stream are tried again, twice
-        at most, where nobody answered or the server was busy. Raises TandemAPIError.
+        `timeout` is in seconds: until the result, or between two tokens of a stream. A call that does not stream is
+        retried twice at most, if the server did not answer or was busy. Raises TandemAPIError if the server refuses
+        the call, streamed or not. The iterator raises errors that occur later.
         """
         options = self._connection.request_options(model, inputs, extra_headers, timeout)
         return self._stream(options) if inputs.get("stream") else self._result(options)
@@ -88,7 +87,7 @@ class AI:
         return [model["id"] for model in response.json()["data"]]
 
     def close(self) -> None:
-        """Close the connections that are kept for the next call."""
+        """Close the idle connections."""
         self._http.close()
 
     def __enter__(self) -> Self:

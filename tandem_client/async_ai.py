@@ -1,4 +1,4 @@
-"""How does an asyncio program call a model? As with `AI`, with `await`."""
+"""The asyncio client: `await AsyncAI().run(model, inputs)`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AsyncAI:
 
     def __init__(self, base_url: str | None = None, token: str | None = None, account: str | None = None) -> None:
         self._connection = Connection.resolve(base_url, token, account)
-        # httpx's default of 100 connections would make the 101st stream wait in silence; the server has bounds.
+        # With httpx's default of 100 connections, the 101st stream would wait without a message. The server has limits.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         self._http = httpx.AsyncClient(limits=limits, **self._connection.client_options)
 
@@ -67,7 +67,7 @@ class AsyncAI:
         extra_headers: Mapping[str, str] | None = None,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> dict[str, Any] | AsyncTokenStream:
-        """Run `model`, as `AI.run` does: a dict, or with `"stream": True` something for `async for`."""
+        """Run `model` as `AI.run` does; with `"stream": True`, return an iterator for `async for`."""
         options = self._connection.request_options(model, inputs, extra_headers, timeout)
         return await self._stream(options) if inputs.get("stream") else await self._result(options)
 
@@ -79,7 +79,7 @@ class AsyncAI:
         return [model["id"] for model in response.json()["data"]]
 
     async def aclose(self) -> None:
-        """Close the connections that are kept for the next call."""
+        """Close the idle connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:

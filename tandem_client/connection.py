@@ -1,4 +1,4 @@
-"""Where does a client call, as whom, and when does it call again?"""
+"""The address, token and account of a client, and when a failed call is retried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_RETRY_DELAY_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Connection:
-    """Address and identity; what is not given comes from TANDEM_BASE_URL, TANDEM_TOKEN and TANDEM_ACCOUNT."""
+    """Address and identity. Defaults: TANDEM_BASE_URL, TANDEM_TOKEN and TANDEM_ACCOUNT."""
 
     base_url: str
     token: str | None
@@ -37,7 +37,7 @@ class Connection:
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """Options for an httpx client. A proxy from the environment is no way to our own machine."""
+        """Options for an httpx client. A proxy from the environment is not used for this machine."""
         return {"base_url": self.base_url, "trust_env": not is_loopback(self.base_url)}
 
     def request_options(
@@ -54,11 +54,11 @@ class Connection:
 
     @property
     def models_options(self) -> dict[str, Any]:
-        """Return the arguments of `build_request` that ask which models are served."""
+        """Arguments of httpx's `build_request` for the list of models."""
         return {"method": "GET", "url": "/v1/models", "headers": request_headers(self.token, None)}
 
     def failed(self, error: httpx.TransportError) -> TandemConnectionError:
-        """Say in our words that no answer came."""
+        """Return the exception for a transport error."""
         if isinstance(error, httpx.TimeoutException):
             return TandemTimeoutError(None, 0, f"no answer in time from {self.base_url} ({type(error).__name__})")
         return TandemConnectionError(
@@ -67,10 +67,10 @@ class Connection:
 
 
 def retry_delay_seconds(error: TandemAPIError, num_tries: int) -> float | None:
-    """Return how long to wait before trying again, or None to give up.
+    """Return the seconds to wait before a retry, or None for no retry.
 
-    Only what may pass by itself is tried again: no connection, too busy, draining. A server that asks for more
-    patience than MAX_RETRY_DELAY_SECONDS is believed: the caller gets the error, with `retry_after`, at once.
+    Retried are errors that can pass: no connection, too busy, draining. If the server asks for a longer wait than
+    MAX_RETRY_DELAY_SECONDS, there is no retry, and the caller gets the error with `retry_after`.
     """
     passing = isinstance(error, RateLimitError | TandemConnectionError) or error.status == 503
     if num_tries > MAX_RETRIES or not passing or isinstance(error, TandemTimeoutError):

@@ -1,12 +1,12 @@
-"""What can a call to Tandem raise?
+"""The exceptions of the client.
 
-TandemAPIError                  the answer was an error; `code` and `message` are the server's
-├── RateLimitError              too busy, or a quota is used up: `retry_after` says when
-├── NotFoundError               nothing here serves that model
-├── AuthenticationError         the token is missing, wrong, or not allowed this
-├── StreamTruncated             a stream broke off before it said that it was done
-└── TandemConnectionError       no answer at all: nobody listens there, or the connection broke
-    └── TandemTimeoutError      no answer in time
+TandemAPIError                  the server answered with an error; `code` and `message` are the server's
+├── RateLimitError              the server is busy, or a quota is used up; `retry_after` is the time to wait
+├── NotFoundError               the model is not served
+├── AuthenticationError         the token is missing, wrong, or lacks the permission
+├── StreamTruncated             a stream ended without `[DONE]`
+└── TandemConnectionError       no answer: nothing listens at the address, or the connection broke
+    └── TandemTimeoutError      no answer within the timeout
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import math
 class TandemAPIError(Exception):
     """A call failed.
 
-    `status` is the HTTP status, or None when no status carried the error: it came inside a stream that had begun with
-    200, or nothing was answered. `code` is Cloudflare's error code (3040: out of capacity), 0 where there is none.
-    `retry_after` is in seconds.
+    `status` is the HTTP status. It is None for an error inside a stream, which began with 200, and when there was no
+    answer. `code` is Cloudflare's error code (3040: out of capacity), or 0. `retry_after` is in seconds.
     """
 
     def __init__(self, status: int | None, code: int | str, message: str, retry_after: float | None = None) -> None:
@@ -34,37 +33,37 @@ class TandemAPIError(Exception):
 
 
 class RateLimitError(TandemAPIError):
-    """Too busy just now, or a quota is used up."""
+    """The server is busy, or a quota is used up."""
 
 
 class NotFoundError(TandemAPIError):
-    """Nothing at this address serves what was asked for."""
+    """The model or resource is not at this address."""
 
 
 class AuthenticationError(TandemAPIError):
-    """The token is missing, wrong, or does not allow this."""
+    """The token is missing, wrong, or lacks the permission."""
 
 
 class StreamTruncated(TandemAPIError):
-    """A stream ended without `[DONE]`: what came so far is a beginning, not an answer."""
+    """A stream ended without `[DONE]`; the text so far is incomplete."""
 
 
 class TandemConnectionError(TandemAPIError):
-    """Nobody listens at the address, or the connection broke before an answer."""
+    """Nothing listens at the address, or the connection broke before an answer."""
 
 
 class TandemTimeoutError(TandemConnectionError):
-    """Nothing was answered in time."""
+    """There was no answer within the timeout."""
 
 
 def api_error(status: int | None, code: int | str, message: str, retry_after: float | None = None) -> TandemAPIError:
-    """Return the most specific exception for an error the server sent."""
+    """Return the most specific exception for an error of the server."""
     kind = _BY_STATUS.get(_STATUS_OF_CODE.get(code) or status or 0, TandemAPIError)
     return kind(status, code, message, retry_after)
 
 
 def retry_after_seconds(header: str | None) -> float | None:
-    """Read a Retry-After header given in seconds; None where it is absent or a date (RFC 9110, 10.2.3)."""
+    """Return the seconds of a Retry-After header; None if it is absent or a date (RFC 9110, 10.2.3)."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -79,6 +78,6 @@ _BY_STATUS: dict[int, type[TandemAPIError]] = {
     429: RateLimitError,
 }
 
-# Cloudflare's codes that mean one of the above whatever the status: an unknown model may come with 400, and an error
-# inside a stream has no status of its own.
+# These codes of Cloudflare have a meaning of their own, whatever the status: an unknown model may have status 400, and
+# an error inside a stream has no status.
 _STATUS_OF_CODE: dict[int | str, int] = {3021: 429, 3036: 429, 3040: 429, 3042: 404, 5007: 404, 10000: 401}

@@ -1,4 +1,4 @@
-"""What may `inputs` hold? Types for editors and type checkers; at run time any mapping goes to the server as it is."""
+"""Types of `inputs` for editors and type checkers. At run time, any mapping is sent unchanged."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _Inputs(TypedDict, total=False):
 
 
 class WholeInputs(_Inputs, total=False):
-    """Inputs of a call that answers at once, with a dict."""
+    """Inputs of a call that returns a dict."""
 
     stream: Literal[False]
 
 
 class StreamedInputs(_Inputs, total=False):
-    """Inputs of a call that answers with an iterator of tokens."""
+    """Inputs of a call that returns an iterator of tokens."""
 
     stream: Required[Literal[True]]

@@ -1,7 +1,7 @@
-"""How do bytes become server-sent events?
+"""Decodes server-sent events.
 
-As the WHATWG HTML standard says (section 9.2.6, "Interpreting an event stream"). Lines end with CRLF, LF or CR and
-nothing else: httpx's own `iter_lines` also splits at U+2028, U+0085 and form feeds, which may stand inside a token.
+Follows the WHATWG HTML standard, section 9.2.6, "Interpreting an event stream". Lines end only with CRLF, LF or CR.
+httpx's `iter_lines` also splits at U+2028, U+0085 and form feeds, which may be part of a token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventDecoder:
-    """Turns chunks of bytes, cut anywhere, into the data of each event."""
+    """Turns chunks of bytes into the data of each event. A chunk may end anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -21,7 +21,7 @@ class EventDecoder:
         self._at_start = True
 
     def feed(self, chunk: bytes) -> Iterator[str]:
-        """Yield the data of every event that `chunk` completes; an event whose data is empty is none."""
+        """Yield the data of every event that `chunk` completes; skip events with empty data."""
         for line in self._lines(chunk):
             if line:
                 self._field(line)
@@ -31,7 +31,7 @@ class EventDecoder:
 
     def _lines(self, chunk: bytes) -> Iterator[str]:
         if self._after_cr and chunk:
-            chunk = chunk.removeprefix(b"\n")  # the second half of a CRLF that was cut in two
+            chunk = chunk.removeprefix(b"\n")  # the second half of a CRLF, split between two chunks
             self._after_cr = False
         if not chunk:
             return

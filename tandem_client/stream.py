@@ -1,7 +1,7 @@
-"""How does a caller read tokens as they come, and leave early?
+"""Token streams: iterators over an answer's text.
 
-Leaving the loop, leaving the `with` block and `close()` are the same thing: the connection closes, and Tandem stops
-generating within one step.
+Leaving the loop, leaving the `with` block and `close()` have the same effect: the connection closes, and Tandem stops
+after the current step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem_client.wire import StreamEvent, stream_event
 
 
 class _Progress:
-    """What both kinds of stream know: the pieces so far, the usage, and whether the end was seen."""
+    """State of a stream: the number of pieces, tool calls, the usage, and whether `[DONE]` was received."""
 
     def __init__(self) -> None:
         self._decoder = EventDecoder()
@@ -30,7 +30,7 @@ class _Progress:
         self._calls: dict[int, tuple[str, str]] = {}
 
     def read(self, chunk: bytes) -> Iterator[str]:
-        """Yield the text in `chunk`; notes usage and the end; raises an error event's error."""
+        """Yield the text in `chunk`; record usage and the end; raise the error of an error event."""
         for event in map(stream_event, self._decoder.feed(chunk)):
             self._note(event)
             if event.text:
@@ -73,7 +73,7 @@ def _object_or_text(text: str) -> Any:
 
 
 class TokenStream(Iterator[str]):
-    """An iterator of the answer's pieces, one per token or a few; also a context manager."""
+    """An iterator of the answer's pieces, each of one token or a few. Also a context manager."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -82,24 +82,24 @@ class TokenStream(Iterator[str]):
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Tokens counted by the server; None until the stream has ended."""
+        """Token counts of the server; None until the stream has ended."""
         return self._progress.usage
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """`{"name", "arguments"}` of each call so far; arguments are text where the answer was cut within them."""
+        """`{"name", "arguments"}` of each call so far; incomplete arguments are text."""
         return self._progress.tool_calls
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, `stop`, `length` or `tool_calls`; None until it has, and where the server is silent."""
+        """`stop`, `length` or `tool_calls`; None until the stream has ended, or if the server sends none."""
         return self._progress.finish_reason
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def __iter__(self) -> Iterator[str]:
-        # A generator of its own, so that a `for` loop that is left early ends it, and with it the connection.
+        # A separate generator: a `for` loop that is left early ends the generator, and with it the connection.
         try:
             yield from self._pieces
         finally:
@@ -118,7 +118,7 @@ class TokenStream(Iterator[str]):
             self._response.close()
 
     def close(self) -> None:
-        """Close the connection, which cancels what still runs. May be called at any time, more than once."""
+        """Close the connection, which stops the request. May be called at any time, more than once."""
         self._pieces.close()
         self._response.close()
 
@@ -132,7 +132,7 @@ class TokenStream(Iterator[str]):
 
 
 class AsyncTokenStream(AsyncIterator[str]):
-    """The same for asyncio: `async for`, `async with`, `await stream.aclose()`."""
+    """`TokenStream` for asyncio: `async for`, `async with`, `await stream.aclose()`."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -141,17 +141,17 @@ class AsyncTokenStream(AsyncIterator[str]):
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Tokens counted by the server; None until the stream has ended."""
+        """Token counts of the server; None until the stream has ended."""
         return self._progress.usage
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """`{"name", "arguments"}` of each call so far; arguments are text where the answer was cut within them."""
+        """`{"name", "arguments"}` of each call so far; incomplete arguments are text."""
         return self._progress.tool_calls
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, `stop`, `length` or `tool_calls`; None until it has, and where the server is silent."""
+        """`stop`, `length` or `tool_calls`; None until the stream has ended, or if the server sends none."""
         return self._progress.finish_reason
 
     async def __anext__(self) -> str:
@@ -178,7 +178,7 @@ class AsyncTokenStream(AsyncIterator[str]):
             await self._response.aclose()
 
     async def aclose(self) -> None:
-        """Close the connection, which cancels what still runs. May be called at any time, more than once."""
+        """Close the connection, which stops the request. May be called at any time, more than once."""
         await self._pieces.aclose()
         await self._response.aclose()
 

@@ -1,7 +1,7 @@
-"""What do a request and its answer look like on the wire?
+"""Reads and writes the messages of Cloudflare's REST API.
 
-Cloudflare's REST form: an envelope `{result, success, errors, messages}`, or a stream of `data: {"response": ...}`
-events that ends with `data: [DONE]`. Pure functions on text and JSON: nothing here opens a connection.
+An answer is an envelope `{result, success, errors, messages}`, or a stream of `data: {"response": ...}` events that
+ends with `data: [DONE]`. These are pure functions on text and JSON, without connections.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ DONE = "[DONE]"
 
 
 def run_path(account: str, model: str) -> str:
-    """Return the path that runs `model`; its slashes stay, everything unusual in it is escaped."""
+    """Return the path that runs `model`; slashes stay, special characters are escaped."""
     return f"/client/v4/accounts/{quote(account, safe='')}/ai/run/{quote(model, safe='@/:')}"
 
 
 def request_headers(token: str | None, extra_headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the headers of a call; the caller's own come last and win."""
+    """Return the headers of a call; the caller's headers override the others."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return headers | {name.lower(): value for name, value in (extra_headers or {}).items()}
 
 
 def is_loopback(base_url: str) -> bool:
-    """Say whether the address is this machine, so that a proxy from the environment must not be used."""
+    """Return whether the address is this machine, which is called without a proxy."""
     host = urlsplit(base_url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def result_of(status: int, headers: Mapping[str, str], body: bytes) -> Any:
-    """Return what the envelope carries, or raise the error that it, or the status, describes."""
+    """Return the envelope's result, or raise the error in the envelope or the status."""
     document = _parse(body)
     if 200 <= status < 300 and isinstance(document, dict) and document.get("success", True) and "result" in document:
         return document["result"]
@@ -43,7 +43,7 @@ def result_of(status: int, headers: Mapping[str, str], body: bytes) -> Any:
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIError:
-    """Return the error in a refusal: an envelope, an OpenAI error, or whatever a proxy in between wrote."""
+    """Return the error in a response: an envelope, an OpenAI error, or the text of a proxy."""
     document = _parse(body)
     code, message = _first_error(document) if isinstance(document, dict) else (0, "")
     if not message:
@@ -54,7 +54,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIE
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a tool call: the first has the name; the arguments, put together, are JSON as text."""
+    """A part of a tool call: the first part has the name; the joined arguments are JSON text."""
 
     index: int
     name: str | None
@@ -63,7 +63,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """One event of a token stream: some text, parts of tool calls, why the answer ended, the usage, or the end."""
+    """One event of a token stream: text, parts of tool calls, the finish reason, the usage, or the end."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -73,7 +73,7 @@ class StreamEvent:
 
 
 def stream_event(data: str) -> StreamEvent:
-    """Read one event's data; raises the error that an error event carries."""
+    """Parse one event's data; raise the error of an error event."""
     if data == DONE:
         return StreamEvent(done=True)
     document = _parse(data.encode())
@@ -89,7 +89,7 @@ def stream_event(data: str) -> StreamEvent:
 
 
 def _calls(document: dict[str, Any]) -> Iterator[CallPart]:
-    """Yield the calls of a native event, which are whole, or the parts of calls in an OpenAI-shaped one."""
+    """Yield the complete calls of a native event, or the parts of calls in an OpenAI event."""
     choice = (document.get("choices") or [{}])[0]
     parts = document.get("tool_calls") or (choice.get("delta") or {}).get("tool_calls") or []
     for at, part in enumerate(parts):
@@ -100,7 +100,7 @@ def _calls(document: dict[str, Any]) -> Iterator[CallPart]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    """Return the text of a native chunk, or of an OpenAI-shaped one, which some models stream on the same route."""
+    """Return the text of a native chunk, or of an OpenAI chunk, which some models stream on the same route."""
     text = document.get("response")
     if text is None and document.get("choices"):
         choice = document["choices"][0]
@@ -122,7 +122,7 @@ def _first_error(document: dict[str, Any]) -> tuple[int | str, str]:
 
 
 def _parse(body: bytes) -> Any:
-    """Return the JSON in `body`, or None where it holds none: the caller says what that means."""
+    """Return the JSON in `body`, or None if it is not JSON."""
     try:
         return json.loads(body)
     except ValueError:

@@ -15,8 +15,8 @@ import psutil
 from benchmarks.engine.kinds import EngineKind
 from benchmarks.lib.engine_models import SHAPES, ShapeFacts, made
 from benchmarks.lib.served import ROOT
-from tandem_client.cli.child import last_lines
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_client.cli.supervisor import last_lines
 
 _ORDER_SECONDS = 900.0
 _END_SECONDS = 10.0

@@ -17,8 +17,8 @@ import psutil
 
 from benchmarks.gateway.sse_readers import post
 from benchmarks.lib.served import clean_environment, free_ports
-from tandem_client.cli.child import last_lines
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_client.cli.supervisor import last_lines
 from tandem_engine.demo import MODEL_ID
 
 _START_SECONDS = 60.0

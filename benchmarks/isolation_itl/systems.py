@@ -23,8 +23,8 @@ from benchmarks.lib.engine_models import SHAPES, ShapeFacts, made
 from benchmarks.lib.served import ROOT, Served
 from benchmarks.lib.streaming import new_client
 from benchmarks.peers import places
-from tandem_client.cli.child import last_lines
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_client.cli.supervisor import last_lines
 
 _NUM_CONTROL_TOKENS = 2
 _START_SECONDS = 120.0

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from tandem_client.cli.child import last_lines
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.parent_death import die_with_parent
+from tandem_client.cli.supervisor import last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 240.0

@@ -1,4 +1,4 @@
-"""Where does the `tandem` command begin?"""
+"""The entry point of the `tandem` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command; where its libraries are not installed, say how to get them."""
+    """Run the command; if a library is missing, print how to install it."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"tandem: {' and '.join(missing)} missing; install the command with: pip install 'tandem-serve[cli]'")

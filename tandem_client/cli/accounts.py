@@ -1,4 +1,4 @@
-"""How does an operator make accounts and tokens, set limits and see what was used, from a terminal?"""
+"""`tandem account`, `tandem token` and `tandem usage`: accounts, tokens, limits and usage."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from tandem_client.wire import request_headers, result_of
 _ACCOUNTS = "/client/v4/accounts"
 _PER_PAGE = 1000
 
-account_app = typer.Typer(help="Make accounts and set what they may use (needs an admin token).", no_args_is_help=True)
-token_app = typer.Typer(help="Make, see and end API tokens (needs an admin token).", no_args_is_help=True)
+account_app = typer.Typer(help="Create accounts and set their limits (needs an admin token).", no_args_is_help=True)
+token_app = typer.Typer(help="Create, list and revoke API tokens (needs an admin token).", no_args_is_help=True)
 
 Url = Annotated[
     str | None,
-    typer.Option("--url", help="Where Tandem answers.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
+    typer.Option("--url", help="Address of Tandem.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print what the server says, as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 AccountName = Annotated[str, typer.Argument(metavar="ACCOUNT", help="The account's id.")]
 Limit = Annotated[str | None, typer.Option(metavar="N", help='A whole number, or "none" for no limit.')]
 
 
 @account_app.command("create")
 def create_account(
-    name: Annotated[str, typer.Argument(help="The account's id, as in URLs; for good.")],
+    name: Annotated[str, typer.Argument(help="The account's id, as in URLs; it cannot be changed.")],
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrent_requests: Limit = None,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Make an account; give it a token with `tandem token create`."""
+    """Create an account; create its token with `tandem token create`."""
     limits = _limits(requests_per_minute, tokens_per_minute, concurrent_requests)
     _show(_call(url, "POST", _ACCOUNTS, {"name": name, "limits": limits}), as_json, _account_line)
 
@@ -71,33 +71,37 @@ def limit_account(
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Change an account's limits; what is not named stays as it is."""
+    """Change limits of an account; limits without a flag do not change."""
     limits = _limits(requests_per_minute, tokens_per_minute, concurrent_requests)
     _show(_call(url, "PATCH", _path(name), {"limits": limits}), as_json, _account_line)
 
 
 @account_app.command("disable")
 def disable_account(name: AccountName, url: Url = None) -> None:
-    """Refuse an account's tokens."""
+    """Disable an account: its tokens are refused."""
     _show(_call(url, "PATCH", _path(name), {"disabled": True}), False, _account_line)
 
 
 @account_app.command("enable")
 def enable_account(name: AccountName, url: Url = None) -> None:
-    """Take an account's tokens again."""
+    """Enable an account: its tokens are accepted again."""
     _show(_call(url, "PATCH", _path(name), {"disabled": False}), False, _account_line)
 
 
 @token_app.command("create")
 def create_token(
     account: AccountName,
-    name: Annotated[str, typer.Option(help="What it is called in lists.")] = "token",
-    scopes: Annotated[str, typer.Option(metavar="SCOPE,...", help="Of inference, usage, admin.")] = "inference,usage",
-    expires_days: Annotated[float | None, typer.Option(help="Days until it ends.", show_default="never")] = None,
+    name: Annotated[str, typer.Option(help="The token's name in lists.")] = "token",
+    scopes: Annotated[
+        str, typer.Option(metavar="SCOPE,...", help="Any of inference, usage, admin.")
+    ] = "inference,usage",
+    expires_days: Annotated[
+        float | None, typer.Option(help="Days until the token expires.", show_default="never")
+    ] = None,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Make a token and print it; it is shown only now."""
+    """Create a token and print it; it is not shown again."""
     expires_on = None if expires_days is None else (datetime.now(UTC) + timedelta(days=expires_days)).isoformat()
     body = {"name": name, "scopes": scopes.split(","), "expires_on": expires_on}
     _show(_call(url, "POST", _path(account, "tokens"), body), as_json, lambda made: made["value"])
@@ -105,7 +109,7 @@ def create_token(
 
 @token_app.command("list")
 def list_tokens(account: AccountName, as_json: Json = False, url: Url = None) -> None:
-    """List an account's tokens; their secrets are kept nowhere."""
+    """List an account's tokens, without their secrets, which are not stored."""
     tokens = _all(url, _path(account, "tokens"))
     if as_json:
         typer.echo(json.dumps(tokens, indent=2))
@@ -122,7 +126,7 @@ def list_tokens(account: AccountName, as_json: Json = False, url: Url = None) ->
 
 @token_app.command("revoke")
 def revoke_token(account: AccountName, token_id: Annotated[str, typer.Argument()], url: Url = None) -> None:
-    """End a token for good."""
+    """Revoke a token for ever."""
     _show(
         _call(url, "DELETE", _path(account, "tokens", token_id)), False, lambda ended: f"token {ended['id']} is revoked"
     )
@@ -130,31 +134,31 @@ def revoke_token(account: AccountName, token_id: Annotated[str, typer.Argument()
 
 @token_app.command("roll")
 def roll_token(account: AccountName, token_id: Annotated[str, typer.Argument()], url: Url = None) -> None:
-    """Give a token a new secret and print it; the old one ends."""
+    """Replace a token's secret and print the new one; the old one is refused from then on."""
     _show(_call(url, "PUT", _path(account, "tokens", token_id, "value")), False, str)
 
 
 @token_app.command("verify")
 def verify_token(as_json: Json = False, url: Url = None) -> None:
-    """Say whether the token in TANDEM_TOKEN is good."""
+    """Check the token in TANDEM_TOKEN."""
     result = _call(url, "GET", "/client/v4/user/tokens/verify")
-    _show(result, as_json, lambda told: f"token {told['id']} is {told['status']}")
+    _show(result, as_json, lambda token: f"token {token['id']} is {token['status']}")
 
 
 def usage(
     account: Annotated[
         str | None,
-        typer.Argument(metavar="ACCOUNT", help="Whose usage.", show_default="$TANDEM_ACCOUNT or default"),
+        typer.Argument(metavar="ACCOUNT", help="The account's id.", show_default="$TANDEM_ACCOUNT or default"),
     ] = None,
     since: Annotated[str | None, typer.Option("--from", help="First day, such as 2026-11-01.")] = None,
     until: Annotated[str | None, typer.Option("--to", help="Last day.", show_default="today")] = None,
     as_json: Json = False,
     url: Url = None,
 ) -> None:
-    """Show what an account has used, by day and model."""
+    """Show an account's usage by day and model."""
     days = {name: day for name, day in (("from", since), ("to", until)) if day is not None}
-    whose = account or os.environ.get("TANDEM_ACCOUNT") or "default"
-    entries = _all(url, _path(whose, "ai", "usage"), days)
+    account = account or os.environ.get("TANDEM_ACCOUNT") or "default"
+    entries = _all(url, _path(account, "ai", "usage"), days)
     if as_json:
         typer.echo(json.dumps(entries, indent=2))
         return
@@ -163,12 +167,12 @@ def usage(
         (entry["date"], entry["model"], *(f"{entry[name]:,}" for name in names), f"{entry['neurons']:,.3f}")
         for entry in entries
     ]
-    _table(("day", "model", "requests", "prompt", "of it cached", "completion", "neurons"), rows)
+    _table(("day", "model", "requests", "prompt", "cached", "completion", "neurons"), rows)
 
 
 def _limits(requests: str | None, tokens: str | None, concurrent: str | None) -> dict[str, int | None]:
-    given = {"requests_per_minute": requests, "tokens_per_minute": tokens, "concurrent_requests": concurrent}
-    return {name: _limit(name, text) for name, text in given.items() if text is not None}
+    limits = {"requests_per_minute": requests, "tokens_per_minute": tokens, "concurrent_requests": concurrent}
+    return {name: _limit(name, text) for name, text in limits.items() if text is not None}
 
 
 def _limit(name: str, text: str) -> int | None:
@@ -203,7 +207,7 @@ def _call(
     body: Mapping[str, Any] | None = None,
     query: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return the `result` of a call; ends the command with the server's own words where it refuses."""
+    """Return the `result` of a call; if the server refuses, print its message and exit."""
     try:
         connection = Connection.resolve(url, None, "default")
         headers = request_headers(connection.token, None)

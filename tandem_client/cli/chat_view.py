@@ -1,11 +1,17 @@
-"""How does a chat look?
+"""The terminal of `tandem chat`: reads messages, shows answers, keeps the history of messages.
 
-On a terminal with colours that both dark and light ones show well; elsewhere nothing but the answers. What a model or
-a server wrote is text and nothing else: neither rich's markup nor a terminal's escape sequences are in it once shown.
+On a terminal, answers come with colours for dark and light backgrounds, and GNU readline (or libedit) gives arrow keys,
+history and completion. In a pipe, each line is a message and only answers are printed. Text of a model or a server
+reaches the terminal without rich's markup and without escape sequences.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -22,40 +28,40 @@ _SHOWN_AS: dict[int, str] = {
 
 
 def visible(text: str) -> str:
-    """Return `text` without power over a terminal: control characters but newline and tab are drawn, not sent."""
+    """Replace control characters, except newline and tab, by visible symbols."""
     return text.translate(_SHOWN_AS)
 
 
 class View(Protocol):
-    """Where a chat shows things."""
+    """The output of a chat."""
 
     def open(self, model: str, url: str) -> None:
-        """Say who answers."""
+        """Show the model and the address."""
 
     def wait(self) -> None:
-        """Show that a question is on its way."""
+        """Show that a question was sent."""
 
     def piece(self, text: str) -> None:
         """Show the next piece of the answer."""
 
     def end_answer(self, facts: str) -> None:
-        """End the answer's line; `facts` about it go below."""
+        """End the answer's line, and show `facts` below."""
 
     def break_line(self) -> None:
-        """Leave the line at which the prompt stands."""
+        """Leave the line of the prompt."""
 
     def show(self, text: str) -> None:
-        """Show what a command was asked for."""
+        """Show the output of a command."""
 
     def note(self, text: str) -> None:
-        """Confirm what a command did."""
+        """Confirm a command."""
 
     def error(self, message: str, remedy: str) -> None:
-        """Say what went wrong, and what helps; `remedy` may be empty."""
+        """Show an error and its remedy, which may be empty."""
 
 
 class PlainView:
-    """For pipes: answers on `out`, the rest on `err`."""
+    """For pipes: answers go to `out`, everything else to `err`."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
@@ -63,10 +69,10 @@ class PlainView:
         self._last = "\n"
 
     def open(self, model: str, url: str) -> None:
-        """A script knows."""
+        """Print nothing in a pipe."""
 
     def wait(self) -> None:
-        """A script waits."""
+        """Print nothing in a pipe."""
 
     def piece(self, text: str) -> None:
         self._last = visible(text) or self._last
@@ -80,7 +86,7 @@ class PlainView:
         self._last = "\n"
 
     def break_line(self) -> None:
-        """A pipe has no prompt."""
+        """Print nothing in a pipe, which has no prompt."""
 
     def show(self, text: str) -> None:
         self._out.write(visible(text) + "\n")
@@ -95,7 +101,7 @@ class PlainView:
 
 
 class TerminalView:
-    """For people: what is not the conversation is dim, errors are red."""
+    """For terminals: text outside the conversation is dim, errors are red."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -147,6 +153,167 @@ class TerminalView:
             self._is_waiting = False
 
     def _write(self, text: str) -> None:
-        """Write as it is: rich would look at each piece for styles and widths, and a terminal wraps well by itself."""
+        """Write text directly; rich would search each piece for styles and widths."""
         self._console.file.write(text)
         self._console.file.flush()
+
+
+_ESCAPE_SEQUENCES = re.compile(r"(?:\033\[[0-9;]*m)+")
+
+
+class Lines(Protocol):
+    """The source of messages."""
+
+    def next_message(self) -> str:
+        """Return the next message; raises EOFError at the end."""
+
+
+class PlainLines:
+    """A pipe: no prompt, no history."""
+
+    def __init__(self, source: TextIO) -> None:
+        self._source = source
+
+    def next_message(self) -> str:
+        return _gather(self._read_line)
+
+    def _read_line(self, is_continuation: bool) -> str:
+        line = self._source.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+
+class TerminalLines:
+    """A terminal, with a prompt and the messages of earlier chats."""
+
+    def __init__(self, console: Console, history: History, completions: Callable[[str], Sequence[str]]) -> None:
+        """`completions` returns the completions of the last word of the line."""
+        marks = ("› ", "… ") if console.encoding.lower().startswith("utf") else ("> ", ". ")
+        self._prompts = [_prompt(console, mark) for mark in marks]
+        has_readline = importlib.util.find_spec("readline") is not None  # Windows has none
+        self._remember = _with_readline(history, completions) if has_readline else history.append
+
+    def next_message(self) -> str:
+        message = _gather(self._read_line)
+        if message.strip():
+            self._remember(message)
+        return message
+
+    def _read_line(self, is_continuation: bool) -> str:
+        return input(self._prompts[is_continuation]).rstrip("\n")  # pasted text may end with newlines
+
+
+def _gather(read_line: Callable[[bool], str]) -> str:
+    """Read one message. A line that ends with a backslash continues on the next line."""
+    lines = [read_line(False)]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        try:
+            lines.append(read_line(True))
+        except EOFError:
+            break
+    return "\n".join(lines)
+
+
+def _prompt(console: Console, mark: str) -> str:
+    """Return the prompt; marks around its colours tell readline that they have no width."""
+    with console.capture() as captured:
+        console.print(Text(mark, style="bold magenta"), end="")
+    return _ESCAPE_SEQUENCES.sub(r"\001\g<0>\002", captured.get())
+
+
+def _with_readline(history: History, completions: Callable[[str], Sequence[str]]) -> Callable[[str], None]:
+    """Set up readline; return a function that stores a message for the arrow keys and for later chats."""
+    import readline
+
+    def complete(word: str, index: int) -> str | None:
+        return dict(enumerate(completions(readline.get_line_buffer()))).get(index)
+
+    def remember(message: str) -> None:
+        num_kept = readline.get_current_history_length()
+        if not num_kept or readline.get_history_item(num_kept) != message:
+            readline.add_history(message)
+            history.append(message)
+
+    readline.set_auto_history(False)  # it would store each line of a message separately
+    for message in history.load():
+        readline.add_history(message)
+    readline.set_completer_delims(" ")
+    readline.set_completer(complete)
+    if "libedit" in (readline.__doc__ or ""):
+        readline.parse_and_bind("bind ^I rl_complete")
+    else:
+        readline.parse_and_bind("tab: complete")
+        readline.parse_and_bind("set enable-bracketed-paste on")  # lines pasted together are one message
+    return remember
+
+
+MAX_MESSAGES = 1000
+
+
+def history_path() -> Path:
+    """Return the path of the history file (XDG Base Directory Specification; relative paths are ignored)."""
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (state if state.is_absolute() else Path.home() / ".local" / "state") / "tandem" / "chat_history"
+
+
+class History:
+    """The history file. If it cannot be read or written, the user is warned once, and the chat continues without it."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._is_usable = True
+
+    def load(self) -> list[str]:
+        """Return the last MAX_MESSAGES messages, oldest first, and cut the file to them."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _append(self._path, "")
+            messages = _messages(self._path.read_text(encoding="utf-8", errors="replace"))
+            if len(messages) > MAX_MESSAGES:
+                _replace(self._path, messages[-MAX_MESSAGES:])
+            return messages[-MAX_MESSAGES:]
+        except OSError as error:
+            self._give_up(error)
+            return []
+
+    def append(self, message: str) -> None:
+        """Append a message. Two chats may append at the same time."""
+        if self._is_usable:
+            try:
+                _append(self._path, _entry(message))
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_usable = False
+        self._warn(f"messages are not kept for later chats: {error}")
+
+
+def _entry(message: str) -> str:
+    return message.replace("\n", "\\\n") + "\n"
+
+
+def _messages(text: str) -> list[str]:
+    messages: list[str] = []
+    lines: list[str] = []
+    for line in text.split("\n")[:-1]:
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            messages.append("\n".join(lines))
+            lines.clear()
+    return messages
+
+
+def _replace(path: Path, messages: list[str]) -> None:
+    shorter = path.with_name(f"{path.name}.{os.getpid()}")
+    _append(shorter, "".join(map(_entry, messages)))
+    shorter.replace(path)
+
+
+def _append(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+        path.chmod(0o600)
+        file.write(text)

@@ -1,4 +1,4 @@
-"""What does the control plane say about the fleet? The answers of GET /v1/workers and /readyz, asked for and typed."""
+"""Typed answers of GET /v1/workers: the workers and KV services of a fleet."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class Arena:
 
 @dataclass(frozen=True)
 class Link:
-    """How bytes come to a KV service from another one."""
+    """A connection over which a KV service pulls bytes from another KV service."""
 
     address: str
     transport: str
     bytes_per_second: float
     latency_ms: float
     note: str
-    """What is wrong with it, or ""."""
+    """A problem of the connection, or ""."""
 
 
 @dataclass(frozen=True)
 class Orphan:
-    """KV bytes that a process keeps and nobody has a use for, as the control plane's auditor found."""
+    """KV bytes without a user, as found by the control plane's auditor."""
 
     what: str
     num_bytes: int
@@ -55,7 +55,7 @@ class Orphan:
 
 @dataclass(frozen=True)
 class FleetMember:
-    """One worker or KV service, as last heard."""
+    """One worker or KV service, as of its last heartbeat."""
 
     id: str
     role: str
@@ -78,7 +78,7 @@ class FleetMember:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> FleetMember:
-        """Read one entry of `data`; what an older or newer server leaves out is 0 or ""."""
+        """Parse one entry of `data`; a missing field becomes 0 or ""."""
         load = entry.get("load") or {}
         return cls(
             id=entry["id"],
@@ -103,19 +103,19 @@ class FleetMember:
 
 
 def parse_fleet(document: Mapping[str, Any]) -> list[FleetMember]:
-    """Read the answer of GET /v1/workers, prefill first, then decode, then KV services."""
+    """Parse the answer of GET /v1/workers; sort by prefill, decode, KV service."""
     order = {"prefill": 0, "decode": 1, "kv": 2}
     members = [FleetMember.parse(entry) for entry in document["data"]]
     return sorted(members, key=lambda member: (order.get(member.role, 3), member.id))
 
 
 def workers_options(connection: Connection) -> dict[str, Any]:
-    """Return the arguments of httpx's `build_request` that ask for the fleet."""
+    """Return the arguments of httpx's `build_request` for the fleet."""
     return connection.models_options | {"url": "/v1/workers"}
 
 
 async def ask(client: httpx.AsyncClient, path: str) -> httpx.Response | None:
-    """Return the answer, or None where nobody answers yet."""
+    """Return the response, or None if there is no answer yet."""
     try:
         return await client.get(path)
     except httpx.TransportError:

@@ -1,7 +1,7 @@
-"""How do children end when their supervisor is killed with -9, and can no longer end them?
+"""Ends child processes when their parent process is killed with SIGKILL.
 
-This file is also a program: it asks Linux for SIGTERM when its parent dies, then becomes the command it is given. A
-`preexec_fn` would do the same in the forked child, but Python code after a fork crashes in a process with threads.
+This file is also a program: it asks Linux for SIGTERM at its parent's death, then executes a command. A `preexec_fn`
+would do the same in the forked child, but Python code after a fork can crash in a process with threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(command: Sequence[str]) -> list[str]:
-    """Return `command` so that it drains, as on any SIGTERM, when this process dies; as it is where Linux is not."""
+    """Return a command that runs `command` and sends it SIGTERM when this process dies; on Linux only."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
@@ -24,7 +24,7 @@ def die_with_parent(command: Sequence[str]) -> list[str]:
 
 def _become(parent: int, command: list[str]) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # outlives exec
-    if os.getppid() != parent:  # it died in between, and the signal would never come
+    if os.getppid() != parent:  # the parent has died before prctl, so there will be no signal
         sys.exit(128 + signal.SIGTERM)
     os.execv(command[0], command)
 

@@ -1,20 +1,20 @@
-"""Which processes make a Tandem on one machine, and what does each get of it?
+"""Plans the processes of a Tandem on one machine, and each worker's share of cores, memory and GPUs.
 
-A pure function: a machine and the options in, a list of processes out. Cores go to the workers' engines, evenly.
-Threads that outnumber cores spin against each other, so each worker is told its cores and its number of threads. All
-else (the control plane, the KV service, the workers' fronts) needs little, and stays off the cores of decode's engines.
+`plan` is a pure function of the machine, the options and the settings. The engines get the cores, in equal shares. More
+threads than cores would spin against each other, so each worker gets its cores and its number of threads. The control
+plane, the KV service and the workers' gRPC processes need little; they stay off the cores that decode.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from tandem_client.cli.configured import Configured, cores_in
-from tandem_client.cli.machine import Machine
 
 MAX_KV_BYTES_PER_WORKER = 2 << 30
 KV_SHARE_OF_FREE_MEMORY = 0.2
@@ -22,7 +22,7 @@ KV_SHARE_OF_FREE_MEMORY = 0.2
 
 @dataclass(frozen=True)
 class UpOptions:
-    """What the user asked of `tandem up`."""
+    """The flags of `tandem up`."""
 
     model: str | None = None
     served_model_name: str | None = None
@@ -36,11 +36,11 @@ class UpOptions:
     insecure: bool = False
     verbose: bool = False
     operator_token: str = field(default="", repr=False)
-    """What the progress asks for the fleet with, should there be accounts."""
+    """The token for GET /v1/workers, needed if there are accounts."""
 
     @property
     def url(self) -> str:
-        """Where the gateway answers, as seen from this machine."""
+        """The gateway's address, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
@@ -51,20 +51,20 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to keep running. `role` is the word /v1/workers uses, "control" for the control plane."""
+    """One process to keep running. `role` is the role in /v1/workers, or "control" for the control plane."""
 
     name: str
     role: str
     command: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     cores: tuple[int, ...] = field(default=())
-    """Where a worker's engine computes; empty where that is not known, or there is none."""
+    """The cores of a worker's engine; empty if not known, or without an engine."""
 
 
 def plan(machine: Machine, options: UpOptions, configured: Configured | None = None) -> list[ProcessSpec]:
     """Return the processes in the order they start: control plane, KV service, workers.
 
-    What is `configured` elsewhere, a share of the machine does not replace.
+    Settings in `configured` override a worker's share of the machine.
     """
     shares = divide(machine, options.num_prefill + options.num_decode)
     names = _worker_names(options)
@@ -72,16 +72,16 @@ def plan(machine: Machine, options: UpOptions, configured: Configured | None = N
         _worker(name, role, share, (configured or {}).get(role, {}), options)
         for (name, role), share in zip(names, shares, strict=True)
     ]
-    # Without a prefill worker nothing is handed over, and there is nothing for a KV service to hold.
+    # Without a prefill worker there is no hand-over, so no KV service is needed.
     return [_control_plane(options), *([_kv_service(options)] if options.num_prefill else []), *workers]
 
 
 def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple[int, ...]:
-    """Return the cores for all that is no engine: those on which no answers are decoded. Empty: none in particular.
+    """Return the cores for all processes but the engines: the cores that do not decode. Empty means all cores.
 
-    On a core it shares with them a decode step waits for whoever carries the tokens of the step before, and for whoever
-    tokenizes the next prompt: milliseconds that every reader sees. A prefill that waits as long is later by that much.
-    An engine that is told no cores stays on its parent's: then nothing is kept off anywhere.
+    On a shared core, a decode step waits while another process sends tokens or tokenizes a prompt. Such a wait adds
+    milliseconds to the ITL of every stream; in prefill it only adds them once. If an engine has no cores of its own,
+    it runs on the cores of its parent, and no core can be kept free.
     """
     workers = [spec for spec in specs if spec.role in ("prefill", "decode")]
     if not all(worker.cores for worker in workers):
@@ -92,7 +92,7 @@ def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker gets of the machine; `kv_limit_bytes` is None where it has a GPU to itself."""
+    """One worker's share of the machine; `kv_limit_bytes` is None if the worker has a GPU to itself."""
 
     cores: tuple[int, ...]
     kv_limit_bytes: int | None
@@ -100,7 +100,7 @@ class Share:
 
 
 def divide(machine: Machine, num_workers: int) -> list[Share]:
-    """Divide a machine evenly; a worker with a GPU to itself finds its own KV memory there."""
+    """Divide a machine evenly. A worker with a GPU to itself determines its own KV memory."""
     kv_bytes = None if len(machine.gpus) >= num_workers else kv_bytes_per_worker(machine.free_memory_bytes, num_workers)
     gpus = [machine.gpus[index % len(machine.gpus)] if machine.gpus else None for index in range(num_workers)]
     cores = divide_cores(machine.cores, num_workers)
@@ -123,7 +123,7 @@ def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]
 
 
 def kv_bytes_per_worker(free_memory_bytes: int, num_workers: int) -> int:
-    """Return 20 % of the free memory divided among the workers, 2 GiB at most for each, in whole MiB."""
+    """Return each worker's share of 20 % of the free memory: 2 GiB at most, in whole MiB."""
     share = int(free_memory_bytes * KV_SHARE_OF_FREE_MEMORY) // num_workers
     return min(MAX_KV_BYTES_PER_WORKER, share) >> 20 << 20
 
@@ -140,7 +140,7 @@ def _control_plane(options: UpOptions) -> ProcessSpec:
         flags += ["--fallback-model", options.fallback_model]
     if options.insecure:
         flags.append("--insecure")
-    # By the environment, which only this user can read: a flag would show in every list of processes.
+    # Only this user can read the environment; a flag is visible to all in the list of processes.
     environment = (("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token),) if options.operator_token else ()
     return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), environment)
 
@@ -176,3 +176,143 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
 def _command(module: str, flags: Sequence[str], options: UpOptions) -> tuple[str, ...]:
     config = ("--config", str(options.config)) if options.config else ()
     return (sys.executable, "-m", module, *flags, *config)
+
+
+ROLES = ("prefill", "decode", "kv", "control")
+
+
+Configured = Mapping[str, Mapping[str, object]]
+"""By role, the settings from the settings file or the environment: text, or a value of TOML."""
+
+
+def configured_settings(config: Path | None) -> Configured:
+    """Return the settings by role. Raises ValueError if the file is missing or not TOML.
+
+    The file is the one that the services read: `config`, else TANDEM_CONFIG, else tandem.toml in the current folder.
+    """
+    tables = _tables(config)
+    return {role: _in_table(tables, role) | _in_environment(role) for role in ROLES}
+
+
+def cores_in(value: object) -> tuple[int, ...]:
+    """Parse `cpus`, "0,1" or [0, 1]. Returns () for anything else, which the worker then refuses by name."""
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else ()
+    try:
+        return tuple(int(item) for item in items)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _tables(config: Path | None) -> Mapping[str, object]:
+    named = config or (Path(os.environ["TANDEM_CONFIG"]) if os.environ.get("TANDEM_CONFIG") else None)
+    path = named or Path("tandem.toml")
+    if not path.is_file():
+        if named:
+            raise ValueError(f"there is no settings file {named}")
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the settings file {path} is not TOML: {error}") from error
+
+
+def _in_table(tables: Mapping[str, object], role: str) -> dict[str, object]:
+    table = tables.get(role, {})
+    return dict(table) if isinstance(table, dict) else {}
+
+
+def _in_environment(role: str) -> dict[str, object]:
+    prefix = f"TANDEM_{role.upper()}_"
+    return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The usable cores, the free memory, and the GPUs as named in CUDA_VISIBLE_DEVICES."""
+
+    cores: tuple[int, ...]
+    free_memory_bytes: int
+    gpus: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.cores, "a machine that runs this has a core"
+
+
+def this_machine() -> Machine:
+    return Machine(usable_cores(), free_memory_bytes(), usable_gpus())
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use, limited by the container's CPU quota."""
+    # macOS has no affinity; there, the numbers only count threads
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    quota = _cpu_quota()
+    return tuple(cores if quota is None else cores[: max(1, int(quota))])
+
+
+def free_memory_bytes() -> int:
+    """Return the smaller of the machine's available memory and the rest of the cgroup's limit."""
+    in_cgroup = [limit - used for limit, used in _cgroup_memory() if limit < 1 << 60]
+    return max(0, min([_available_bytes(), *in_cgroup]))
+
+
+def usable_gpus() -> tuple[str, ...]:
+    """Return the usable NVIDIA GPUs: those in CUDA_VISIBLE_DEVICES, else all GPUs of the driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    folder = Path("/proc/driver/nvidia/gpus")
+    return tuple(str(index) for index in range(len(list(folder.iterdir())) if folder.is_dir() else 0))
+
+
+def _available_bytes() -> int:
+    meminfo = _read(Path("/proc/meminfo"))
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    if match:
+        return int(match[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_memory() -> list[tuple[int, int]]:
+    """Return (limit, used without page cache), in bytes, of this process's cgroup and of each parent."""
+    pairs = []
+    for folder in _cgroup_folders("memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.strip().isdigit() and used.strip().isdigit():
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            pairs.append((int(limit), int(used) - (int(cache[1]) if cache else 0)))
+    return pairs
+
+
+def _cpu_quota() -> float | None:
+    """Return the number of cores that the smallest CPU quota allows; None without a quota."""
+    quotas = []
+    for folder in _cgroup_folders("cpu"):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and its parents, version 1 or 2."""
+    folders = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        folders += [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return folders
+
+
+def _read(path: Path) -> str:
+    """Return a file's text, or "" if there is no such file."""
+    return path.read_text() if path.is_file() else ""

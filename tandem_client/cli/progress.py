@@ -1,7 +1,7 @@
-"""What does `tandem up` show while things load?
+"""Shows the progress of `tandem up` while the processes load.
 
-On a terminal one line per process that changes in place; elsewhere one plain line each time a process reaches its next
-stage. What is shown comes from the processes themselves, through GET /v1/workers.
+On a terminal, each process has one line, which changes in place. Elsewhere, each new stage of a process is printed as a
+line. The stages come from GET /v1/workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Stage:
-    """How far one process is: a few words, a share of the way if it is known, and whether it has arrived."""
+    """The stage of one process: a text, the progress from 0 to 1 if known, and whether the process is ready."""
 
     text: str
     progress: float | None = None
@@ -33,13 +33,13 @@ class Stage:
 
 
 def stages(specs: Sequence[ProcessSpec], members: Sequence[FleetMember] | None) -> dict[str, Stage]:
-    """Return each process's stage; `members` is None as long as the control plane does not answer."""
+    """Return each process's stage; `members` is None until the control plane answers."""
     found = _match(specs, members or [])
     return {spec.name: _stage(spec, found.get(spec.name), members is not None) for spec in specs}
 
 
 def _match(specs: Sequence[ProcessSpec], members: Sequence[FleetMember]) -> dict[str, FleetMember]:
-    """Find each process's entry: by its name, else the entries of its role in order."""
+    """Find each process's entry by its name, else by its role, in order."""
     by_id = {member.id: member for member in members}
     found = {spec.name: by_id.pop(spec.name) for spec in specs if spec.name in by_id}
     for spec in specs:
@@ -55,13 +55,13 @@ def _stage(spec: ProcessSpec, member: FleetMember | None, control_answers: bool)
     if member is None:
         return Stage("starting")
     if member.state == "ready":
-        return Stage(f"ready{_what_is_ready(spec, member)}", ready=True)
+        return Stage(f"ready{_ready_details(spec, member)}", ready=True)
     if member.state == "failed":
         return Stage(f"failed: {member.error}")
     return Stage(member.load_stage.replace("_", " ") or member.state, member.load_progress or None)
 
 
-def _what_is_ready(spec: ProcessSpec, member: FleetMember) -> str:
+def _ready_details(spec: ProcessSpec, member: FleetMember) -> str:
     facts = [member.model] if member.model else []
     if member.pool:
         facts.append(f"{member.pool.total_blocks:,} KV blocks")
@@ -71,7 +71,7 @@ def _what_is_ready(spec: ProcessSpec, member: FleetMember) -> str:
 
 
 def _ranges(cores: Sequence[int]) -> str:
-    """Write neighbouring cores as a range: (0, 1, 2, 5) -> "0-2,5"."""
+    """Format neighbouring cores as ranges: (0, 1, 2, 5) -> "0-2,5"."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -82,13 +82,13 @@ def _ranges(cores: Sequence[int]) -> str:
 
 
 class ProgressDisplay:
-    """Shows stages as they come; a context manager, since a terminal needs its cursor back."""
+    """Shows the stages. A context manager, because the terminal's cursor must be restored."""
 
     def __init__(self, console: Console, specs: Sequence[ProcessSpec]) -> None:
         self._console = console
         self._names = [spec.name for spec in specs]
         self._width = max(len(name) for name in self._names)
-        self._said: dict[str, str] = {}
+        self._shown: dict[str, str] = {}
         self._spinners = {name: Spinner("dots", style="cyan") for name in self._names}
         self._live = Live(console=console, refresh_per_second=10) if console.is_terminal else None
 
@@ -106,8 +106,8 @@ class ProgressDisplay:
             self._live.update(self._table(current))
             return
         for name, stage in current.items():
-            if self._said.get(name) != stage.text:
-                self._said[name] = stage.text
+            if self._shown.get(name) != stage.text:
+                self._shown[name] = stage.text
                 self._console.print(
                     f"{name:<{self._width}}  {stage.text}", markup=False, highlight=False, soft_wrap=True
                 )
@@ -134,7 +134,7 @@ async def follow_until_ready(
     specs: Callable[[], Sequence[ProcessSpec]],
     show: Callable[[dict[str, Stage]], None],
 ) -> list[FleetMember]:
-    """Show how far things are until /readyz says that a request goes the whole way; return the fleet then."""
+    """Show the stages until /readyz succeeds; return the fleet then."""
     while True:
         answer = await ask(client, "/v1/workers")
         members = parse_fleet(answer.json()) if answer and answer.is_success else None

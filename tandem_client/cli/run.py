@@ -1,4 +1,4 @@
-"""What does `tandem run` send, and how does the answer reach the terminal?"""
+"""`tandem run`: sends one prompt and prints the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem_client.cli.chat_view import visible
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asked of `tandem run`; None leaves a choice to the server."""
+    """The flags of `tandem run`; None leaves the choice to the server."""
 
     prompt: str
     model: str | None = None
@@ -28,7 +28,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
-            raise ValueError("--raw sends the prompt without a chat template, so there is no place for --system")
+            raise ValueError("--raw sends the prompt without a chat template, so it cannot be combined with --system")
 
     def inputs(self) -> dict[str, Any]:
         """Return the body of the call."""
@@ -56,7 +56,7 @@ def run(ai: AI, options: RunOptions, out: TextIO) -> None:
 
 
 def default_model(ai: AI) -> str:
-    """Return the first model served. Raises TandemAPIError where there is none yet."""
+    """Return the first model served. Raises TandemAPIError if there is none yet."""
     models = ai.models()
     if not models:
         raise TandemAPIError(None, 0, f"{ai.base_url} serves no model yet; `tandem status` shows what loads")
@@ -64,7 +64,7 @@ def default_model(ai: AI) -> str:
 
 
 def answer_text(answer: dict[str, Any]) -> str:
-    """Return the text of a native answer or of an OpenAI-shaped one."""
+    """Return the text of a native or an OpenAI answer."""
     if answer.get("choices"):
         choice = answer["choices"][0]
         return str(choice.get("text") or (choice.get("message") or {}).get("content") or "")
@@ -92,7 +92,7 @@ def _write_usage(usage: dict[str, Any], seconds: float) -> None:
 
 
 def _shown(text: str, out: TextIO) -> str:
-    """Return what may be written: a file gets every byte, a terminal nothing that it would obey."""
+    """Return the text to write: unchanged for a file, without control characters for a terminal."""
     return visible(text) if out.isatty() else text
 
 

@@ -1,4 +1,4 @@
-"""How does the fleet look as a table?"""
+"""Shows the fleet as a table, for `tandem status`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR_WIDTH = 14
 
 
 def fleet_view(members: Sequence[FleetMember], url: str) -> Group:
-    """Return the whole picture: one line that sums up, then a table."""
+    """Return a summary line and the table."""
     return Group(Padding(_summary(members, url), (1, 1, 0, 1)), _table(members) if members else Text())
 
 
@@ -37,7 +37,7 @@ def _summary(members: Sequence[FleetMember], url: str) -> Text:
 
 
 def _table(members: Sequence[FleetMember]) -> Table:
-    """Three columns of short lines: that much fits a terminal of 80 columns."""
+    """Return three columns of short lines, which fit a terminal of 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=(0, 1), pad_edge=True)
     for title in ("worker", "load", "memory"):
         table.add_column(title, overflow="fold")
@@ -61,7 +61,7 @@ def _who(member: FleetMember) -> list[Text]:
 
 
 def _load(member: FleetMember) -> list[Text]:
-    heard = Text(f"heard {member.heartbeat_age_seconds:.1f} s ago", style="yellow" if member.suspected else "dim")
+    heard = Text(f"heartbeat {member.heartbeat_age_seconds:.1f} s ago", style="yellow" if member.suspected else "dim")
     if member.error:
         return [Text(member.error, style="red"), heard]
     if member.state == "loading":
@@ -74,7 +74,7 @@ def _load(member: FleetMember) -> list[Text]:
 
 
 def _link(link: Link) -> list[Text]:
-    """One short line, and one more about a link that fell back or is slow."""
+    """Return one line, and a second one for a link that fell back or is slow."""
     figures = [link.transport or "opening"]
     if link.bytes_per_second:
         figures.append(f"{_bytes(link.bytes_per_second)}/s")
@@ -109,7 +109,7 @@ def _arena(arena: Arena) -> list[Text]:
 
 
 def _orphans(member: FleetMember) -> list[Text]:
-    """One red line for each kind of what the auditor found; else what a KV service knows of by itself."""
+    """Return one red line per kind of orphan that the auditor found; else the total of the KV service itself."""
     num_known = member.arena.orphan_bytes if member.arena else 0
     if not member.orphans:
         return [Text(f"{_bytes(num_known)} orphaned", style="red")] if num_known else []
@@ -124,7 +124,7 @@ def _orphaned(what: str, orphans: Sequence[Orphan]) -> str:
 
 
 def _bar(parts: Sequence[tuple[int, str]], total: int) -> Text:
-    """Draw shares of a whole; a part that is not nothing is seen, even where it rounds to nothing."""
+    """Draw the parts of a total as a bar; each part above zero gets at least one character."""
     bar = Text()
     for amount, style in parts:
         width = min(_BAR_WIDTH - len(bar), max(1, round(_BAR_WIDTH * amount / total)) if amount and total else 0)
@@ -160,7 +160,7 @@ def _host(memory: Mapping[str, Any]) -> list[Text]:
 
 
 def _bytes(number: float) -> str:
-    """Write bytes in the unit that leaves one to four digits: 1536 -> "1.5 KiB"."""
+    """Format bytes in the unit that leaves one to four digits: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if number >= 10 or unit == "B" else f"{number:.1f} {unit}"

@@ -1,33 +1,39 @@
-"""How are child processes kept running, and how do they all come down?
+"""Keeps child processes running, and stops them in order.
 
     starting -> running -> died -> (back-off) -> running ...
                               \\-> gave up   after MAX_QUICK_DEATHS quick deaths in a row
                               \\-> refused   exit code 78 or 2: a wrong model or setting stays wrong
 
-`Supervisor.run` returns when it is told to stop (0), when a process refuses, or when the last one of a role has given
-up (1). Whatever the reason, workers end first and the control plane last, each with SIGTERM, then by force.
+`Supervisor.run` returns 0 after `stop`, and 1 when a process refuses or the last process of a role gives up. Workers
+end first and the control plane last: SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_client.cli.child import Child, RestartPolicy, describe_exit, last_lines, readable, troubles
+from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.plan import ProcessSpec
 
 REFUSALS = frozenset({2, 78})
-"""Wrong flags (2, as every Unix command) or a refused model (78, EX_CONFIG of sysexits.h): the next try ends alike."""
+"""Exit codes that a restart cannot change: wrong flags (2), or a refused model (78, EX_CONFIG of sysexits.h)."""
 
 
 Announce = Callable[[str, str], None]
-"""Called with a process's name and one line about what became of it."""
+"""Called with a process's name and one line about its end."""
 
 
 class Supervisor:
-    """Starts processes, starts them again when they die, and stops them in order."""
+    """Starts processes, restarts those that die, and stops them in order."""
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class Supervisor:
         self._exit_code = 0
 
     def stop(self) -> None:
-        """Ask `run` to drain and return; the second time, not to wait. May be called from a loop's signal handler."""
+        """Let `run` drain and return; a second call kills at once. May be called from a loop's signal handler."""
         if self._stop.is_set():
             for child in self.children:
                 child.kill()
@@ -52,7 +58,7 @@ class Supervisor:
 
     @property
     def specs(self) -> list[ProcessSpec]:
-        """The processes that are still kept running."""
+        """The processes that are kept running."""
         return [child.spec for child in self.children if not child.gave_up]
 
     @property
@@ -60,15 +66,15 @@ class Supervisor:
         return self._stop.is_set()
 
     def on_stop(self, callback: Callable[[], object]) -> None:
-        """Have `callback` called as it begins to stop, before anything else is announced."""
+        """Call `callback` when stopping begins, before the next announcement."""
         self._on_stop.append(callback)
 
     async def run(self) -> int:
-        """Keep everything running until `stop`; returns the exit code of the command."""
+        """Keep all processes running until `stop`; return the exit code of the command."""
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         stopped = asyncio.create_task(self._stop.wait())
         try:
-            # A keeper never ends by itself unless it gave up; one that raised is our own mistake and surfaces here.
+            # A keeper ends only if it gave up. An exception in a keeper is a programming error, and is raised here.
             waiting = {stopped, *keepers}
             while not stopped.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +121,7 @@ class Supervisor:
             self._on_stop.pop()()
 
     async def _stop_all(self) -> None:
-        """Stop workers, then the KV service, then the control plane: what runs can still finish and be answered."""
+        """Stop workers, then the KV service, then the control plane, so that running requests can finish."""
         deadline = time.monotonic() + self._policy.drain_seconds
         for stage in (("prefill", "decode"), ("kv",), ("control",)):
             stage_children = [child for child in self.children if child.spec.role in stage]
@@ -127,9 +133,122 @@ class Supervisor:
 
 
 def _last_words(child: Child) -> str:
-    return next((readable(line) for line in last_lines(child.log_path, 1)), "it said nothing")
+    return next((readable(line) for line in last_lines(child.log_path, 1)), "its log is empty")
 
 
 def _tail(child: Child) -> str:
     lines = [readable(line) for line in troubles(last_lines(child.log_path, 5))]
     return "".join(f"\n    {line}" for line in [*lines, f"log: {child.log_path}"])
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a process that died is restarted."""
+
+    first_delay_seconds: float = 0.5
+    max_delay_seconds: float = 10.0
+    quick_death_seconds: float = 10.0
+    max_quick_deaths: int = 5
+    drain_seconds: float = 30.0
+
+    def delay_seconds(self, num_quick_deaths: int) -> float:
+        return min(self.max_delay_seconds, float(self.first_delay_seconds * 2 ** max(0, num_quick_deaths - 1)))
+
+
+class Child:
+    """One process and its restarts, with one log."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.num_quick_deaths = 0
+        self.gave_up = False
+        self.process: asyncio.subprocess.Process | None = None
+        self._started = 0.0
+
+    async def start(self) -> None:
+        """Start the process in a session of its own, so that Ctrl-C in a terminal does not reach it."""
+        with self.log_path.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *die_with_parent(self.spec.command),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self.spec.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started = time.monotonic()
+
+    async def wait(self, policy: RestartPolicy) -> int:
+        """Wait for the process's end and return the exit code; count quick deaths in a row."""
+        assert self.process is not None, "start comes before wait"
+        code = await self.process.wait()
+        self._signal_group(signal.SIGKILL)  # an engine process that is left would keep cores and memory
+        lived_seconds = time.monotonic() - self._started
+        self.num_quick_deaths = self.num_quick_deaths + 1 if lived_seconds < policy.quick_death_seconds else 0
+        return code
+
+    async def stop(self, drain_seconds: float) -> bool:
+        """Drain the process; return False if it had to be killed."""
+        if not self._is_running():
+            return True
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), drain_seconds)
+        except TimeoutError:
+            self._signal_group(signal.SIGKILL)
+            await self.process.wait()
+            return False
+        self._signal_group(signal.SIGKILL)
+        return True
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        if self._is_running():
+            self._signal_group(signal.SIGKILL)
+
+    def _is_running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; macOS reports EPERM
+            os.killpg(self.process.pid, number)
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last non-empty lines of a log; [] if there is no log."""
+    if not path.exists():
+        return []
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
+        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-count:]
+
+
+def troubles(lines: Sequence[str]) -> list[str]:
+    """Return the warnings, the errors, and lines in another format, such as tracebacks."""
+    harmless = ('"level": "info"', '"level": "debug"')
+    return [line for line in lines if not any(word in line for word in harmless)]
+
+
+def readable(line: str) -> str:
+    """Format a JSON log line as text: the event, then its fields. Other lines do not change."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(record, dict) or "event" not in record:
+        return line
+    omitted = {"event", "level", "timestamp", "logger", "service"}
+    details = [f"{key}: {value}" for key, value in record.items() if key not in omitted and value not in ("", None)]
+    return ", ".join([str(record["event"]).replace("_", " "), *details])

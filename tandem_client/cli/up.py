@@ -1,4 +1,4 @@
-"""What does `tandem up` do, from the checks before anything starts to the last process's end?"""
+"""`tandem up`: checks options and ports, starts all processes, shows the start, and waits for the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from tandem_client.cli.configured import configured_settings
 from tandem_client.cli.fleet import FleetMember
-from tandem_client.cli.follow_log import follow_logs
-from tandem_client.cli.machine import this_machine
-from tandem_client.cli.plan import ProcessSpec, UpOptions, cores_beside_decode, plan
+from tandem_client.cli.plan import (
+    ProcessSpec,
+    UpOptions,
+    configured_settings,
+    cores_beside_decode,
+    plan,
+    this_machine,
+)
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
 from tandem_client.cli.supervisor import Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
@@ -29,11 +33,11 @@ from tandem_client.wire import request_headers
 
 
 class CannotStart(Exception):
-    """Something that would fail is wrong before anything has started; says what, and what to do."""
+    """A check failed before any process was started; the message names the problem and the remedy."""
 
 
 def up(options: UpOptions, console: Console) -> int:
-    """Check, start everything, and keep it running until a signal; returns the exit code."""
+    """Check the options, start all processes, and keep them running until a signal; return the exit code."""
     check_options(options)
     check_ports(options)
     machine = this_machine()
@@ -43,33 +47,34 @@ def up(options: UpOptions, console: Console) -> int:
         raise CannotStart(str(error)) from error
     cores = cores_beside_decode(machine, specs)
     if cores and hasattr(os, "sched_setaffinity"):  # not on macOS
-        os.sched_setaffinity(0, cores)  # and so of all that is started from here; engines go where they are told
+        os.sched_setaffinity(0, cores)  # children inherit this; engines set their own cores
     return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
 
 
 def check_options(options: UpOptions) -> None:
     if options.num_decode < 1:
-        raise CannotStart(f"--decode is {options.num_decode}; at least one decode worker must write the answers")
+        raise CannotStart(f"--decode is {options.num_decode}; at least one decode worker is needed")
     if options.num_prefill < 0:
-        raise CannotStart(f"--prefill is {options.num_prefill}; 0 lets decode workers read the prompts too")
+        raise CannotStart(f"--prefill is {options.num_prefill}; give 0 or more; with 0, decode workers prefill too")
     if options.host not in ("127.0.0.1", "::1", "localhost") and not options.insecure:
         raise CannotStart(
-            f"--host {options.host} lets other machines call this one without TLS; add --insecure if that is meant"
+            f"--host {options.host} lets other machines call this one without TLS; add --insecure to allow this"
         )
 
 
 def check_ports(options: UpOptions) -> None:
-    """Refuse ports that someone listens on, before a child would fail on them."""
+    """Raise CannotStart if a port is in use."""
     for flag, host, port in (("--port", options.host, options.port), ("--grpc-port", "127.0.0.1", options.grpc_port)):
         if not _can_listen(host, port):
             raise CannotStart(
-                f"port {port} on {host} is in use{_by_whom(options, port)}; stop what listens there, or choose others: "
-                f"tandem up --port {options.port + 10} --grpc-port {options.grpc_port + 10} (this is {flag})"
+                f"port {port} on {host} is in use{_other_tandem(options, port)}; stop what listens there, "
+                f"or choose others: tandem up --port {options.port + 10} --grpc-port {options.grpc_port + 10} "
+                f"(this is {flag})"
             )
 
 
 def prepare_logs(specs: Sequence[ProcessSpec], port: int) -> Path:
-    """Make the log folder of a Tandem at `port`; the logs of the run before are kept beside, as NAME.log.1."""
+    """Create the log folder for `port`; rename the logs of the last run to NAME.log.1."""
     folder = state_dir() / "logs" / str(port)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for spec in specs:
@@ -80,7 +85,7 @@ def prepare_logs(specs: Sequence[ProcessSpec], port: int) -> Path:
 
 
 def state_dir() -> Path:
-    """Return where Tandem keeps what outlives a process: TANDEM_STATE_DIR, else XDG's state folder."""
+    """Return the folder of Tandem's state: TANDEM_STATE_DIR, else the folder `tandem` in XDG's state folder."""
     if chosen := os.environ.get("TANDEM_STATE_DIR"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_STATE_HOME")
@@ -88,13 +93,13 @@ def state_dir() -> Path:
 
 
 def curl_line(url: str, model: str) -> str:
-    """Return a command to paste that streams an answer."""
+    """Return a curl command that streams an answer."""
     body = json.dumps({"prompt": "What is a KV cache?", "stream": True})
     return f"curl -N {url}/client/v4/accounts/default/ai/run/{shlex.quote(model)} -d {shlex.quote(body)}"
 
 
 def chat_line(url: str) -> str:
-    """Return a command to paste that opens a chat, with `tandem` as it was found this time."""
+    """Return a command that opens a chat, with the path of this `tandem`."""
     called = sys.argv[0] if Path(sys.argv[0]).name == "tandem" else "tandem"
     return shlex.join([called, "chat", *([] if url == DEFAULT_BASE_URL else ["--url", url])])
 
@@ -111,16 +116,16 @@ async def _up(options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path
         helpers.append(asyncio.create_task(follow_logs([child.log_path for child in supervisor.children], console)))
     for helper in helpers:
         helper.add_done_callback(lambda done: None if done.cancelled() or not done.exception() else supervisor.stop())
-    supervisor.on_stop(helpers[0].cancel)  # gives the terminal back before the last lines
+    supervisor.on_stop(helpers[0].cancel)  # restores the terminal before the last lines
     try:
         code = await supervisor.run()
     finally:
         for helper in helpers:
             helper.cancel()
         results = await asyncio.gather(*helpers, return_exceptions=True)
-    console.print("Stopped." if code == 0 else "Stopped, because of the above.", highlight=False)
+    console.print("Stopped." if code == 0 else "Stopped, because of the error above.", highlight=False)
     for result in results:
-        if isinstance(result, Exception):  # a mistake of ours in the display must not stay hidden
+        if isinstance(result, Exception):  # a programming error in the display must not be hidden
             raise result
     return code
 
@@ -130,14 +135,14 @@ def _on_signal(supervisor: Supervisor, console: Console) -> None:
         console.print("Stopping at once.", highlight=False)
     else:
         console.print(
-            "\nDraining: what runs may finish, for 30 s at most. Ctrl-C again stops at once.", highlight=False
+            "\nDraining: running requests may finish, within 30 s. Ctrl-C again stops at once.", highlight=False
         )
     supervisor.stop()
 
 
 async def _show_start(options: UpOptions, supervisor: Supervisor, log_folder: Path, console: Console) -> None:
     started = time.monotonic()
-    # The loopback is asked directly; a proxy from the environment is no way to our own machine.
+    # trust_env=False: a proxy from the environment cannot reach this machine.
     headers = request_headers(options.operator_token, None)
     async with httpx.AsyncClient(base_url=options.url, headers=headers, trust_env=False, timeout=5.0) as client:
         with ProgressDisplay(console, supervisor.specs) as display:
@@ -157,7 +162,7 @@ def _print_ready(
     console.print(Text.assemble("  ", (curl_line(options.url, model), "green")), soft_wrap=True)
     console.print(Text.assemble("  ", (chat_line(options.url), "green")), soft_wrap=True)
     console.print()
-    console.print(Text(f"Ctrl-C drains and stops it. Logs: {log_folder}", style="dim"), soft_wrap=True)
+    console.print(Text(f"Ctrl-C drains and stops Tandem. Logs: {log_folder}", style="dim"), soft_wrap=True)
 
 
 def _can_listen(host: str, port: int) -> bool:
@@ -173,8 +178,8 @@ def _can_listen(host: str, port: int) -> bool:
     return True
 
 
-def _by_whom(options: UpOptions, port: int) -> str:
-    """Say that it is another Tandem, if it is: then there is nothing to start."""
+def _other_tandem(options: UpOptions, port: int) -> str:
+    """Return a hint if another Tandem listens on the port, else ""."""
     if port != options.port:
         return ""
     try:
@@ -184,3 +189,43 @@ def _by_whom(options: UpOptions, port: int) -> str:
     except (httpx.HTTPError, ValueError, AttributeError):
         return ""
     return " by a Tandem that already runs (see `tandem status`)" if is_tandem else ""
+
+
+POLL_SECONDS = 0.2
+
+
+async def follow_logs(paths: Sequence[Path], console: Console) -> None:
+    """Print each new line of `paths`, with the process's name, until cancelled."""
+    readers = [LogReader(path) for path in paths]
+    width = max(len(path.stem) for path in paths)
+    try:
+        while True:
+            _print_new(readers, width, console)
+            await asyncio.sleep(POLL_SECONDS)
+    finally:
+        _print_new(readers, width, console)
+
+
+class LogReader:
+    """Reads the new complete lines of a log, which may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def new_lines(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as log:
+            log.seek(self._offset)
+            complete = log.read().rpartition(b"\n")[0]
+        if not complete:
+            return []
+        self._offset += len(complete) + 1
+        return complete.decode("utf-8", errors="replace").split("\n")
+
+
+def _print_new(readers: Sequence[LogReader], width: int, console: Console) -> None:
+    for reader in readers:
+        for line in reader.new_lines():
+            console.print(Text.assemble((f"{reader.path.stem:<{width}} │ ", "dim"), line), soft_wrap=True)

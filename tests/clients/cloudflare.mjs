@@ -1,4 +1,4 @@
-// What does Cloudflare's client for Node.js get: whole, streamed, refused, paged?   node cloudflare.mjs BASE_URL MODEL
+// Prints what Cloudflare's client for Node.js returns: an answer, a stream, errors, a list.   node cloudflare.mjs BASE_URL MODEL
 import Cloudflare from "cloudflare";
 
 const [baseURL, model] = process.argv.slice(2);

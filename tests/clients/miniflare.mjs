@@ -1,4 +1,4 @@
-// What does env.AI get in miniflare, by way of its remote proxy?   node miniflare.mjs PROXY_URL MODEL
+// Prints what env.AI returns in miniflare, over its remote proxy.   node miniflare.mjs PROXY_URL MODEL
 import { readFileSync } from "node:fs";
 import { Miniflare } from "miniflare";
 

@@ -1,4 +1,4 @@
-"""How does a test run what npm has brought: a script in Node.js, a bundled Worker, wrangler?"""
+"""Runs what npm has installed for tests: scripts in Node.js, a bundled Worker, wrangler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIN = FOLDER / "node_modules" / ".bin"
 
 
 def require_clients() -> None:
-    """Skip, and say why, where `make services` has not installed the clients; fail where skips are not allowed."""
+    """Skip the test if `make services` has not installed the clients; fail if skips are not allowed."""
     if shutil.which("node") and (BIN / "esbuild").exists():
         return
     reason = f"the Node.js clients are not installed: {BIN} is missing; run `make services`"
@@ -51,9 +51,9 @@ def bundled_worker(into: Path) -> Path:
 
 @contextmanager
 def wrangler_dev(api_base_url: str, account: str, home: Path) -> Iterator[Path]:
-    """Run `wrangler dev` over a project that variables alone point at a gateway; yields its log, which tells its URL.
+    """Run `wrangler dev` over a project, with variables that name the gateway; yield its log, which contains its URL.
 
-    `home` is where wrangler keeps what it writes.
+    wrangler writes its own files to `home`.
     """
     require_clients()
     project = home / "project"
@@ -77,6 +77,6 @@ def wrangler_dev(api_base_url: str, account: str, home: Path) -> Iterator[Path]:
 
 
 def url_in(log: Path) -> str | None:
-    """Return where wrangler says that it listens, once it does."""
+    """Return the URL in wrangler's log, or None until wrangler is ready."""
     ready = re.search(r"Ready on (http://\S+)", log.read_text(errors="replace"))
     return ready[1] if ready else None

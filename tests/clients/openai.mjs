@@ -1,4 +1,4 @@
-// What does OpenAI's client for Node.js get: whole, streamed, refused, left?   node openai.mjs BASE_URL MODEL
+// Prints what OpenAI's client for Node.js returns: an answer, a stream, errors.   node openai.mjs BASE_URL MODEL
 import OpenAI from "openai";
 
 const [baseURL, model] = process.argv.slice(2);
@@ -6,12 +6,12 @@ const client = new OpenAI({ baseURL, apiKey: "unused", maxRetries: 0 });
 const ask = { model, messages: [{ role: "user", content: "What is a KV cache?" }], max_tokens: 24, seed: 5 };
 
 const whole = await client.chat.completions.create(ask);
-const said = { streamed: "", usage: null, finish: null };
+const collected = { streamed: "", usage: null, finish: null };
 const stream = await client.chat.completions.create({ ...ask, stream: true, stream_options: { include_usage: true } });
 for await (const chunk of stream) {
-  said.streamed += chunk.choices[0]?.delta.content ?? "";
-  said.finish = chunk.choices[0]?.finish_reason ?? said.finish;
-  said.usage = chunk.usage ?? said.usage;
+  collected.streamed += chunk.choices[0]?.delta.content ?? "";
+  collected.finish = chunk.choices[0]?.finish_reason ?? collected.finish;
+  collected.usage = chunk.usage ?? collected.usage;
 }
 const plain = await client.completions.create({ model, prompt: "Once", max_tokens: 4, logprobs: 1, echo: false, seed: 1 });
 const models = (await client.models.list()).data.map((each) => each.id);
@@ -24,4 +24,4 @@ for (const change of [{ model: "no-such-model" }, { temperature: -3 }, { tools: 
 const left = await client.completions.create({ model, prompt: "Once", max_tokens: 900, temperature: 2, stream: true });
 for await (const _ of left) break;
 
-console.log(JSON.stringify({ whole, ...said, plain, models, errors }));
+console.log(JSON.stringify({ whole, ...collected, plain, models, errors }));

@@ -1,4 +1,4 @@
-// What do tools give with OpenAI's client for Node.js: whole, streamed, by its own loop, refused?   node openai_tools.mjs BASE_URL MODEL
+// Prints the tool calls of OpenAI's client for Node.js: in an answer, a stream, its own loop, errors.   node openai_tools.mjs BASE_URL MODEL
 import OpenAI from "openai";
 
 const [baseURL, model] = process.argv.slice(2);
@@ -17,8 +17,8 @@ const streamed = await runner.finalChatCompletion();
 const called = [];
 const run = client.chat.completions.runTools({
   ...ask,
-  tools: [{ type: "function", function: { ...weather, parse: JSON.parse, function: (given) => {
-    called.push(given);
+  tools: [{ type: "function", function: { ...weather, parse: JSON.parse, function: (args) => {
+    called.push(args);
     return { temperature: 12, sky: "sunny" };
   } } }],
 });

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is a KV cache?"}]
 LONG: dict[str, Any] = {"max_tokens": 900, "temperature": 5, "seed": 9}
-"""So hot that it does not end by itself before the client has left."""
+"""A temperature at which an answer does not end before the client disconnects."""
 T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Run a blocking client; the gateway lives on this loop."""
+    """Run a blocking client in a thread; the gateway runs on this loop."""
     return await asyncio.wait_for(asyncio.to_thread(work), 60)
 
 
@@ -121,14 +121,14 @@ async def test_cloudflare_may_leave_half_way(demo_fleet: Fleet) -> None:
     await demo_fleet.pools_are_full()
 
 
-# LangChain, by way of langchain-cloudflare
+# LangChain, with langchain-cloudflare
 
 
 def langchain_model(fleet: Fleet, **changes: Any) -> Any:
     chat = pytest.importorskip("langchain_cloudflare", reason="langchain-cloudflare is not installed (extra `dev`)")
     where = {"account_id": "acc", "api_token": "unused", "base_url": f"{fleet.base_url}/client/v4"}
-    asked = {"model": MODEL, "max_tokens": 24, "temperature": 0.0, "max_retries": 0, **changes}
-    return chat.ChatCloudflareWorkersAI(**where, **asked)
+    options = {"model": MODEL, "max_tokens": 24, "temperature": 0.0, "max_retries": 0, **changes}
+    return chat.ChatCloudflareWorkersAI(**where, **options)
 
 
 async def test_langchain_streams_what_it_answers_whole(demo_fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""Clients of Node.js programs and Cloudflare Workers work: streamed and not, and with errors."""
+"""Tests existing clients for Node.js and Cloudflare Workers: complete answers, streams, and errors."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ REPORT = "It is 12 degrees and sunny in Oslo."
 
 
 async def test_openai_for_node_streams_what_it_answers_whole_and_gets_its_errors(demo_fleet: Fleet) -> None:
-    said: Any = await asyncio.to_thread(output_of, "openai.mjs", f"{demo_fleet.base_url}/v1", MODEL)
-    choice = said["whole"]["choices"][0]
-    assert said["streamed"] == choice["message"]["content"] != ""
-    assert said["finish"] == choice["finish_reason"]
-    assert said["usage"]["completion_tokens"] == said["whole"]["usage"]["completion_tokens"]
-    assert len(said["plain"]["choices"][0]["logprobs"]["tokens"]) == said["plain"]["usage"]["completion_tokens"]
-    assert said["models"] == [MODEL]
-    assert [(error["kind"], error["status"]) for error in said["errors"]] == [
+    output: Any = await asyncio.to_thread(output_of, "openai.mjs", f"{demo_fleet.base_url}/v1", MODEL)
+    choice = output["whole"]["choices"][0]
+    assert output["streamed"] == choice["message"]["content"] != ""
+    assert output["finish"] == choice["finish_reason"]
+    assert output["usage"]["completion_tokens"] == output["whole"]["usage"]["completion_tokens"]
+    assert len(output["plain"]["choices"][0]["logprobs"]["tokens"]) == output["plain"]["usage"]["completion_tokens"]
+    assert output["models"] == [MODEL]
+    assert [(error["kind"], error["status"]) for error in output["errors"]] == [
         ("NotFoundError", 404),
         ("BadRequestError", 400),
         ("BadRequestError", 400),
     ]
-    words = [error["message"] for error in said["errors"]]
+    words = [error["message"] for error in output["errors"]]
     assert "no-such-model" in words[0] and "temperature" in words[1] and "tools[0].name is missing" in words[2]
     await demo_fleet.pools_are_full()
 
 
 async def test_openai_for_node_works_at_cloudflares_address_too(demo_fleet: Fleet) -> None:
     base_url = f"{demo_fleet.base_url}/client/v4/accounts/acc/ai/v1"
-    said: Any = await asyncio.to_thread(output_of, "openai.mjs", base_url, MODEL)
-    assert said["streamed"] == said["whole"]["choices"][0]["message"]["content"]
-    assert [error["status"] for error in said["errors"]] == [400, 400, 400]
+    output: Any = await asyncio.to_thread(output_of, "openai.mjs", base_url, MODEL)
+    assert output["streamed"] == output["whole"]["choices"][0]["message"]["content"]
+    assert [error["status"] for error in output["errors"]] == [400, 400, 400]
 
 
 async def test_cloudflare_for_node_runs_streams_and_lists(demo_fleet: Fleet) -> None:
-    said: Any = await asyncio.to_thread(output_of, "cloudflare.mjs", f"{demo_fleet.base_url}/client/v4", MODEL)
-    events = [line.removeprefix("data: ") for line in said["lines"]]
+    output: Any = await asyncio.to_thread(output_of, "cloudflare.mjs", f"{demo_fleet.base_url}/client/v4", MODEL)
+    events = [line.removeprefix("data: ") for line in output["lines"]]
     assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["response"] for event in events[:-1]) == said["whole"]["response"] != ""
-    assert said["models"] == [MODEL] and "prompt" in said["input"]
-    assert said["errors"] == [
+    assert "".join(json.loads(event)["response"] for event in events[:-1]) == output["whole"]["response"] != ""
+    assert output["models"] == [MODEL] and "prompt" in output["input"]
+    assert output["errors"] == [
         {"kind": "BadRequestError", "status": 400, "code": 5007},
         {"kind": "BadRequestError", "status": 400, "code": 5006},
     ]
@@ -61,7 +61,7 @@ async def test_cloudflare_for_node_runs_streams_and_lists(demo_fleet: Fleet) -> 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def libraries(demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    """A Worker in stock workerd that asks by way of other people's libraries."""
+    """A Worker in stock workerd that calls env.AI through libraries."""
     folder: Path = bundled_worker(tmp_path_factory.mktemp("worker"))
     with example_worker(demo_fleet.gateway.http_address, folder) as url:
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
@@ -86,27 +86,30 @@ async def test_the_ai_sdk_in_a_worker_gets_the_errors(libraries: httpx.AsyncClie
 
 
 async def test_openai_for_node_calls_tools_streamed_and_in_its_own_loop(demo_fleet: Fleet) -> None:
-    said: Any = await asyncio.to_thread(output_of, "openai_tools.mjs", f"{demo_fleet.base_url}/v1", MODEL)
-    whole, streamed = (said[name]["message"]["tool_calls"][0]["function"] for name in ("whole", "streamed"))
+    output: Any = await asyncio.to_thread(output_of, "openai_tools.mjs", f"{demo_fleet.base_url}/v1", MODEL)
+    whole, streamed = (output[name]["message"]["tool_calls"][0]["function"] for name in ("whole", "streamed"))
     assert whole == streamed and whole["name"] == "get_weather" and json.loads(whole["arguments"]) == {"city": "Oslo"}
-    assert said["whole"]["finish_reason"] == said["streamed"]["finish_reason"] == "tool_calls"
-    assert len(said["deltas"]) > 3 and "".join(said["deltas"]) == whole["arguments"]
-    assert said["called"] == [{"city": "Oslo"}] and said["answer"] == REPORT
-    assert "tools[0].function.name is missing" in said["errors"][0] and "tool_choice is none_such" in said["errors"][1]
+    assert output["whole"]["finish_reason"] == output["streamed"]["finish_reason"] == "tool_calls"
+    assert len(output["deltas"]) > 3 and "".join(output["deltas"]) == whole["arguments"]
+    assert output["called"] == [{"city": "Oslo"}] and output["answer"] == REPORT
+    assert (
+        "tools[0].function.name is missing" in output["errors"][0]
+        and "tool_choice is none_such" in output["errors"][1]
+    )
 
 
 async def test_run_with_tools_in_a_worker_calls_and_answers(libraries: httpx.AsyncClient) -> None:
-    said = (await libraries.get("/tools")).json()
-    assert said["called"] == [{"city": "Oslo"}], said
-    assert said["answer"]["response"] == REPORT and said["answer"]["tool_calls"] == []
+    output = (await libraries.get("/tools")).json()
+    assert output["called"] == [{"city": "Oslo"}], output
+    assert output["answer"]["response"] == REPORT and output["answer"]["tool_calls"] == []
     refused = (await libraries.get("/tools", params={"name": "no name"})).json()
     assert "5006: tools[0].function.name is 'no name'" in refused["message"], refused
 
 
 @pytest.mark.parametrize("route", ["/generate-tools", "/stream-tools"])
 async def test_the_ai_sdk_in_a_worker_calls_tools_and_answers(libraries: httpx.AsyncClient, route: str) -> None:
-    said = (await libraries.get(route)).json()
-    assert said == {"called": [{"city": "Oslo"}], "text": REPORT, "ends": ["tool-calls", "stop"]}
+    output = (await libraries.get(route)).json()
+    assert output == {"called": [{"city": "Oslo"}], "text": REPORT, "ends": ["tool-calls", "stop"]}
     forced = (await libraries.get(route, params={"choice": "named"})).json()
     assert forced["called"] == [{"city": "Oslo"}] * 2 and forced["text"] == ""
     assert (await libraries.get(route, params={"choice": "none"})).json()["called"] == []
@@ -118,7 +121,7 @@ async def test_a_worker_finds_the_models(libraries: httpx.AsyncClient) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wrangler(demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    """wrangler's dev server over a project and code that know nothing of Tandem."""
+    """wrangler's dev server over an ordinary project, without Tandem in its code."""
     home = tmp_path_factory.mktemp("wrangler")
     with wrangler_dev(f"{demo_fleet.base_url}/client/v4", "acc1", home) as log:
         await until(lambda: url_in(log) is not None, 60, log.read_text)
@@ -146,9 +149,9 @@ async def test_wrangler_4_14_gets_the_bindings_errors(wrangler: httpx.AsyncClien
 
 async def test_miniflare_runs_streams_and_finds_models_by_its_remote_proxy(demo_fleet: Fleet) -> None:
     proxy = f"{demo_fleet.base_url}/client/v4/accounts/acc1/ai/run/proxy"
-    said: Any = await asyncio.to_thread(output_of, "miniflare.mjs", proxy, MODEL)
-    events = [line.removeprefix("data: ") for line in said["streamed"].splitlines() if line]
+    output: Any = await asyncio.to_thread(output_of, "miniflare.mjs", proxy, MODEL)
+    events = [line.removeprefix("data: ") for line in output["streamed"].splitlines() if line]
     assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["response"] for event in events[:-1]) == said["whole"]["response"] != ""
-    assert said["whole"]["requestId"] and said["models"] == [MODEL]
-    assert said["refused"]["message"].startswith("5007: no model")
+    assert "".join(json.loads(event)["response"] for event in events[:-1]) == output["whole"]["response"] != ""
+    assert output["whole"]["requestId"] and output["models"] == [MODEL]
+    assert output["refused"]["message"].startswith("5007: no model")

@@ -1,4 +1,4 @@
-"""How does a test sit at a terminal and chat? A gateway that answers by what is said, and a pseudo-terminal."""
+"""A chat on a pseudo-terminal, and a gateway whose answers depend on the messages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ESCAPE_SEQUENCES = re.compile(r"\033\[[0-9;?]*[A-Za-z]|\r")
 
 
 class TalkingStub(StubGateway):
-    """Answers by what the last message says; `asked` is what each call was told."""
+    """Answers according to the last message; `sent` has the messages of each call."""
 
     @property
-    def asked(self) -> list[list[str]]:
+    def sent(self) -> list[list[str]]:
         return [[message["content"] for message in call.body["messages"]] for call in self.calls]
 
     async def _run(self, request: Request) -> Response:
@@ -47,7 +47,7 @@ class TalkingStub(StubGateway):
         try:
             while question == "say nothing":
                 yield b": a comment, as gateways send against idle proxies\n\n"
-                await asyncio.sleep(0.001)  # the pace of decode; also where the server notices that the client has left
+                await asyncio.sleep(0.001)  # the rate of decode; here the server also notices a disconnect
             yield _event({"response": f"({len(body['messages'])}) "})
             while question == "go on for ever":
                 yield _event({"response": "and on "})
@@ -73,7 +73,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 class Terminal:
-    """A pseudo-terminal with the command in it, and what it shows, without colours."""
+    """A pseudo-terminal that runs the command, and its output without colours."""
 
     def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
         self.process = process
@@ -86,7 +86,7 @@ class Terminal:
         return _ESCAPE_SEQUENCES.sub("", self.raw.decode(errors="ignore"))
 
     def until(self, words: str, nudge: bool = False) -> str:
-        """Read until `words` are shown anew; the test's own timeout ends a wait that is in vain."""
+        """Read until `words` are shown again; the test's timeout ends the wait."""
         while (found := self.screen.find(words, self._seen)) < 0:
             while nudge and not select.select([self._master], [], [], 0.2)[0]:
                 self.process.send_signal(signal.SIGWINCH)
@@ -126,7 +126,7 @@ class Terminal:
 
 @contextmanager
 def chatting(gateway: StubGateway, state: Path, *arguments: str) -> Iterator[Terminal]:
-    """Run the command at a terminal of its own, where Ctrl-C is a signal, and wait for its prompt."""
+    """Run the command on a pseudo-terminal, where Ctrl-C is a signal, and wait for its prompt."""
     begin = (
         "import os, signal, sys; os.close(os.open(os.ttyname(0), os.O_RDWR));"
         "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""Which fixtures do tests of the client share?"""
+"""Fixtures for tests of the client."""
 
 from __future__ import annotations
 

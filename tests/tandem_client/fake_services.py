@@ -1,7 +1,7 @@
-"""What stands in for the four services when the `tandem` command itself is tested?
+"""Replaces the four services in tests of the `tandem` command.
 
-Real processes under the real names, from a folder that goes before ours on PYTHONPATH: the control plane answers HTTP
-from what the fake workers write into files.
+The fakes are real processes with the real module names. Their folder comes first in PYTHONPATH. The fake workers write
+files, and the fake control plane answers HTTP requests from them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ while True:
 
 
 def make_fake_services(folder: Path) -> dict[str, str]:
-    """Write the four services into `folder`; returns the environment in which `tandem up` finds them."""
+    """Write the four services into `folder`; return the environment in which `tandem up` finds them."""
     (folder / "fleet").mkdir()
     (folder / "control_plane.py").write_text(_CONTROL_PLANE)
     for name in ("kv_transfer_svc", "prefill_svc", "decode_svc"):

@@ -1,4 +1,4 @@
-"""How does a test get an ASGI application onto a real port?"""
+"""Serves an ASGI application on a real port."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 
 @contextmanager
 def serve(app: ASGIApp) -> Iterator[str]:
-    """Serve `app` with uvicorn in a thread, on a free port; yields its URL."""
+    """Serve `app` with uvicorn in a thread, on a free port; yield its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(128)  # from here on a client that connects is heard, however long the thread takes to start
+        listener.listen(128)  # connections wait from now on, however long the thread takes to start
         config = uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

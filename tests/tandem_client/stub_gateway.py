@@ -1,6 +1,6 @@
-"""What does a gateway on a real port answer, for tests of its clients?
+"""A stub gateway on a real port, for tests of its clients.
 
-It speaks the REST form of Workers AI; the model's name says how it behaves. Everything it was asked is in `calls`.
+It has the REST API of Workers AI. The model's name selects its behaviour. `calls` has all requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USAGE = {
 
 @dataclass
 class Call:
-    """One request as it arrived."""
+    """One received request."""
 
     path: str
     headers: dict[str, str]
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass
 class StubGateway:
-    """The stub's address and what happened to it."""
+    """The stub's address and the requests to it."""
 
     url: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -97,7 +97,7 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 def last_event(body: Any) -> bytes:
-    """Return what ends an answer of three tokens, as a gateway does: why, and how much it was."""
+    """Return the finish reason and the usage of an answer of three tokens."""
     reason = "length" if body.get("max_tokens") == USAGE["completion_tokens"] else "stop"
     return _event({"response": "", "finish_reason": reason, "usage": USAGE})
 
@@ -154,7 +154,7 @@ async def _endless(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     try:
         while True:
             yield _event({"response": "more "})
-            await asyncio.sleep(0.001)  # the pace of decode; also where the server notices that the client has left
+            await asyncio.sleep(0.001)  # the rate of decode; here the server also notices a disconnect
     finally:
         gateway.client_left.set()
 

@@ -1,4 +1,4 @@
-"""Does `AI` give results, tokens and errors as its docstrings say?"""
+"""Tests the results, tokens and errors of `AI`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does `AsyncAI` behave as `AI` does?"""
+"""Tests that `AsyncAI` behaves as `AI`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does `tandem chat` send, show and remember? The real command, from a pipe and at a pseudo-terminal."""
+"""Tests what `tandem chat` sends, shows and stores, from a pipe and on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem_client.cli.app import app
-from tandem_client.cli.chat_answer import Answer
-from tandem_client.cli.chat_conversation import Conversation, Turn
-from tandem_client.cli.chat_history import MAX_MESSAGES, History
-from tandem_client.cli.chat_view import visible
+from tandem_client.cli.chat import Answer, Conversation, Turn
+from tandem_client.cli.chat_view import MAX_MESSAGES, History, visible
 from tests.tandem_client.chat_terminal import TalkingStub, chatting
 from tests.tandem_client.serving import serve
 from tests.tandem_client.stub_gateway import StubGateway
@@ -43,7 +41,7 @@ def test_each_question_comes_with_the_whole_conversation(gateway: TalkingStub, t
         assert f"@tandem/demo · {gateway.url} · /help" in terminal.screen
         assert terminal.say("Hi").startswith("(2) You said Hi")
         assert terminal.say("What did I say?").startswith("(4) You said What did I say?")
-    assert gateway.asked == [
+    assert gateway.sent == [
         ["Be brief.", "Hi"],
         ["Be brief.", "Hi", "(2) You said Hi", "What did I say?"],
     ]
@@ -63,12 +61,12 @@ def test_below_an_answer_stand_its_tokens_and_its_pace(gateway: TalkingStub, tmp
 def test_reset_forgets_and_retry_asks_again(gateway: TalkingStub, tmp_path: Path) -> None:
     with chatting(gateway, tmp_path, "--system", "s") as terminal:
         terminal.say("one")
-        assert "forgotten" in terminal.say("/reset")
+        assert "is empty" in terminal.say("/reset")
         terminal.say("two")
         terminal.say("three")
         terminal.say("/retry")
     last = ["s", "two", "(2) You said two", "three"]
-    assert gateway.asked == [["s", "one"], ["s", "two"], last, last]
+    assert gateway.sent == [["s", "one"], ["s", "two"], last, last]
 
 
 def test_models_are_listed_and_switched_and_an_unknown_one_changes_nothing(
@@ -78,10 +76,10 @@ def test_models_are_listed_and_switched_and_an_unknown_one_changes_nothing(
         assert terminal.say("/model").split("\n") == ["* @tandem/demo", "  @tandem/other"]
         assert "no model gpt is served here; there is @tandem/demo, @tandem/other" in terminal.say("/model gpt")
         terminal.say("to the first")
-        assert "@tandem/other answers from here on" in terminal.say("/model @tandem/other")
+        assert "@tandem/other answers from now on" in terminal.say("/model @tandem/other")
         terminal.say("to the second")
     assert [call.path.partition("/run/")[2] for call in gateway.calls] == ["@tandem/demo", "@tandem/other"]
-    assert gateway.asked[1][0] == "to the first"
+    assert gateway.sent[1][0] == "to the first"
 
 
 def test_ctrl_c_in_mid_answer_ends_that_answer_and_the_chat_goes_on(gateway: TalkingStub, tmp_path: Path) -> None:
@@ -92,8 +90,8 @@ def test_ctrl_c_in_mid_answer_ends_that_answer_and_the_chat_goes_on(gateway: Tal
         assert "stopped; what came so far stays" in terminal.until("› ")
         assert gateway.client_left.wait(20), "the connection is closed, so that the server stops"
         assert terminal.say("thanks").startswith("(3) You said thanks")
-    assert [gateway.asked[1][0], gateway.asked[1][2]] == ["go on for ever", "thanks"]
-    assert gateway.asked[1][1].startswith("(1) and on ")
+    assert [gateway.sent[1][0], gateway.sent[1][2]] == ["go on for ever", "thanks"]
+    assert gateway.sent[1][1].startswith("(1) and on ")
 
 
 def test_ctrl_c_before_the_first_token_takes_the_question_back(gateway: TalkingStub, tmp_path: Path) -> None:
@@ -103,7 +101,7 @@ def test_ctrl_c_before_the_first_token_takes_the_question_back(gateway: TalkingS
         terminal.send("\x03")
         assert "stopped before the first token" in terminal.until("› ")
         terminal.say("Hi")
-    assert gateway.asked[-1] == ["Hi"]
+    assert gateway.sent[-1] == ["Hi"]
 
 
 def test_an_error_is_red_with_its_remedy_and_the_question_is_not_remembered(
@@ -118,7 +116,7 @@ def test_an_error_is_red_with_its_remedy_and_the_question_is_not_remembered(
         assert "has no chat template" in terminal.say("no template")
         terminal.say("/reset")
         assert "has no chat template" in terminal.say("/retry")
-    assert gateway.asked[2:] == [
+    assert gateway.sent[2:] == [
         ["Hi"],
         ["Hi", "(1) You said Hi", "too long"],
         ["Hi", "(1) You said Hi", "no template"],
@@ -132,8 +130,8 @@ def test_a_server_that_goes_away_ends_no_chat(tmp_path: Path) -> None:
         with serve(stub.app()) as stub.url:
             terminal = afterwards.enter_context(chatting(stub, tmp_path))
             terminal.say("Hi")
-        said = terminal.say("still there?")
-        assert f"no Tandem at {stub.url}; start one with `tandem up`\n/retry asks again" in said
+        output = terminal.say("still there?")
+        assert f"no Tandem at {stub.url}; start one with `tandem up`\n/retry asks again" in output
         assert terminal.say("/model").endswith("start one with `tandem up`")
         assert "/reset" in terminal.say("/help")
 
@@ -157,7 +155,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_leaves(gateway: TalkingS
         terminal.until("› ")
         terminal.interrupt("\n")
         assert terminal.exit_code() == 0
-    assert gateway.asked == [["Hi"]]
+    assert gateway.sent == [["Hi"]]
 
 
 def test_messages_of_earlier_chats_are_an_arrow_away_and_private(gateway: TalkingStub, tmp_path: Path) -> None:
@@ -170,7 +168,7 @@ def test_messages_of_earlier_chats_are_an_arrow_away_and_private(gateway: Talkin
     with chatting(gateway, tmp_path) as terminal:
         terminal.send("\033[A\033[A\r")
         terminal.until("You said")
-    assert gateway.asked[0] == gateway.asked[2] == ["first line\nsecond line"]
+    assert gateway.sent[0] == gateway.sent[2] == ["first line\nsecond line"]
     file = tmp_path / "tandem" / "chat_history"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert file.read_text() == "first line\\\nsecond line\nthe other\nfirst line\\\nsecond line\n"
@@ -181,7 +179,7 @@ def test_pasted_lines_are_one_message(gateway: TalkingStub, tmp_path: Path) -> N
         assert b"\033[?2004h" in terminal.raw, "the terminal is asked to mark what is pasted"
         terminal.send("\033[200~one\ntwo\n\033[201~\r")
         terminal.until("You said")
-    assert gateway.asked == [["one\ntwo"]]
+    assert gateway.sent == [["one\ntwo"]]
 
 
 def test_tab_completes_commands_and_models(gateway: TalkingStub, tmp_path: Path) -> None:
@@ -192,7 +190,7 @@ def test_tab_completes_commands_and_models(gateway: TalkingStub, tmp_path: Path)
 
 def test_from_a_pipe_each_line_is_a_message_and_only_answers_are_printed(gateway: TalkingStub) -> None:
     result = piped(gateway, "Hi\n\nWhat is \\\n2 + 3?\n//etc\n/model\n/reset\nBye")
-    assert (result.exit_code, result.stderr) == (0, "the conversation is forgotten\n")
+    assert (result.exit_code, result.stderr) == (0, "the conversation is empty\n")
     assert result.stdout == (
         "(1) You said Hi\n(3) You said What is \n2 + 3?\n(5) You said /etc\n"
         "* @tandem/demo\n  @tandem/other\n(1) You said Bye\n"
@@ -206,13 +204,13 @@ def test_a_script_whose_question_failed_ends_with_1_after_the_others(gateway: Ta
         "tandem: 3040: Capacity temporarily exceeded; /retry asks again; the server asks to wait 7 s\n"
         "tandem: there is no command /nonsense; /help lists them, and //nonsense sends it as a message\n"
     )
-    assert gateway.asked == [["too much"], ["Hi"]]
+    assert gateway.sent == [["too much"], ["Hi"]]
 
 
 def test_bytes_that_are_no_text_are_still_asked(gateway: TalkingStub) -> None:
     command = [sys.executable, "-m", "tandem_client.cli", "chat", "--url", gateway.url]
     assert subprocess.run(command, input=b"caf\xe9\n", check=True, capture_output=True).stdout
-    assert gateway.asked == [["caf\N{REPLACEMENT CHARACTER}"]]
+    assert gateway.sent == [["caf\N{REPLACEMENT CHARACTER}"]]
 
 
 def test_ctrl_c_ends_a_script(gateway: TalkingStub) -> None:
@@ -228,7 +226,7 @@ def test_ctrl_c_ends_a_script(gateway: TalkingStub) -> None:
         assert process.wait(30) == 130
         assert gateway.client_left.wait(20)
         assert process.stderr.read() == b""
-    assert gateway.asked == [["go on for ever"]]
+    assert gateway.sent == [["go on for ever"]]
 
 
 def test_nobody_there_and_an_unknown_model_are_said_at_once(gateway: TalkingStub) -> None:
@@ -258,16 +256,16 @@ def test_a_saved_conversation_can_be_sent_as_it_is(gateway: TalkingStub, tmp_pat
         "stopped_answers": [],
     }
     assert other.read_text() == "precious"
-    said = result.stderr.splitlines()[-3:]
-    assert said[0].endswith("other.json is there already; name a new file")
-    assert said[1] == "tandem: cannot write /no/where: No such file or directory"
-    assert said[2] == "tandem: /save needs the name of a file: /save chat.json"
+    errors = result.stderr.splitlines()[-3:]
+    assert errors[0].endswith("other.json exists already; name a new file")
+    assert errors[1] == "tandem: cannot write /no/where: No such file or directory"
+    assert errors[2] == "tandem: /save needs the name of a file: /save chat.json"
 
 
 def test_the_system_message_is_shown_set_and_removed(gateway: TalkingStub) -> None:
     result = piped(gateway, "/system\n/system Be brief.\n/system\none\n/system -\ntwo\n/retry\n")
     assert result.stdout.splitlines()[:2] == ["no system message; /system TEXT sets one", "Be brief."]
-    assert [asked[0] for asked in gateway.asked] == ["Be brief.", "one", "one"]
+    assert [messages[0] for messages in gateway.sent] == ["Be brief.", "one", "one"]
 
 
 def test_stopped_answers_are_known_by_their_place() -> None:
@@ -294,14 +292,14 @@ def test_an_answer_without_usage_or_pieces_has_no_pace() -> None:
 
 
 def test_history_is_bounded_and_a_folder_that_takes_none_is_said_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    history = History(tmp_path / "tandem" / "chat_history", said.append)
+    warnings: list[str] = []
+    history = History(tmp_path / "tandem" / "chat_history", warnings.append)
     assert history.load() == []
     for number in range(MAX_MESSAGES + 2):
         history.append(str(number))
     assert history.load()[0] == "2" and len(history.load()) == MAX_MESSAGES
     assert (tmp_path / "tandem" / "chat_history").read_text().startswith("2\n")
-    refused = History(tmp_path / "tandem" / "chat_history" / "below", said.append)
+    refused = History(tmp_path / "tandem" / "chat_history" / "below", warnings.append)
     assert refused.load() == []
     refused.append("x")
-    assert len(said) == 1 and "not kept for later chats" in said[0]
+    assert len(warnings) == 1 and "not kept for later chats" in warnings[0]

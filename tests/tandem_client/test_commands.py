@@ -1,4 +1,4 @@
-"""What do `tandem run` and `tandem status` print, and how do they end?"""
+"""Tests the output and the end of `tandem run` and `tandem status`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def command(*arguments: str) -> list[str]:
 
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command as a shell does: Ctrl-C reaches it even if whoever runs the tests ignores it."""
+    """Run the command as a shell does, so that Ctrl-C reaches it even if the test runner ignores SIGINT."""
     restore = (
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     )
@@ -138,7 +138,7 @@ def test_a_terminal_is_not_sent_what_it_would_obey(gateway: StubGateway, stream:
 def test_raw_has_no_place_for_a_system_message(gateway: StubGateway) -> None:
     result = tandem("run", "hi", "--raw", "--system", "x", "--url", gateway.url)
     assert result.exit_code == 1
-    assert "no place for --system" in result.stderr
+    assert "cannot be combined with --system" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_tokens_are_printed_as_they_come_and_leaving_cancels(gateway: StubGatewa
 def test_status_shows_load_blocks_and_memory_of_each() -> None:
     picture = shown([KV_SERVICE, WORKER])
     for words in (
-        *("2 of 2 ready", "3 running", "1 waiting", "127.0.0.1:40001", "heard 0.4 s ago", "@tandem/demo"),
+        *("2 of 2 ready", "3 running", "1 waiting", "127.0.0.1:40001", "heartbeat 0.4 s ago", "@tandem/demo"),
         *("4,321", "4 used  20 cached  1,000 free", "1,024 KV blocks", "1.5 GiB own", "20.0 GiB free of 24.0 GiB"),
         *("host: no NVML library", "512 MiB used", "1.0 GiB arena", "7 handles", "5.0 MiB orphaned"),
     ):
@@ -197,7 +197,7 @@ def test_status_shows_what_the_auditor_found_once_for_each_kind() -> None:
     picture = shown([KV_SERVICE | {"orphans": [kept, kept | {"seconds": 30.2}]}, WORKER | {"orphans": [held]}], 200)
     assert "6.0 MiB orphaned for 30 s: a handle past its lease, 2 of them" in picture
     assert "1.0 MiB orphaned for 17 s: kept for a request that no dispatcher has" in picture
-    assert "5.0 MiB orphaned" not in picture  # what the service said of itself is among it
+    assert "5.0 MiB orphaned" not in picture  # the total of the service itself is included
 
 
 def test_status_shows_links_and_marks_one_that_fell_back() -> None:

@@ -1,4 +1,4 @@
-"""Which processes come out of which machine and options?"""
+"""Tests which processes are planned for a machine and options."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem_client.cli.configured import Configured, configured_settings
-from tandem_client.cli.machine import Machine, this_machine
 from tandem_client.cli.plan import (
+    Configured,
+    Machine,
     ProcessSpec,
     UpOptions,
+    configured_settings,
     cores_beside_decode,
     divide_cores,
     kv_bytes_per_worker,
     plan,
+    this_machine,
 )
 
 GIB = 1 << 30

@@ -1,4 +1,4 @@
-"""Do bytes become events as the HTML standard says?"""
+"""Tests the decoding of server-sent events against the HTML standard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are children kept running, given up and drained as the supervisor's docstring says? The children are real."""
+"""Tests that the supervisor restarts, gives up and drains real child processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem_client.cli.child import RestartPolicy, last_lines, readable
 from tandem_client.cli.plan import ProcessSpec
-from tandem_client.cli.supervisor import Supervisor
+from tandem_client.cli.supervisor import RestartPolicy, Supervisor, last_lines, readable
 
 FAST = RestartPolicy(first_delay_seconds=0.01, max_delay_seconds=0.02)
 
@@ -42,17 +41,17 @@ def spec(name: str, role: str, script: str) -> ProcessSpec:
     return ProcessSpec(name, role, (sys.executable, "-c", f"name = {name!r}\n{script}"))
 
 
-class World:
-    """A supervisor at work, and what it announced."""
+class Harness:
+    """A running supervisor, and its announcements."""
 
     def __init__(self, folder: Path, *specs: ProcessSpec, policy: RestartPolicy = FAST) -> None:
-        self.said: list[tuple[str, str]] = []
+        self.announced: list[tuple[str, str]] = []
         self.folder = folder
         self.supervisor = Supervisor(specs, folder, self._announce, policy)
         self.running = asyncio.create_task(self.supervisor.run())
 
     def _announce(self, name: str, what: str) -> None:
-        self.said.append((name, what))
+        self.announced.append((name, what))
 
     def log(self, name: str) -> list[str]:
         return last_lines(self.folder / f"{name}.log", 100)
@@ -73,74 +72,74 @@ class World:
 
 
 async def test_one_that_is_killed_is_started_again_and_it_is_said(tmp_path: Path) -> None:
-    world = World(tmp_path, spec("decode-0", "decode", SERVE))
-    await world.until(lambda: world.log("decode-0") == ["up"])
-    os.kill(world.process_id(), signal.SIGKILL)
-    await world.until(lambda: world.log("decode-0") == ["up", "up"])
-    assert len(world.said) == 1
-    assert world.said[0][1].startswith("was killed by SIGKILL; starting again in 0.01 s")
-    assert await world.end() == 0
+    harness = Harness(tmp_path, spec("decode-0", "decode", SERVE))
+    await harness.until(lambda: harness.log("decode-0") == ["up"])
+    os.kill(harness.process_id(), signal.SIGKILL)
+    await harness.until(lambda: harness.log("decode-0") == ["up", "up"])
+    assert len(harness.announced) == 1
+    assert harness.announced[0][1].startswith("was killed by SIGKILL; starting again in 0.01 s")
+    assert await harness.end() == 0
 
 
 async def test_quick_deaths_are_bounded_and_the_last_of_a_role_ends_all(tmp_path: Path) -> None:
-    world = World(
+    harness = Harness(
         tmp_path,
         spec("control-plane", "control", SERVE),
         spec("decode-0", "decode", "print('no such device'); raise SystemExit(3)"),
     )
-    assert await world.running == 1
-    assert world.log("decode-0") == ["no such device"] * 5
-    assert "5 times in a row; not starting it again" in world.said[-1][1]
-    assert "no such device" in world.said[-1][1]
+    assert await harness.running == 1
+    assert harness.log("decode-0") == ["no such device"] * 5
+    assert "5 times in a row; not starting it again" in harness.announced[-1][1]
+    assert "no such device" in harness.announced[-1][1]
 
 
 async def test_the_others_go_on_while_one_of_the_role_is_left(tmp_path: Path) -> None:
-    world = World(tmp_path, spec("decode-0", "decode", "raise SystemExit(3)"), spec("decode-1", "decode", SERVE))
-    await world.until(lambda: any("going on without it" in what for _, what in world.said))
-    assert [left.name for left in world.supervisor.specs] == ["decode-1"]
-    assert not world.running.done()
-    assert await world.end() == 0
+    harness = Harness(tmp_path, spec("decode-0", "decode", "raise SystemExit(3)"), spec("decode-1", "decode", SERVE))
+    await harness.until(lambda: any("going on without it" in what for _, what in harness.announced))
+    assert [left.name for left in harness.supervisor.specs] == ["decode-1"]
+    assert not harness.running.done()
+    assert await harness.end() == 0
 
 
 @pytest.mark.parametrize("code", [78, 2])
 async def test_a_refusal_is_not_tried_again_and_its_reason_is_shown(tmp_path: Path, code: int) -> None:
     script = f"print('loading'); print('model x is not a checkpoint'); raise SystemExit({code})"
-    world = World(tmp_path, spec("prefill-0", "prefill", script))
-    assert await world.running == 1
-    [(name, what)] = world.said
+    harness = Harness(tmp_path, spec("prefill-0", "prefill", script))
+    assert await harness.running == 1
+    [(name, what)] = harness.announced
     assert name == "prefill-0"
     assert what.startswith("refused to start: model x is not a checkpoint")
-    assert world.log("prefill-0") == ["loading", "model x is not a checkpoint"]
+    assert harness.log("prefill-0") == ["loading", "model x is not a checkpoint"]
 
 
 async def test_workers_drain_first_and_the_control_plane_last(tmp_path: Path) -> None:
     order = tmp_path / "order"
     script = SERVE.replace('print(f"{name} drained", flush=True)', f'open({str(order)!r}, "a").write(name + "\\n")')
     names = {"control-plane": "control", "kv-service": "kv", "decode-0": "decode"}
-    world = World(tmp_path, *(spec(name, role, script) for name, role in names.items()))
-    await world.until(lambda: all(world.log(name) == ["up"] for name in names))
-    assert await world.end() == 0
+    harness = Harness(tmp_path, *(spec(name, role, script) for name, role in names.items()))
+    await harness.until(lambda: all(harness.log(name) == ["up"] for name in names))
+    assert await harness.end() == 0
     assert order.read_text().split() == ["decode-0", "kv-service", "control-plane"]
-    assert world.said == []
+    assert harness.announced == []
 
 
 async def test_one_that_does_not_drain_in_time_is_killed(tmp_path: Path) -> None:
-    world = World(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=0.0))
-    await world.until(lambda: world.log("decode-0") == ["up"])
-    process_id = world.process_id()
-    world.supervisor.stop()
-    assert await world.running == 0
+    harness = Harness(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=0.0))
+    await harness.until(lambda: harness.log("decode-0") == ["up"])
+    process_id = harness.process_id()
+    harness.supervisor.stop()
+    assert await harness.running == 0
     assert not psutil.pid_exists(process_id)
-    assert world.said == [("decode-0", "did not drain in time and was killed")]
+    assert harness.announced == [("decode-0", "did not drain in time and was killed")]
 
 
 async def test_a_second_stop_does_not_wait(tmp_path: Path) -> None:
-    world = World(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=3600))
-    await world.until(lambda: world.log("decode-0") == ["up"])
-    world.supervisor.stop()
-    world.supervisor.stop()
+    harness = Harness(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=3600))
+    await harness.until(lambda: harness.log("decode-0") == ["up"])
+    harness.supervisor.stop()
+    harness.supervisor.stop()
     async with asyncio.timeout(30):
-        assert await world.running == 0
+        assert await harness.running == 0
 
 
 async def test_what_a_dead_worker_had_started_is_ended_too(tmp_path: Path) -> None:
@@ -151,13 +150,13 @@ engine.stdout.readline()
 print(engine.pid, flush=True)
 engine.wait()
 """
-    world = World(tmp_path, spec("decode-0", "decode", script))
-    await world.until(lambda: len(world.log("decode-0")) == 1)
-    engine = psutil.Process(int(world.log("decode-0")[0]))
-    os.kill(world.process_id(), signal.SIGKILL)
-    await world.until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
-    await world.until(lambda: len(world.log("decode-0")) == 2)
-    assert await world.end() == 0
+    harness = Harness(tmp_path, spec("decode-0", "decode", script))
+    await harness.until(lambda: len(harness.log("decode-0")) == 1)
+    engine = psutil.Process(int(harness.log("decode-0")[0]))
+    os.kill(harness.process_id(), signal.SIGKILL)
+    await harness.until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+    await harness.until(lambda: len(harness.log("decode-0")) == 2)
+    assert await harness.end() == 0
 
 
 def test_json_log_lines_are_read_as_words() -> None:

@@ -1,4 +1,4 @@
-"""Does `tandem up` start, show, restart and stop what it should? A real command over four real, fake services."""
+"""Tests that `tandem up` starts, shows, restarts and stops processes: the real command over four fake services."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Up:
-    """A running `tandem up` and what it has printed."""
+    """A running `tandem up` and its output."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process = process
@@ -40,7 +40,7 @@ class Up:
         self.lines: list[str] = []
 
     def until(self, words: str) -> str:
-        """Read until a line holds `words`; the test's own timeout ends a wait that is in vain."""
+        """Read until a line contains `words`; the test's timeout ends the wait."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
@@ -77,11 +77,11 @@ def test_it_shows_what_loads_then_the_url_and_a_line_to_paste_and_drains(tmp_pat
     with tandem_up(tmp_path) as up:
         up.until("Tandem is ready after")
         assert up.url in up.lines[-1]
-        said = [line.split(maxsplit=1) for line in up.lines[:-1] if line]
-        assert ["control-plane", "starting"] in said
-        assert ["kv-service", "ready"] in said
+        shown = [line.split(maxsplit=1) for line in up.lines[:-1] if line]
+        assert ["control-plane", "starting"] in shown
+        assert ["kv-service", "ready"] in shown
         assert any(
-            name == "prefill-0" and what.startswith("ready · @tandem/demo · 1,024 KV blocks") for name, what in said
+            name == "prefill-0" and what.startswith("ready · @tandem/demo · 1,024 KV blocks") for name, what in shown
         )
         curl = up.until("curl")
         assert shlex.split(curl)[:2] == ["curl", "-N"]
@@ -106,7 +106,7 @@ def test_a_refused_model_ends_the_command_with_the_reason(tmp_path: Path) -> Non
     with tandem_up(tmp_path, "--model", "bad") as up:
         assert up.wait() == 1
         assert any("refused to start: model bad: no config.json there" in line for line in up.lines)
-        assert up.lines[-1] == "Stopped, because of the above."
+        assert up.lines[-1] == "Stopped, because of the error above."
 
 
 def test_children_end_when_the_command_is_killed_with_9(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// What do the libraries that people use inside Workers make of env.AI? One route per library and way of asking.
+// Prints what libraries for Workers return over env.AI. One route per library and kind of call.
 import { runWithTools } from "@cloudflare/ai-utils";
 import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
 import { createWorkersAI } from "workers-ai-provider";
@@ -6,9 +6,9 @@ import { createWorkersAI } from "workers-ai-provider";
 export default {
   async fetch(request, env) {
     const url = new URL(request.url);
-    const asked = Object.fromEntries(url.searchParams);
+    const query = Object.fromEntries(url.searchParams);
     try {
-      return Response.json(await ROUTES[url.pathname](env, asked));
+      return Response.json(await ROUTES[url.pathname](env, query));
     } catch (error) {
       const { name, message, statusCode, lastError } = error;
       return Response.json({ name, message, status: statusCode ?? lastError?.statusCode }, { status: 500 });
@@ -39,14 +39,14 @@ function settings(env, { model = "@tandem/demo", affinity, temperature }) {
   };
 }
 
-async function generate(env, asked) {
-  const { text, usage, finishReason } = await generateText(settings(env, asked));
+async function generate(env, query) {
+  const { text, usage, finishReason } = await generateText(settings(env, query));
   return { text, usage, finishReason, requestId: env.AI.lastRequestId };
 }
 
-async function stream(env, asked) {
+async function stream(env, query) {
   const failures = [];
-  const result = streamText({ ...settings(env, asked), onError: ({ error }) => failures.push(error) });
+  const result = streamText({ ...settings(env, query), onError: ({ error }) => failures.push(error) });
   let text = "";
   for await (const part of result.textStream) text += part;
   if (failures.length) throw failures[0];
@@ -60,8 +60,8 @@ async function tools(env, { model = "@tandem/demo", name = WEATHER.name }) {
     ...WEATHER,
     name,
     parameters: CITY,
-    function: async (given) => {
-      called.push(given);
+    function: async (args) => {
+      called.push(args);
       return { temperature: 12, sky: "sunny" };
     },
   };
@@ -70,18 +70,18 @@ async function tools(env, { model = "@tandem/demo", name = WEATHER.name }) {
 }
 
 // The AI SDK: a call, its result, and the answer to that.
-function toolSettings(env, asked, called) {
-  const execute = async (given) => {
-    called.push(given);
+function toolSettings(env, query, called) {
+  const execute = async (args) => {
+    called.push(args);
     return { temperature: 12, sky: "sunny" };
   };
   return {
-    ...settings(env, asked),
+    ...settings(env, query),
     prompt: "What is the weather in Oslo?",
     temperature: 0,
     maxOutputTokens: 80,
     stopWhen: stepCountIs(2),
-    toolChoice: asked.choice === "named" ? { type: "tool", toolName: WEATHER.name } : (asked.choice ?? "auto"),
+    toolChoice: query.choice === "named" ? { type: "tool", toolName: WEATHER.name } : (query.choice ?? "auto"),
     tools: {
       [WEATHER.name]: tool({ description: WEATHER.description, inputSchema: jsonSchema(CITY), execute }),
       set_timer: tool({
@@ -92,16 +92,16 @@ function toolSettings(env, asked, called) {
   };
 }
 
-async function generateTools(env, asked) {
+async function generateTools(env, query) {
   const called = [];
-  const { text, steps } = await generateText(toolSettings(env, asked, called));
+  const { text, steps } = await generateText(toolSettings(env, query, called));
   return { called, text, ends: steps.map((step) => step.finishReason) };
 }
 
-async function streamTools(env, asked) {
+async function streamTools(env, query) {
   const called = [];
   const failures = [];
-  const result = streamText({ ...toolSettings(env, asked, called), onError: ({ error }) => failures.push(error) });
+  const result = streamText({ ...toolSettings(env, query, called), onError: ({ error }) => failures.push(error) });
   let text = "";
   for await (const part of result.textStream) text += part;
   if (failures.length) throw failures[0];

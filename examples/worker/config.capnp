@@ -20,7 +20,7 @@ const config :Workerd.Config = (
 
 const worker :Workerd.Worker = (
   modules = [(name = "index.js", esModule = embed "src/index.js"), (name = "page.html", text = embed "src/page.html")],
-  compatibilityDate = "2026-04-01",
+  compatibilityDate = "2026-11-01",
   compatibilityFlags = ["enable_request_signal"],
   bindings = [
     # The same as `"ai": {"binding": "AI"}` in wrangler.jsonc: workerd's own AI module, over the service "tandem".

@@ -21,10 +21,10 @@ const IGNORED = new Set(["node_modules", ".git", ".wrangler"]);
 const folder = process.cwd();
 const require = createRequire(path.join(folder, "wrangler.json"));
 const bundles = mkdtempSync(path.join(tmpdir(), "tandem-dev-"));
-const worker = new EventEmitter(); // emits "ready"
+const worker = new EventEmitter().setMaxListeners(0); // emits "ready"
 let running = null; // {miniflare, port, outdir, digest} of the Worker that answers
 let numBuilds = 0;
-let watched = [folder]; // whose changes are loaded
+let watched = [folder]; // files and folders whose changes are loaded
 const print = (what, text) => console.log(`${what.padEnd(10)}  ${text}`);
 const notes = new Set();
 const note = (text) => notes.has(text) || (notes.add(text), print("note", text));
@@ -40,7 +40,7 @@ const OFFLINE = `data:text/javascript,${encodeURIComponent(`
     : rest.at(-1)(Object.assign(new Error("tandem dev: no names outside this machine"), { code: "ENOTFOUND" }));`)}`;
 await import(OFFLINE);
 
-// The relay passes on env.AI's calls, which miniflare sends as HTTP requests, and adds the token.
+// The relay forwards the calls of env.AI, which miniflare sends as HTTP requests, and adds the token.
 const relay = http.createServer((request, response) => {
   if (request.headers.upgrade) return response.writeHead(426).end(); // miniflare tries a WebSocket too
   const headers = { ...request.headers, host: new URL(gateway).host };
@@ -58,7 +58,7 @@ const relay = http.createServer((request, response) => {
   request.pipe(call);
 });
 
-// The front passes on connections. A connection waits while no Worker is ready.
+// The front forwards connections. A connection waits while no Worker is ready.
 const front = net.createServer(async (client) => {
   client.on("error", () => {});
   if (!running) await once(worker, "ready");
@@ -81,15 +81,17 @@ function bundledFiles(outdir, main) {
 
 async function bundle(into) {
   const program = path.resolve(require.resolve("wrangler"), "../../bin/wrangler.js");
-  const flags = ["deploy", "--dry-run", "--name", "worker", "--outdir", into, ...(environment ? ["--env", environment] : [])];
-  const child = spawn(process.execPath, ["--import", OFFLINE, program, ...flags], { stdio: ["ignore", "pipe", "pipe"] });
+  const flags = ["deploy", "--dry-run", "--name", "worker", "--outdir", into]; // `deploy` requires a name
+  if (environment) flags.push("--env", environment);
+  const stdio = ["ignore", "pipe", "pipe"];
+  const child = spawn(process.execPath, ["--import", OFFLINE, program, ...flags], { stdio });
   let output = "";
   for (const stream of [child.stdout, child.stderr]) stream.setEncoding("utf8").on("data", (text) => (output += text));
   const [code] = await once(child, "close");
   if (code !== 0) throw new Error(output.replace(/^.*Logs were written to.*$/m, "").trim());
 }
 
-// Returns the Worker as wrangler reads and bundles it: miniflare's options, and a digest that differs when it differs.
+// Returns the Worker as miniflare's options, and a digest. Equal digests mean that nothing needs to be loaded.
 async function build(outdir) {
   await bundle(outdir);
   const wrangler = require("wrangler");
@@ -116,19 +118,20 @@ async function build(outdir) {
   const source = main ? { modules, modulesRoot: outdir } : { modules: true, script: "export default {};" };
   const assets = config.assets?.directory ? filesIn(config.assets.directory) : [];
   const files = modules.map(({ contents }) => contents.toString("base64"));
-  const digest = JSON.stringify([options, externalWorkers, files, assets, assets.map((file) => statSync(file).mtimeMs)]);
+  const dates = assets.map((file) => statSync(file).mtimeMs);
+  const digest = JSON.stringify([options, externalWorkers, files, assets, dates]);
   const state = path.join(folder, ".wrangler/state/v3"); // where `wrangler dev` keeps its data
   const shared = {
     ...{ host: "127.0.0.1", port: 0, cf: false, defaultPersistRoot: state, resourcePersistencePath: state },
-    ...{ verbose: true, handleStructuredLogs: printLog }, // verbose: with the stacks of uncaught exceptions
+    ...{ verbose: true, handleStructuredLogs: printLog }, // verbose: logs the stacks of uncaught exceptions
   };
   const all = { ...shared, workers: [{ name: config.name ?? "worker", ...options, ...source }, ...externalWorkers] };
   return { library, config, digest, options: library.convertV4MiniflareOptions?.(all) ?? all };
 }
 
-// Prints what the Worker logs, and the stack of an exception that it does not catch, in the places of its sources.
+// Prints a line of the Worker's log. Stacks of uncaught exceptions get the lines of the Worker's sources.
 function printLog({ level, message }) {
-  if (message.startsWith("uncaught exception; exception = ")) return; // the same, with workerd's stack
+  if (message.startsWith("uncaught exception; exception = ")) return; // the same exception, with workerd's stack
   const stack = message.replace(/^uncaught exception; source = .*?; stack = /, "");
   const text = stack.replace(/file:\/\/(\S+?):(\d+):(\d+)/g, inSource);
   (stack !== message || level === "error" ? console.error : console.log)(text);
@@ -143,13 +146,14 @@ function inSource(place, file, line, column) {
   return `${source}:${originalLine + 1}:${originalColumn + 1}`;
 }
 
-// Replaces the running Worker by the folder's; returns false if the two are the same.
+// Builds the folder and replaces the running Worker; returns false if nothing has changed.
 async function load() {
   const outdir = path.join(bundles, String(++numBuilds));
   let loaded = false;
   try {
     const { library, config, options, digest } = await build(outdir);
-    watched = config.build?.command ? [config.configPath, config.build.watch_dir].flat() : [folder];
+    // A build command writes into the folder, so only its inputs are watched.
+    watched = config.build?.command ? [config.configPath, ".dev.vars", config.build.watch_dir].flat() : [folder];
     if (digest !== running?.digest) {
       await exchange({ miniflare: new library.Miniflare(options), outdir, digest });
       loaded = true;
@@ -168,14 +172,14 @@ async function exchange(next) {
     throw error;
   }
   const before = running;
-  running = null; // the front waits: one workerd at a time has the databases open
-  await before?.miniflare.dispose();
+  running = null; // connections wait, so that only one workerd has the databases open
+  await before?.miniflare.dispose().catch(() => {});
   if (before) rmSync(before.outdir, { recursive: true, force: true });
   running = next;
   worker.emit("ready");
 }
 
-// Loads what has changed until nothing has; one call at a time.
+// Loads until there are no more changes.
 const changed = new Set();
 let loading = false;
 async function reload() {
@@ -189,25 +193,29 @@ async function reload() {
       if (await load()) print(first ? "ready" : "reloaded", first ? `http://127.0.0.1:${front.address().port}` : names);
     } catch (error) {
       print("not loaded", names);
-      const isStart = error.code === "ERR_RUNTIME_FAILURE"; // workerd's message is printed by then
+      const isStart = error.code === "ERR_RUNTIME_FAILURE"; // workerd has printed its message
       const text = isStart ? "The Worker failed as it started; its error is above." : `${error.message ?? error}`;
       console.log((process.stdout.isTTY ? text : stripVTControlCharacters(text)).replace(/^(?=.)/gm, "  "));
-      console.log(running ? "The Worker that ran before goes on." : "tandem dev waits for a change.");
-      if (running) running.digest = ""; // so that the next good build says that all is well
+      console.log(running ? "The previous Worker keeps running." : "tandem dev waits for a change.");
+      if (running) running.digest = ""; // so that the next good build is loaded and reported
     }
   } while (changed.size);
   loading = false;
 }
 
-// Watches the folder's directories one by one: node_modules has thousands, and a recursive watch takes them all.
+// Watches each directory by itself, because a recursive watch would include the thousands in node_modules.
 const watchers = new Map();
 function watchTree(root) {
-  if (!watchers.has(root)) {
-    const watcher = watch(root, (event, name) => onChange(event, path.join(root, name ?? "")));
-    watchers.set(root, watcher.on("error", () => {}));
+  try {
+    if (!watchers.has(root)) {
+      const watcher = watch(root, (event, name) => onChange(event, path.join(root, name ?? "")));
+      watchers.set(root, watcher.on("error", () => {}));
+    }
+    for (const entry of readdirSync(root, { withFileTypes: true }))
+      if (entry.isDirectory() && !IGNORED.has(entry.name)) watchTree(path.join(root, entry.name));
+  } catch (error) {
+    if (error.code !== "ENOENT") note(`changes in ${root} are not noticed: ${error.message}`);
   }
-  for (const entry of readdirSync(root, { withFileTypes: true }))
-    if (entry.isDirectory() && !IGNORED.has(entry.name)) watchTree(path.join(root, entry.name));
 }
 
 let timer;
@@ -215,7 +223,7 @@ function onChange(event, file) {
   if (IGNORED.has(path.basename(file))) return;
   for (const [root, watcher] of watchers) {
     if (event !== "rename" || !`${root}/`.startsWith(`${file}/`)) continue;
-    watcher.close(); // the directory may be another one by now
+    watcher.close(); // the directory was removed or replaced
     watchers.delete(root);
   }
   if (watched.some((root) => `${file}/`.startsWith(`${path.resolve(root)}/`))) changed.add(path.relative(folder, file));

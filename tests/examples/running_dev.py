@@ -42,10 +42,13 @@ class RunningDev:
         self._reader.start()
 
     def line_with(self, pattern: str) -> str:
-        """Wait for the next line that matches, and return it; fails with all lines if the process ends before."""
+        """Wait for the next line that matches, and return it; fails with all lines if there is none in time."""
         while True:
-            line = self._queue.get(timeout=SECONDS)
-            assert line is not None, f"ended without {pattern!r}:\n" + "".join(self.lines)
+            try:
+                line = self._queue.get(timeout=SECONDS)
+            except queue.Empty:
+                line = None
+            assert line is not None, f"ended, or waited {SECONDS:g} s, without {pattern!r}:\n" + "".join(self.lines)
             if re.search(pattern, line):
                 return line
 

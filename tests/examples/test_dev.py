@@ -46,7 +46,7 @@ def test_the_example_runs_untouched_and_what_is_edited_is_loaded(
     project: Path, gateway: tuple[StubBinding, str]
 ) -> None:
     stub, gateway_url = gateway
-    shutil.copytree(FOLDER, project, ignore=shutil.ignore_patterns("node_modules"), dirs_exist_ok=True)
+    shutil.copytree(FOLDER, project, ignore=shutil.ignore_patterns("node_modules", ".wrangler"), dirs_exist_ok=True)
     with running_dev(project, "--gateway", gateway_url) as running:
         url = running.url
         assert get(url).text.startswith("<!doctype html>")
@@ -116,7 +116,7 @@ def test_a_browser_that_leaves_in_mid_stream_is_seen_by_the_gateway(
     project: Path, gateway: tuple[StubBinding, str]
 ) -> None:
     stub, gateway_url = gateway
-    shutil.copytree(FOLDER, project, ignore=shutil.ignore_patterns("node_modules"), dirs_exist_ok=True)
+    shutil.copytree(FOLDER, project, ignore=shutil.ignore_patterns("node_modules", ".wrangler"), dirs_exist_ok=True)
     body = {"messages": [{"role": "user", "content": "hi"}], "model": "endless"}
     with (
         running_dev(project, "--gateway", gateway_url) as running,
@@ -151,7 +151,7 @@ def test_a_mistake_is_told_what_ran_before_goes_on_and_the_next_change_is_tried(
                 if "reloaded" in told:
                     answer["version"] = 2
                     continue
-                running.line_with(r"^The Worker that ran before goes on\.$")
+                running.line_with(r"^The previous Worker keeps running\.$")
                 assert {**get(url).json(), "AI": {}} == answer
         assert get(url).json() == {"NEW": "variable", "version": 2, "path": "/"}
 
@@ -175,7 +175,7 @@ def test_a_change_of_nothing_that_runs_cuts_no_stream(project: Path) -> None:
         (project / "README.md").write_text("news")
         (project / "index.js").touch()
         (project / "wrangler.json").write_text("{")
-        running.line_with("The Worker that ran before goes on")  # so the others were seen before it
+        running.line_with("The previous Worker keeps running")  # so the others were seen before it
         assert get(url).text == "2"  # still the same life
         worker(project, source)
         running.line_with("reloaded")
@@ -196,7 +196,7 @@ def test_an_error_of_the_worker_is_told_with_its_line_and_what_it_logs_as_it_is(
         assert get(url).status_code == 500
         running.line_with(r"^an error of its own$")
         assert running.line_with("missing is not defined") == "ReferenceError: missing is not defined\n"
-        assert running.line_with("at ") == "    at deep (index.js:2:24)\n"
+        assert running.line_with("at ") == "    at deep (index.js:2:32)\n"
         assert get(url).status_code == 500
         running.line_with(r"^an error of its own$")
         assert not any("workerd/" in line or line.startswith("stack:") for line in running.lines)
@@ -291,11 +291,11 @@ def test_typescript_and_packages_are_bundled(project: Path) -> None:
         running.line_with("reloaded")
         assert get(url).status_code == 500
         assert "missing is not defined" in running.line_with("Error")
-        assert running.line_with("at ") == "    at Object.fetch (index.ts:4:54)\n"
+        assert running.line_with("at ") == "    at Object.fetch (index.ts:4:50)\n"
         (project / "index.ts").write_text('import "nothing-like-it";')
         running.line_with(r"not loaded +index\.ts")
         running.line_with(r'Could not resolve "nothing-like-it"')
-        running.line_with("The Worker that ran before goes on")
+        running.line_with("The previous Worker keeps running")
 
 
 def test_assets_alone_are_served_without_a_worker(project: Path) -> None:

@@ -59,7 +59,7 @@ async def test_one_model_answers_for_all_of_text_and_says_so(tmp_path: Path) -> 
 @pytest.mark.services
 async def test_the_example_worker_runs_untouched_before_a_real_gateway(tmp_path: Path) -> None:
     folder = install(tmp_path / "worker", TOOLS[0])
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("node_modules"), dirs_exist_ok=True)
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("node_modules", ".wrangler"), dirs_exist_ok=True)
 
     def chat(gateway_url: str) -> tuple[dict[str, Any], str]:
         with running_dev(folder, "--gateway", gateway_url) as running:

@@ -85,6 +85,9 @@ async function bundle(into) {
   if (environment) flags.push("--env", environment);
   const stdio = ["ignore", "pipe", "pipe"];
   const child = spawn(process.execPath, ["--import", OFFLINE, program, ...flags], { stdio });
+  try {
+    require("wrangler"); // takes 1 to 2 s the first time, while the compiler runs
+  } catch {} // `build` raises the error again, after the compiler's own message
   let output = "";
   for (const stream of [child.stdout, child.stderr]) stream.setEncoding("utf8").on("data", (text) => (output += text));
   const [code] = await once(child, "close");

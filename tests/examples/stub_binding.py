@@ -17,7 +17,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 USAGE = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
 
@@ -31,7 +30,7 @@ class StubBinding:
     go_on: threading.Event = field(default_factory=threading.Event)
     client_left: threading.Event = field(default_factory=threading.Event)
 
-    def app(self) -> ASGIApp:
+    def app(self) -> Starlette:
         return Starlette(routes=[Route("/run", self._run, methods=["POST"])])
 
     async def _run(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.api.workers_ai.remote_proxy import RemoteProxy
+from control_plane.api.workers_ai import remote_proxy
 from tests.examples.running_dev import CONFIG, ECHO, TOOLS, get, install, running_dev, worker
 from tests.examples.stub_binding import USAGE, StubBinding
 from tests.examples.workerd import FOLDER
@@ -35,10 +35,16 @@ def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return install(tmp_path, request.param)
 
 
+def proxied(app: Starlette) -> Starlette:
+    """Add the gateway's remote proxy in front of an application's routes."""
+    app.router.routes[:0] = remote_proxy.routes()
+    return app
+
+
 @pytest.fixture
 def gateway() -> Iterator[tuple[StubBinding, str]]:
     stub = StubBinding()
-    with serve(RemoteProxy(stub.app())) as url:
+    with serve(proxied(stub.app())) as url:
         yield stub, url
 
 
@@ -251,7 +257,7 @@ def test_the_binding_has_any_name_and_the_token_goes_with_it(project: Path) -> N
         'main = "index.js"\ncompatibility_date = "2026-04-01"\n[ai]\nbinding = "MODELS"\n'
     )
     app = Starlette(routes=[Route("/run", run, methods=["POST"])])
-    with serve(RemoteProxy(app)) as gateway_url:
+    with serve(proxied(app)) as gateway_url:
         environment = {"TANDEM_TOKEN": 'tdm_a"b', "TANDEM_BASE_URL": gateway_url}
         with running_dev(project, environment=environment) as running:
             assert get(running.url).json() == {"response": "hi"}

@@ -93,8 +93,7 @@ async def test_openai_for_node_calls_tools_streamed_and_in_its_own_loop(demo_fle
     assert len(output["deltas"]) > 3 and "".join(output["deltas"]) == whole["arguments"]
     assert output["called"] == [{"city": "Oslo"}] and output["answer"] == REPORT
     assert (
-        "tools[0].function.name is missing" in output["errors"][0]
-        and "tool_choice is none_such" in output["errors"][1]
+        "tools[0].function.name is missing" in output["errors"][0] and "tool_choice is none_such" in output["errors"][1]
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -71,7 +72,7 @@ def make_questions(checkpoint: Path, seed: int, number: int) -> list[Question]:
         prompt = _prompt(rng, questions)
         sampling, num_choices = _sampling(rng)
         seeds = tuple(rng.getrandbits(60) for _ in range(num_choices))
-        answers = [reference.answer(prompt, replace(sampling, seed=seed)) for seed in seeds]
+        answers = [reference.answer(prompt, msgspec.structs.replace(sampling, seed=seed)) for seed in seeds]
         if all(answers):
             name = f"question {len(questions)}"
             clear = tuple(answer for answer in answers if answer is not None)
@@ -106,7 +107,7 @@ def _sampling(rng: random.Random) -> tuple[SamplingParams, int]:
         {"logit_bias": {7: 2.0, 11: -100.0}},
     ]
     if rng.random() < 0.3:
-        sampling = replace(sampling, **rng.choice(penalties))
+        sampling = msgspec.structs.replace(sampling, **rng.choice(penalties))
     return sampling, 2 if is_seeded and rng.random() < 0.25 else 1
 
 
@@ -116,7 +117,9 @@ def _with_a_stop_token(rng: random.Random, question: Question) -> Question:
         return question
     stop = rng.choice(question.answers[0].tokens)
     answers = tuple(_stopped(answer, stop) for answer in question.answers)
-    return replace(question, sampling=replace(question.sampling, stop_token_ids=(stop,)), answers=answers)
+    return replace(
+        question, sampling=msgspec.structs.replace(question.sampling, stop_token_ids=(stop,)), answers=answers
+    )
 
 
 def _stopped(answer: Answer, stop: int) -> Answer:

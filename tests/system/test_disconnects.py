@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem_engine.settings import EngineConfig
@@ -16,7 +17,7 @@ from tests.system.streams import MODEL, client
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK: dict[str, Any] = {"stream": True, "max_tokens": 900, "ignore_eos": True, "seed": 9}
-DRAFTS = EngineConfig.max_draft_tokens
+[DRAFTS] = [each.default for each in msgspec.structs.fields(EngineConfig) if each.name == "max_draft_tokens"]
 CALLS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "openai": ("/v1/completions", {"model": MODEL, "prompt": "Once", **ASK}, {}),
     "rest": (f"/client/v4/accounts/test/ai/run/{MODEL}", {"prompt": "Once", "raw": True, **ASK}, {}),

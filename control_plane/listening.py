@@ -9,10 +9,7 @@ import resource
 import socket
 
 from tandem_runtime.errors import InvalidRequest
-from tandem_runtime.log import get_logger
 from tandem_runtime.server import is_loopback, split_address
-
-log = get_logger(__name__)
 
 _MAX_UNSENT_BYTES = 128 * 1024
 """Per connection, in the kernel: some thousand events. The kernel's default is megabytes."""

@@ -28,9 +28,6 @@ from tandem_runtime.kv.layout import check_supported, layout_digest
 from tandem_runtime.kv.regions import RegionOffer
 from tandem_runtime.kv.slabs import first_missing_block
 from tandem_runtime.kv_handle import HandleMachine, HandleState
-from tandem_runtime.log import get_logger
-
-log = get_logger(__name__)
 
 _SWEEP_SLACK_SECONDS = 1.0
 """How late a sweep may be before a handle past its lease counts as orphaned."""

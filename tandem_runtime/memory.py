@@ -50,5 +50,5 @@ class MemoryProbe:
         try:
             return set(self._own_pids())
         except Exception:
-            log.exception("own_pids_unknown")
+            log.exception("pid_lookup_failed")
             return set()

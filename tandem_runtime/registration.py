@@ -230,7 +230,7 @@ class _Replica:
     def _failed(self, reason: str) -> None:
         self._num_failures += 1
         if self._num_failures == 1:
-            log.warning("control_plane_away", control_plane=self._address, reason=reason)
+            log.warning("control_plane_unreachable", control_plane=self._address, reason=reason)
         self.is_registered = False
         self.named = ()
         self.kv_services = ()

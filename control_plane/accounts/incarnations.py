@@ -55,7 +55,7 @@ class Incarnations:
             )
             await connection.execute(mine.values(seen_ms=now_ms, ended_ms=None))
         if was_ended is not None:
-            log.warning("gateway_was_declared_lost", reason="another gateway saw no heartbeat in time")
+            log.warning("gateway_declared_lost", reason="another gateway saw no heartbeat in time")
 
     async def sweep(self) -> None:
         """Declare gateways without recent heartbeats lost, and close their open rows as aborted."""

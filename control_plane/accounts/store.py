@@ -243,7 +243,7 @@ class Lookup(Generic[T]):
         except TandemError as error:
             _fail(batch, error)
         except Exception as unexpected:
-            log.exception("lookup_failed")
+            log.exception("account_lookup_failed")
             _fail(batch, InternalError(f"the database could not be read: {unexpected!r}"))
         else:
             for digest, found in batch.items():

@@ -15,9 +15,6 @@ from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import StaleIncarnation, TandemError
-from tandem_runtime.log import get_logger
-
-log = get_logger(__name__)
 
 ANSWER_SECONDS = 2.0
 MAX_ROWS = 4096

@@ -127,7 +127,7 @@ class Database:
         cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
         text = f"the database {self.name} cannot be used: {str(cause) or type(cause).__name__}"
         if _is_value_refused(error):
-            log.warning("database_refused_a_value", database=self.name, error=str(cause))
+            log.warning("database_value_refused", database=self.name, error=str(cause))
             return InvalidRequest("the database cannot hold a value of this request; leave out characters such as NUL")
         log.warning("database_failed", database=self.name, error=str(cause) or type(cause).__name__)
         if isinstance(error, PoolTimeoutError):  # our own queue is full; the database itself may be well

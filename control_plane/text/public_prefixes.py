@@ -43,7 +43,7 @@ class PublicPrefixes:
         if not folder.is_dir():
             raise InvalidRequest(f"--public-prefixes {folder} is not a folder; create it, with one .txt file per text")
         texts = {path.name: _read(path) for path in sorted(folder.glob("*.txt"))}
-        log.info("public_prefixes", folder=str(folder), names=list(texts))
+        log.info("public_prefixes_read", folder=str(folder), names=list(texts))
         return cls({name: text for name, text in texts.items() if text})
 
     async def num_tokens(self, model: ModelDescription, tokenizer: TextTokenizer, token_ids: Sequence[int]) -> int:

@@ -40,7 +40,7 @@ def load_settings(cls: type[T], service: str, argv: Sequence[str] | None = None)
     `argv` defaults to the process's arguments. A bad value, an unknown flag, an unknown key of the service's table
     and a ValueError of `__post_init__` end the process with status 2 and a sentence that names the remedy.
     """
-    fields = _fields_of(cls, service)
+    fields = fields_of(cls, service)
     parser = _parser(cls, service, fields)
     flags = vars(parser.parse_args(argv))
     try:
@@ -61,7 +61,9 @@ def describe(settings: object) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Field:
+class SettingField:
+    """A setting of a service, with the names it has for an operator."""
+
     name: str
     kind: Any
     default: Any
@@ -79,6 +81,13 @@ class _Field:
     def variables(self) -> list[str]:
         own = f"TANDEM_{self.service.replace('-', '_')}_{self.name}".upper()
         return [own, f"TANDEM_{self.name}".upper()] if self.shared else [own]
+
+    @property
+    def default_text(self) -> str:
+        """The default for operators; of a secret only whether it is set."""
+        if self.secret:
+            return "set" if self.default else "not set"
+        return _show(self.default) or "none"
 
     def parse(self, source: str, text: str) -> Any:
         return self._checked(source, text, setting_values.from_text)
@@ -104,10 +113,11 @@ class _Field:
             ) from None
 
 
-def _fields_of(cls: type[Any], service: str) -> list[_Field]:
+def fields_of(cls: type[Any], service: str) -> list[SettingField]:
+    """Return the settings of `service` in the order of the dataclass."""
     hints = get_type_hints(cls)
     return [
-        _Field(
+        SettingField(
             name=field.name,
             kind=hints[field.name],
             default=field.default if field.default is not dataclasses.MISSING else cast(Any, field.default_factory)(),
@@ -122,7 +132,7 @@ def _fields_of(cls: type[Any], service: str) -> list[_Field]:
     ]
 
 
-def _look_up(field: _Field, flags: Mapping[str, Any], file: _File) -> list[Any]:
+def _look_up(field: SettingField, flags: Mapping[str, Any], file: _File) -> list[Any]:
     """Return the winning value in a list, or an empty list where the default applies."""
     if field.name in flags:
         value = flags[field.name]
@@ -142,7 +152,7 @@ class _File:
     content: Mapping[str, Any]
     service: str
 
-    def values_of(self, field: _Field) -> list[Any]:
+    def values_of(self, field: SettingField) -> list[Any]:
         """Return the file's value in a list, or an empty list; the service's table wins over the top level."""
         table = self.content.get(self.service, {})
         if field.name in table:
@@ -152,7 +162,7 @@ class _File:
         return []
 
 
-def _read_file(configured: str | None, service: str, fields: Sequence[_Field]) -> _File:
+def _read_file(configured: str | None, service: str, fields: Sequence[SettingField]) -> _File:
     named = configured or os.environ.get("TANDEM_CONFIG")
     path = Path(named or "tandem.toml")
     if not named and not path.exists():
@@ -165,7 +175,7 @@ def _read_file(configured: str | None, service: str, fields: Sequence[_Field]) -
     return _File(path, content, service)
 
 
-def _refuse_unknown_keys(path: Path, table: Any, service: str, fields: Sequence[_Field]) -> None:
+def _refuse_unknown_keys(path: Path, table: Any, service: str, fields: Sequence[SettingField]) -> None:
     if not isinstance(table, dict):
         raise ValueError(f"{service} in {path} must be a table, [{service}]")
     known = {field.name for field in fields}
@@ -179,7 +189,7 @@ def _refuse_unknown_keys(path: Path, table: Any, service: str, fields: Sequence[
 # ------------------------------------------------------------------------------------------------- flags
 
 
-def _parser(cls: type[Any], service: str, fields: Sequence[_Field]) -> argparse.ArgumentParser:
+def _parser(cls: type[Any], service: str, fields: Sequence[SettingField]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_program(service),
         description=(cls.__doc__ or "").strip().partition("\n")[0],
@@ -197,9 +207,9 @@ def _parser(cls: type[Any], service: str, fields: Sequence[_Field]) -> argparse.
     return parser
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: _Field) -> None:
-    default = ("set" if field.default else "not set") if field.secret else (_show(field.default) or "none")
-    help = f"{field.help} [default: {default}; {', '.join('$' + name for name in field.variables)}]".replace("%", "%%")
+def _add_flag(parser: argparse.ArgumentParser, field: SettingField) -> None:
+    variables = ", ".join("$" + name for name in field.variables)
+    help = f"{field.help} [default: {field.default_text}; {variables}]".replace("%", "%%")
     if field.kind is bool:
         parser.add_argument(field.flag, dest=field.name, action=argparse.BooleanOptionalAction, help=help)
     else:

@@ -39,8 +39,9 @@ from tandem_engine.demo import checkpoint_path
 if TYPE_CHECKING:
     from tandem_engine.core import EngineCore
 
-LEAST_GAIN = 1.5
-LEAST_WITHOUT = 0.97
+LEAST_FOR_COPYING = 2.5
+LEAST_FOR_JSON = 1.4
+LEAST_ELSEWHERE = 0.97
 _MAX_TOKENS = 192
 _NUM_THREADS = 1
 _DEMO = "@tandem/demo"
@@ -55,15 +56,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to one model; `least` is the ratio of tokens per second that is aimed at."""
+    """Prompts to one model. `least` is the target for the ratio of tokens per second; None: reported only."""
 
     name: str
     prompts: Sequence[Prompt]
     temperature: float
-    least: float
+    least: float | None
     is_one_account: bool = True
     draft_model: str = ""
-    """Where guesses are on."""
+    """Used by the side that speculates."""
     turns_are_steps: bool = False
 
 
@@ -172,12 +173,12 @@ def _tasks(is_quick: bool, progress: Progress) -> Iterator[tuple[str, list[Task]
     yield (
         _DEMO,
         [
-            Task("copying", _held_out("copying", num_items), 0.0, LEAST_GAIN),
-            Task("json", _held_out("json", num_items), 0.0, LEAST_GAIN),
-            Task("stories", _stories(num_stories), 1.0, LEAST_WITHOUT),
-            Task("stories alone", _stories(num_stories), 1.0, LEAST_WITHOUT, is_one_account=False),
-            Task("questions alone", questions, 1.0, LEAST_WITHOUT, is_one_account=False),
-            Task("questions with a copy", questions, 0.0, LEAST_WITHOUT, is_one_account=False, draft_model=_DEMO),
+            Task("copying", _held_out("copying", num_items), 0.0, LEAST_FOR_COPYING),
+            Task("json", _held_out("json", num_items), 0.0, LEAST_FOR_JSON),
+            Task("stories", _stories(num_stories), 1.0, LEAST_ELSEWHERE),
+            Task("stories alone", _stories(num_stories), 1.0, LEAST_ELSEWHERE, is_one_account=False),
+            Task("questions alone", questions, 1.0, LEAST_ELSEWHERE, is_one_account=False),
+            Task("questions with a copy", questions, 0.0, None, is_one_account=False, draft_model=_DEMO),
         ],
     )
     shape = "tiny" if is_quick else "S"
@@ -188,12 +189,12 @@ def _tasks(is_quick: bool, progress: Progress) -> Iterator[tuple[str, list[Task]
         "random with a stranger",
         prompts,
         1.0,
-        LEAST_WITHOUT,
+        None,
         draft_model=str(draft_models.stranger(shape)),
         turns_are_steps=True,
     )
-    yield model, [Task("random", prompts, 1.0, LEAST_WITHOUT, turns_are_steps=True), with_stranger]
-    deep = Task("deep", _stories(num_deep), 1.0, LEAST_GAIN, is_one_account=False, draft_model=_DEMO)
+    yield model, [Task("random", prompts, 1.0, LEAST_ELSEWHERE, turns_are_steps=True), with_stranger]
+    deep = Task("deep", _stories(num_deep), 1.0, LEAST_ELSEWHERE, is_one_account=False, draft_model=_DEMO)
     yield str(draft_models.deep_demo()), [deep]
 
 
@@ -270,9 +271,10 @@ def _enter(task: Task, off: Side, auto: Side, outcome: Outcome) -> None:
         f"{name}.accepted_tokens": auto.num_accepted,
         f"{name}.tokens_per_step": auto.num_tokens / auto.num_steps,
     }
-    outcome.targets.append(
-        Target(f"{task.name}: {ratio:.2f} times the tokens per second, {task.least} aimed at", ratio >= task.least)
-    )
+    if task.least is not None:
+        outcome.targets.append(
+            Target(f"{task.name}: {ratio:.2f} times the tokens per second, target {task.least}", ratio >= task.least)
+        )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,10 @@ class ControlPlaneSettings:
         5.0, "seconds beyond the longest lease before a difference between two services is reported as a leak"
     )
     secret: str = setting(
-        "", "hex secret for handles and cache salts; replicas share one; generated once if empty", shared=True
+        "",
+        "hex secret for handles and cache salts; replicas share one; generated once if empty",
+        shared=True,
+        secret=True,
     )
     state_dir: str = setting("", "folder of secret and database; XDG state directory if empty", shared=True)
     database_url: str = setting(

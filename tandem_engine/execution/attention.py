@@ -43,7 +43,7 @@ class AttentionOps(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Asked(NamedTuple):
+class AttentionParams(NamedTuple):
     """The parameters of a layer's attention besides its tensors; the same in every step."""
 
     layer: int
@@ -61,7 +61,7 @@ class AttentionStep:
     step: Step
     when_written: Callable[[int], None] = lambda layer: None
     """Called when the keys and values of all runs of a layer are in their blocks."""
-    asked: list[Asked] = field(default_factory=list)
+    calls: list[AttentionParams] = field(default_factory=list)
     """Of each call, in order."""
 
 
@@ -93,7 +93,7 @@ def paged_attention(
     layer: Any = module.layer_idx
     _, num_heads, num_tokens, head_dim = query.shape
     scale = head_dim**-0.5 if scaling is None else scaling
-    step.asked.append(Asked(layer, scale, sliding_window, softcap))
+    step.calls.append(AttentionParams(layer, scale, sliding_window, softcap))
     of_group, index = step.pool.place(step.step, layer)
     step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), of_group, step.pool, index)
     step.when_written(layer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tandem_engine.execution.attention import STEP_KEYWORD, Asked, AttentionStep, UnsupportedAttention
+from tandem_engine.execution.attention import STEP_KEYWORD, AttentionParams, AttentionStep, UnsupportedAttention
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.ops.base import KVPool, Step
 
@@ -21,7 +21,7 @@ _NUM_TOKENS = 4
 @torch.inference_mode()
 def probe_geometry(
     model: Any, num_layers: int, block_size: int, device: torch.device
-) -> tuple[KVGeometry, list[Asked]]:
+) -> tuple[KVGeometry, list[AttentionParams]]:
     """Return the geometry of a block, and the attention parameters of each layer.
 
     The model is on `device`; its weights need not be there. Raises UnsupportedAttention unless every layer uses our
@@ -29,7 +29,7 @@ def probe_geometry(
     """
     ops = _ProbeOps()
     step = _run(model, ops, _NUM_TOKENS, device)
-    layers = [asked.layer for asked in step.asked]
+    layers = [call.layer for call in step.calls]
     if layers != list(range(num_layers)):
         raise UnsupportedAttention(
             f"{type(model).__name__} attended through Tandem in layers {layers}, "
@@ -46,7 +46,7 @@ def probe_geometry(
             "only equal sizes are supported"
         )
     geometry = KVGeometry(num_layers, num_kv_heads, head_dim, block_size, ops.written[0][0].dtype)
-    return geometry, step.asked
+    return geometry, step.calls
 
 
 @torch.inference_mode()
@@ -72,14 +72,14 @@ def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> A
 
 def _check_windows(model: Any, step: AttentionStep) -> None:
     layer_types = getattr(model.config, "layer_types", None) or []
-    if not layer_types and (window := _window_in_masks(model)) and any(asked.window != window for asked in step.asked):
+    if not layer_types and (window := _window_in_masks(model)) and any(call.window != window for call in step.calls):
         raise UnsupportedAttention(
             f"{type(model).__name__} tells masks, but not attention, of its window of {window} tokens"
         )
-    for asked, kind in zip(step.asked, layer_types, strict=False):
-        if (kind == "sliding_attention") != (asked.window is not None):
+    for call, kind in zip(step.calls, layer_types, strict=False):
+        if (kind == "sliding_attention") != (call.window is not None):
             raise UnsupportedAttention(
-                f"{type(model).__name__} calls layer {asked.layer} {kind}, but attends with a window of {asked.window}"
+                f"{type(model).__name__} calls layer {call.layer} {kind}, but attends with a window of {call.window}"
             )
 
 

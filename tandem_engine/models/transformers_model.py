@@ -24,7 +24,7 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.attention import (
     ATTENTION_NAME,
     STEP_KEYWORD,
-    Asked,
+    AttentionParams,
     AttentionStep,
     UnsupportedAttention,
     register,
@@ -144,7 +144,7 @@ def _model_class(model_config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _run_trial(model: Any, config: EngineConfig, device: torch.device) -> tuple[KVGeometry, list[Asked]]:
+def _run_trial(model: Any, config: EngineConfig, device: torch.device) -> tuple[KVGeometry, list[AttentionParams]]:
     try:
         geometry, attention = probe_geometry(model, model.config.num_hidden_layers, config.block_size, device)
     except UnsupportedAttention as error:

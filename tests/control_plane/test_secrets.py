@@ -11,7 +11,9 @@ import pytest
 
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.secrets import handle_key, load_secret
+from control_plane.settings import ControlPlaneSettings
 from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.settings import describe
 
 _LOAD = "import sys, pathlib; from control_plane.secrets import load_secret; sys.stdin.readline(); " + (
     "print(load_secret('', pathlib.Path(sys.argv[1])).hex())"
@@ -57,3 +59,8 @@ def test_accounts_share_no_salt_and_salts_are_no_keys() -> None:
     secret = b"s" * 32
     made = {cache_salt(secret, "a"), cache_salt(secret, "b"), cache_salt(secret, ""), handle_key(secret)[:16]}
     assert len(made) == 4
+
+
+def test_the_secret_is_never_shown() -> None:
+    settings = ControlPlaneSettings(secret="ab" * 32)
+    assert "abab" not in repr(settings) and describe(settings)["secret"] == "(set)"

@@ -1,10 +1,12 @@
 """Compares two checkouts: one benchmark's figures, old beside new, in alternating runs.
 
 python -m benchmarks.ab --old DIR --new DIR --bench NAME [--runs 5] [--old-arguments "..."] [--json FILE] [--quick]
+python -m benchmarks.ab --old DIR --new DIR --bench NAME --turns [N] [--json FILE]
 
-NAME is engine, gateway, handover or speculation. The ratio of medians is new/old for rates and old/new for times, so
-below 1 is worse. An interval wider than 0.10 is no result: repeat with more runs. `--old-arguments` replaces the
-options of the old side, for a checkout without today's options.
+With `--turns` the processes of both checkouts are up together and take turns of seconds; without it whole runs
+alternate. NAME is engine, gateway, handover or speculation. The ratio of medians is new/old for rates and old/new for
+times, so below 1 is worse. An interval wider than 0.10 is no result: repeat with more runs. `--old-arguments` replaces
+the options of the old side, for a checkout without today's options.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.ab import turns
 from benchmarks.ab.ratios import ratio_of_medians
 from benchmarks.ab.sides import PARTS, Part, measure
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, save; return 1 if a figure is worse."""
     options = _parser().parse_args(arguments)
     part = PARTS[options.bench]
+    if options.turns is not None:
+        return _by_turns(options)
     own = ["--quick"] if options.quick else list(part.arguments)
     sides = {
         "old": (options.old.resolve(), own if options.old_arguments is None else shlex.split(options.old_arguments)),
@@ -51,12 +56,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run("ab", options, {**conditions, "benchmark": options.bench, "runs": options.runs}, compare)
 
 
+def _by_turns(options: argparse.Namespace) -> int:
+    if options.bench not in turns.MEASURES:
+        raise SystemExit(f"--turns: choose one of {', '.join(turns.MEASURES)}, not {options.bench}")
+    measure_turns, usual, is_time = turns.MEASURES[options.bench]
+    roots = {"old": options.old.resolve(), "new": options.new.resolve()}
+
+    async def compare(outcome: Outcome, folder: Path, progress: Progress) -> None:
+        values = await measure_turns(roots, options.turns or usual, folder, progress)
+        samples = {name: (by_side["old"], by_side["new"], is_time) for name, by_side in values.items()}
+        _enter_samples(outcome, samples, "turns")
+
+    conditions = {"benchmark": options.bench, "turns": options.turns or usual or "by length"}
+    return run("ab", options, conditions, compare)
+
+
 def _parser() -> argparse.ArgumentParser:
     options = parser("ab", __doc__, "the benchmark's own quick form on both sides")
     options.add_argument("--old", type=Path, required=True, metavar="DIR", help="the checkout to compare with")
     options.add_argument("--new", type=Path, default=Path(), metavar="DIR", help="the checkout to judge; default: this")
     options.add_argument("--bench", required=True, choices=list(PARTS), help="the benchmark")
     options.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side (default: 5)")
+    options.add_argument(
+        "--turns",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="start both sides once and let them take N turns of seconds (default: the benchmark's usual number)",
+    )
     options.add_argument("--old-arguments", metavar="TEXT", help="options of the old side instead of the new side's")
     return options
 
@@ -70,21 +98,32 @@ def enter(outcome: Outcome, part: Part, runs: Runs) -> None:
     if min(len(old), len(new)) < 2:
         return
     shared = [name for name in new[0] if all(name in figures for figures in (*old, *new))]
+    samples = {
+        name: ([each[name] for each in old], [each[name] for each in new], is_time)
+        for name in shared
+        if (is_time := part.is_time(name)) is not None
+    }
+    _enter_samples(outcome, samples, "runs")
+
+
+def _enter_samples(
+    outcome: Outcome, samples: Mapping[str, tuple[Sequence[float], Sequence[float], bool]], unit: str
+) -> None:
+    """Enter one row, figures and a verdict for each figure; a sample is (old, new, whether they are times)."""
     rows: Rows = []
-    for name in shared:
-        if (is_time := part.is_time(name)) is None:
-            continue
-        before, after = [each[name] for each in old], [each[name] for each in new]
+    for name, (before, after, is_time) in samples.items():
         ratio = ratio_of_medians(before, after, is_time=is_time)
         medians = (f"{percentile(before, 50):.4g}", f"{percentile(after, 50):.4g}")
         interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
-        rows.append((name, *medians, f"{ratio.value:.3f}", interval, ratio.verdict))
+        rows.append((name, str(len(after)), *medians, f"{ratio.value:.3f}", interval, ratio.verdict))
         outcome.figures |= {f"{name}.ratio": ratio.value, f"{name}.low": ratio.low, f"{name}.high": ratio.high}
+        for side, values in (("old", before), ("new", after)):
+            outcome.figures |= {f"{name}.{side}.{number}": value for number, value in enumerate(values, 1)}
         outcome.targets.append(
             Target(f"{name}: {ratio.value:.3f} ({interval}): {ratio.verdict}", ratio.verdict == "not worse")
         )
-    head = ("figure", "old, median", "new, median", "ratio", "95 % interval", "verdict")
-    outcome.sheets.append(Sheet(f"Old beside new, {len(old)} and {len(new)} runs", head, rows))
+    head = ("figure", f"{unit} each", "old, median", "new, median", "ratio", "95 % interval", "verdict")
+    outcome.sheets.append(Sheet(f"Old beside new, by {unit}", head, rows))
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from benchmarks.peers import places
 
 _NUM_TOKENS = 512
 _NUM_THREADS = 2
-_PHASES = (Phase(0, _NUM_TOKENS), Phase(1, _NUM_TOKENS), Phase(8, _NUM_TOKENS), Phase(32, _NUM_TOKENS))
+PHASES = (Phase(0, _NUM_TOKENS), Phase(1, _NUM_TOKENS), Phase(8, _NUM_TOKENS), Phase(32, _NUM_TOKENS))
 _QUICK_PHASES = (Phase(0, 64), Phase(1, 64), Phase(8, 64))
-_PLANS = {
+PLANS = {
     "S": Plan(num_rounds=7, num_steps=24, num_prompts=3, num_attempts=3, max_wait_seconds=60.0),
     "M": Plan(num_rounds=5, num_steps=12, num_prompts=1, num_attempts=3, max_wait_seconds=60.0),
     "tiny": Plan(num_rounds=2, num_steps=8, num_prompts=2, num_attempts=1, max_wait_seconds=0.0),
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress(f"{name} is left out: {why}")
         measured: dict[str, dict[str, dict[str, Turns]]] = {}
         for shape in shapes:
-            plan = replace(_PLANS[shape], num_rounds=options.rounds or _PLANS[shape].num_rounds)
+            plan = replace(PLANS[shape], num_rounds=options.rounds or PLANS[shape].num_rounds)
             stage = Stage(cpus, folder, progress, partial(limits.measure, cpus, folder, quick=shape == "tiny"))
             await _measure_shape(kinds, shape, plan, _phases(options.quick), stage, outcome, measured)
         if options.plot:
@@ -126,7 +126,7 @@ def _add(outcome: Outcome, shape: str, by_phase: dict[str, dict[str, Turns]], ph
 
 
 def _phases(quick: bool) -> tuple[Phase, ...]:
-    return _QUICK_PHASES if quick else _PHASES
+    return _QUICK_PHASES if quick else PHASES
 
 
 def _split(names: str) -> list[str]:

@@ -36,8 +36,8 @@ from benchmarks.lib.command import Outcome, Progress, parser, run
 from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS
 from tandem_engine.demo import MODEL_ID
 
-_NUM_STREAMS = 256
-_ENDLESS_TOKENS = CONTEXT_LENGTH // 2
+NUM_STREAMS = 256
+ENDLESS_TOKENS = CONTEXT_LENGTH // 2
 _ANSWER_TOKENS = 512
 _BEGIN_SECONDS = 60.0
 _WARM_SECONDS = 1.5
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = _QUICK if options.quick else _FULL
     conditions = {
         "model": f"{MODEL_ID}'s tokenizer; tokens by a stand-in worker behind the real protocol, at once",
-        "requests": f"{_NUM_STREAMS} streams; rates are taken while none of them ends; memory with answers of "
+        "requests": f"{NUM_STREAMS} streams; rates are taken while none of them ends; memory with answers of "
         f"{_ANSWER_TOKENS} tokens, asked again as they end",
         "client": f"bare sockets; it and the worker have {len(OTHER_CORES)} core(s), each server has one; of two "
         f"gateways, too, and then client and worker have {len(BESIDE_TWO_SERVERS)}, "
@@ -97,7 +97,7 @@ def measure_all(outcome: Outcome, size: _Size, folder: Path, progress: Progress,
     """Measure one part after another; an interrupted run keeps what it has measured."""
     results = Results()
     try:
-        progress(f"rates of {_NUM_STREAMS} streams, in turn with the bare app")
+        progress(f"rates of {NUM_STREAMS} streams, in turn with the bare app")
         results.rates = _rates(size, folder / "rates")
         if only_rates:
             return
@@ -105,8 +105,8 @@ def measure_all(outcome: Outcome, size: _Size, folder: Path, progress: Progress,
         results.two = _two(size, folder / "two")
         progress(f"{size.num_idle} streams with a token every {size.idle_token_seconds:g} s")
         results.paced += [_paced(size.num_idle, size.idle_token_seconds, folder / "idle")]
-        progress(f"{_NUM_STREAMS} streams with a token every {_PACED_SECONDS:g} s")
-        results.paced += [_paced(_NUM_STREAMS, _PACED_SECONDS, folder / "paced")]
+        progress(f"{NUM_STREAMS} streams with a token every {_PACED_SECONDS:g} s")
+        results.paced += [_paced(NUM_STREAMS, _PACED_SECONDS, folder / "paced")]
         progress(f"{_NUM_SLOW} clients that do not read")
         results.slow = _slow(size, folder / "slow")
         progress(f"memory over {size.flat_seconds:g} s at load")
@@ -125,26 +125,26 @@ def _rates(size: _Size, folder: Path) -> dict[str, list[Rate]]:
         bare, bare_address = processes.bare()
         sides = {
             "bare": (bare, bare_address, post("/", {})),
-            "native": (gateway, processes.address, native_request(_ENDLESS_TOKENS)),
-            "chat": (gateway, processes.address, chat_request(_ENDLESS_TOKENS)),
+            "native": (gateway, processes.address, native_request(ENDLESS_TOKENS)),
+            "chat": (gateway, processes.address, chat_request(ENDLESS_TOKENS)),
         }
         rates: dict[str, list[Rate]] = {name: [] for name in sides}
         for _ in range(size.num_rounds):
             for name, (server, address, request) in sides.items():
-                with Readers(address, request, _NUM_STREAMS) as readers:
-                    _begin(readers)
-                    rates[name].append(_rate(readers, [server], worker, size.seconds))
+                with Readers(address, request, NUM_STREAMS) as readers:
+                    begin(readers)
+                    rates[name].append(rate_of(readers, [server], worker, size.seconds))
                 time.sleep(_PAUSE_SECONDS)  # for what the streams' end leaves to do
     return rates
 
 
-def _begin(readers: Readers) -> None:
+def begin(readers: Readers) -> None:
     """Wait until every stream has begun, and warm up."""
     readers.read_until(lambda: readers.all_have(1), _BEGIN_SECONDS)
     readers.read_for(_WARM_SECONDS)
 
 
-def _rate(readers: Readers, servers: Sequence[Child], worker: Child, seconds: float) -> Rate:
+def rate_of(readers: Readers, servers: Sequence[Child], worker: Child, seconds: float) -> Rate:
     client = psutil.Process()
     before, cpu = readers.num_events, [server.cpu_seconds for server in servers]
     worker_cpu, client_cpu = worker.cpu_seconds, sum(client.cpu_times()[:2])
@@ -174,16 +174,16 @@ def _two(size: _Size, folder: Path) -> Two:
         alone, its_worker = [of_one.gateway("--reuse-port")], of_one.stand_in()
         for _ in range(size.num_rounds):
             os.sched_setaffinity(0, BESIDE_TWO_SERVERS)
-            with Readers(of_two.address, native_request(_ENDLESS_TOKENS), _NUM_STREAMS) as readers:
-                _begin(readers)
+            with Readers(of_two.address, native_request(ENDLESS_TOKENS), NUM_STREAMS) as readers:
+                begin(readers)
                 together.append(_rate_of_each(readers, pair, worker, size.seconds))
-                shares.append(len(_of(readers, pair[0])) / _NUM_STREAMS)
+                shares.append(len(_of(readers, pair[0])) / NUM_STREAMS)
             os.sched_setaffinity(0, OTHER_CORES)
             time.sleep(_PAUSE_SECONDS)
-            for num_streams, rates in ((_NUM_STREAMS, whole), (_NUM_STREAMS // 2, half)):
-                with Readers(of_one.address, native_request(_ENDLESS_TOKENS), num_streams) as readers:
-                    _begin(readers)
-                    rates.append(_rate(readers, alone, its_worker, size.seconds))
+            for num_streams, rates in ((NUM_STREAMS, whole), (NUM_STREAMS // 2, half)):
+                with Readers(of_one.address, native_request(ENDLESS_TOKENS), num_streams) as readers:
+                    begin(readers)
+                    rates.append(rate_of(readers, alone, its_worker, size.seconds))
                 time.sleep(_PAUSE_SECONDS)
     return Two(together, whole, half, median(shares), has_cores=len(TWO_SERVERS_CORES) > 1)
 
@@ -193,7 +193,7 @@ def _rate_of_each(readers: Readers, gateways: Sequence[Child], worker: Child, se
     streams = [_of(readers, gateway) for gateway in gateways]
     events = [sum(stream.num_events for stream in some) for some in streams]
     cpu = [gateway.cpu_seconds for gateway in gateways]
-    whole = _rate(readers, gateways, worker, seconds)
+    whole = rate_of(readers, gateways, worker, seconds)
     return [
         Rate(
             num_events=sum(stream.num_events for stream in streams[index]) - events[index],
@@ -219,7 +219,7 @@ def _paced(num_streams: int, token_seconds: float, folder: Path) -> Paced:
         gateway = processes.gateway()
         processes.stand_in(token_seconds)
         before = gateway.resident_bytes
-        with Readers(processes.address, native_request(_ENDLESS_TOKENS), num_streams) as readers:  # all in one moment
+        with Readers(processes.address, native_request(ENDLESS_TOKENS), num_streams) as readers:  # all in one moment
             readers.read_until(lambda: readers.all_have(3), 60.0 + 4 * token_seconds)
             cpu, started = gateway.cpu_seconds, readers.num_events
             took = readers.read_for(max(2.0, 3 * token_seconds))
@@ -239,16 +239,16 @@ def _slow(size: _Size, folder: Path) -> Slow:
         bounds = ["--max-unread-tokens", str(size.max_unread_tokens)]
         gateway = processes.gateway(*bounds, "--stalled-client-seconds", f"{size.stalled_seconds:g}")
         worker = processes.stand_in()
-        address, request = processes.address, native_request(_ENDLESS_TOKENS)
+        address, request = processes.address, native_request(ENDLESS_TOKENS)
         with Readers(address, request, _NUM_SLOW) as others:
             others.read_until(lambda: others.all_have(100), 30.0)
             others.read_for(_WARM_SECONDS)
-            alone = _rate(others, [gateway], worker, 2.0)
+            alone = rate_of(others, [gateway], worker, 2.0)
             before = gateway.resident_bytes
             half = address, request, _NUM_SLOW // 2, _SLOW_BUFFER_BYTES
             with Readers(*half) as late, Readers(*half) as never:
                 began, most = time.monotonic(), 0
-                beside = _rate(others, [gateway], worker, 2.0)
+                beside = rate_of(others, [gateway], worker, 2.0)
                 while (
                     gateway.num_logged("client_too_slow") - sum(stream.is_cut for stream in others.streams) < _NUM_SLOW
                     and time.monotonic() < began + _GIVE_UP_SECONDS
@@ -277,10 +277,10 @@ def _flat(size: _Size, folder: Path) -> Flat:
     with Processes(folder) as processes:
         gateway = processes.gateway()
         worker = processes.stand_in()
-        with Readers(processes.address, native_request(_ANSWER_TOKENS), _NUM_STREAMS) as readers:
+        with Readers(processes.address, native_request(_ANSWER_TOKENS), NUM_STREAMS) as readers:
             readers.read_for(size.flat_warm_seconds)
             answers, started, samples = readers.num_answers, time.monotonic(), []
-            rate = _rate(readers, [gateway], worker, min(size.seconds, size.flat_seconds / 4))
+            rate = rate_of(readers, [gateway], worker, min(size.seconds, size.flat_seconds / 4))
             while (since := time.monotonic() - started) < size.flat_seconds:
                 samples.append((since, float(gateway.resident_bytes)))
                 readers.read_for(size.flat_seconds / 200)

@@ -93,10 +93,18 @@ class Processes:
     """Gateways, a stand-in worker and the bare app, as they are asked for; all end with the `with`."""
 
     def __init__(
-        self, folder: Path, server_cores: Sequence[int] = SERVER_CORES, other_cores: Collection[int] = OTHER_CORES
+        self,
+        folder: Path,
+        server_cores: Sequence[int] = SERVER_CORES,
+        other_cores: Collection[int] = OTHER_CORES,
+        *,
+        variables: Mapping[str, str] | None = None,
+        stand_in_module: str = "benchmarks.gateway.stand_in_worker",
     ) -> None:
-        """`server_cores`: one for each gateway, in turn; `other_cores`: the worker's."""
+        """`server_cores`: one for each gateway, in turn; `other_cores`: the worker's; `variables`: everyone's."""
         folder.mkdir()
+        self._variables = variables or {}
+        self._stand_in_module = stand_in_module
         self._folder = folder
         self._server_cores, self._other_cores = server_cores, set(other_cores)
         self._children: list[Child] = []
@@ -129,7 +137,7 @@ class Processes:
     def stand_in(self, token_seconds: float = 0.0) -> Child:
         """Start the worker that emits tokens, and wait until every gateway has answered with some."""
         control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
-        arguments = ["benchmarks.gateway.stand_in_worker", *control, "--token-seconds", f"{token_seconds:g}"]
+        arguments = [self._stand_in_module, *control, "--token-seconds", f"{token_seconds:g}"]
         child = self._child("stand-in", arguments, {}, self._other_cores)
         # Each try is a connection of its own, and the kernel's choice: so many good ones have asked every gateway.
         for _ in range(1 if len(self.gateways) == 1 else _NUM_TRIES):
@@ -143,7 +151,7 @@ class Processes:
         return child, ("127.0.0.1", self._bare_port)
 
     def _child(self, name: str, arguments: list[str], variables: Mapping[str, str], cores: set[int]) -> Child:
-        child = Child(name, arguments, self._folder, variables, cores)
+        child = Child(name, arguments, self._folder, {**self._variables, **variables}, cores)
         self._children.append(child)
         return child
 

@@ -40,6 +40,7 @@ def test_only_figures_that_the_part_names_and_all_runs_have_are_compared() -> No
     enter(outcome, _PART, {"old": old, "new": new})
     assert [(row[0], row[-1]) for row in outcome.sheets[0].rows] == [("a_per_second", "worse"), ("b_ms", "not worse")]
     assert [target.is_met for target in outcome.targets] == [False, True]
+    assert outcome.figures["a_per_second.old.3"] == 100.0 and outcome.figures["a_per_second.new.1"] == 80.0
 
 
 def test_an_interrupted_comparison_without_two_runs_of_each_judges_nothing() -> None:

@@ -129,7 +129,7 @@ def test_through_the_gateway_the_stand_ins_words_are_the_answer(tmp_path: Path) 
 @pytest.mark.timeout(180)
 def test_a_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "_QUICK", _TINY)
-    monkeypatch.setattr(__main__, "_NUM_STREAMS", 16)
+    monkeypatch.setattr(__main__, "NUM_STREAMS", 16)
     monkeypatch.setattr(__main__, "_WARM_SECONDS", 0.1)
     file = tmp_path / "figures.json"
     assert __main__.main(["--quick", "--json", str(file)]) == 0

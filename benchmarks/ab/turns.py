@@ -1,0 +1,161 @@
+"""Measures two checkouts by turns of seconds, with the processes of both started.
+
+A machine that is shared changes its speed within minutes. Turns of seconds see the same speed on both sides, so their
+ratio needs fewer measurements than the ratio of whole runs. The idle side waits for input and takes no turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import httpx
+
+from benchmarks.engine.__main__ import PHASES, PLANS
+from benchmarks.engine.kinds import OURS, OURS_BF16, OURS_FP32
+from benchmarks.engine.limits import measure as measure_limits
+from benchmarks.engine.turns import Stage, measure_phases
+from benchmarks.gateway.__main__ import ENDLESS_TOKENS, NUM_STREAMS, begin, rate_of
+from benchmarks.gateway.processes import OTHER_CORES, Child, Processes, chat_request, native_request
+from benchmarks.gateway.sse_readers import Readers
+from benchmarks.lib.arrangements import beside_prefill, one_core_each
+from benchmarks.lib.command import Progress
+from benchmarks.lib.prompts import prompts
+from benchmarks.lib.random_model import made
+from benchmarks.lib.served import Served
+from benchmarks.lib.stats import Answer, percentile
+from benchmarks.lib.streaming import ask, new_client
+
+Roots = Mapping[str, Path]
+"""The checkouts, by side: `old` and `new`."""
+Values = dict[str, dict[str, list[float]]]
+"""By figure and side: one value per turn."""
+
+_OLD_STAND_IN = "benchmarks/stand_in_worker.py"
+_HANDOVER_TURNS = {32: 40, 128: 40, 512: 24, 2048: 12}
+"""Requests to each side by the length of the prompt, in tokens."""
+_NUM_OUTPUT_TOKENS = 16
+_ENGINE_CORES = (0, 1)
+
+
+def imports_from(root: Path) -> dict[str, str]:
+    """Return the environment in which Python imports from a checkout, wherever it is started."""
+    return {"PYTHONPATH": os.pathsep.join((str(root), str(root / "protos" / "gen"))), "PYTHONSAFEPATH": "1"}
+
+
+async def engine(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+    """Return tokens per second of shape M, in float32 and with bfloat16 weights; a turn is 12 steps or one prompt."""
+    values = _no_values()
+    cpus = tuple(sorted(os.sched_getaffinity(0))[: len(_ENGINE_CORES)])
+    stage = Stage(cpus, folder, progress, lambda: measure_limits(cpus, folder, quick=True))
+    plan = replace(PLANS["M"], num_rounds=num_turns, num_attempts=1, max_wait_seconds=0.0)
+    for name in (OURS_FP32, OURS_BF16):
+        kind = next(each for each in OURS if each.name == name)
+        kinds = [replace(kind, name=side, environment=imports_from(root)) for side, root in roots.items()]
+        async for phase, turns in measure_phases(kinds, "M", PHASES, plan, stage):
+            for side in roots:
+                values[f"M.{name}.{phase.name}.tokens_per_second"][side] = turns[side].tokens_per_second
+    return values
+
+
+async def gateway(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+    """Return tokens per CPU second of 256 streams; a turn is 4 seconds."""
+    values = _no_values()
+    os.sched_setaffinity(0, OTHER_CORES)
+    with ExitStack() as stack:
+        up: dict[str, tuple[Processes, Child, Child]] = {}
+        for side, root in roots.items():
+            module = "benchmarks.gateway.stand_in_worker"
+            if (root / _OLD_STAND_IN).exists():
+                module = "benchmarks.stand_in_worker"
+            processes = Processes(folder / side, variables=imports_from(root), stand_in_module=module)
+            stack.enter_context(processes)
+            up[side] = processes, processes.gateway(), processes.stand_in()
+        for turn, sides in enumerate(_orders(roots, num_turns), 1):
+            progress(f"turn {turn} of {num_turns}")
+            for name, request in (("native", native_request), ("chat", chat_request)):
+                for side in sides:
+                    processes, server, worker = up[side]
+                    with Readers(processes.address, request(ENDLESS_TOKENS), NUM_STREAMS) as readers:
+                        begin(readers)
+                        values[f"{name}.per_cpu_second"][side].append(
+                            rate_of(readers, [server], worker, 4.0).per_cpu_second
+                        )
+                    await asyncio.sleep(0.5)  # for what the streams' end leaves to do
+    return values
+
+
+async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+    """Return times in milliseconds of the random Llama of 0.1 B parameters; a turn is one request.
+
+    `num_turns` of 0 takes the number of `benchmarks.handover` for each length.
+    """
+    values = _no_values()
+    model = made(folder, "0.1b")
+    with beside_prefill():
+        async with AsyncExitStack() as stack:
+            clients = {
+                side: await stack.enter_async_context(_served(model, root, folder / side))
+                for side, root in roots.items()
+            }
+            for num_tokens, usual_turns in _HANDOVER_TURNS.items():
+                source = prompts(model, num_tokens, seed=num_tokens)
+                for each in clients.values():
+                    for prompt in islice(source, 3):
+                        await each(prompt)
+                for turn, sides in enumerate(_orders(roots, num_turns or usual_turns), 1):
+                    progress(f"{num_tokens} tokens, turn {turn}")
+                    prompt = next(source)
+                    for side in sides:
+                        answer = await clients[side](prompt)
+                        gap, *gaps = answer.gaps_seconds
+                        for name, seconds in (
+                            ("ttft_ms", answer.ttft_seconds),
+                            ("gap_ms", gap),
+                            ("decode_step_ms", percentile(gaps, 50)),
+                        ):
+                            values[f"0_1b.p{num_tokens}.{name}"][side].append(1000 * seconds)
+    return values
+
+
+@asynccontextmanager
+async def _served(model: Path, root: Path, folder: Path) -> AsyncIterator[Callable[[str], Awaitable[Answer]]]:
+    """Start `tandem up` of a checkout with a core each for prefill and decode; yield what asks a prompt."""
+    arrangement = one_core_each()[0]
+    environment = {
+        **arrangement.environment,
+        **imports_from(root),
+        "TANDEM_CONTROL_PROBE_INTERVAL_SECONDS": "86400",  # the idle side must not probe itself
+        "TANDEM_CONTROL_PROBE_VALID_SECONDS": "172800",
+        "TANDEM_CONTROL_LOCAL_PREFILL": "never",
+        "TANDEM_DECODE_SPECULATION": "off",
+    }
+    async with Served(folder, ("--model", str(model)), environment, arrangement.roles) as served:
+        client: httpx.AsyncClient
+        async with new_client(served.base_url) as client:
+            yield lambda prompt: ask(client, served.model, prompt, _NUM_OUTPUT_TOKENS)
+
+
+def _orders(roots: Roots, num_turns: int) -> Iterator[Sequence[str]]:
+    """Yield the sides of each turn; who comes first changes."""
+    sides = list(roots)
+    for turn in range(num_turns):
+        yield sides if turn % 2 else sides[::-1]
+
+
+def _no_values() -> Values:
+    return defaultdict(lambda: defaultdict(list))
+
+
+MEASURES: dict[str, tuple[Callable[[Roots, int, Path, Progress], Awaitable[Values]], int, bool]] = {
+    "engine": (engine, 15, False),
+    "gateway": (gateway, 15, False),
+    "handover": (handover, 0, True),
+}
+"""By benchmark: its measurement, the usual number of turns, and whether its values are times."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from tandem_engine.scheduling.block_hash import BlockHash
@@ -26,15 +27,27 @@ _MAX_TOKENS = 65_536
 _SEPARATOR = b"\xff" * _TOKEN_BYTES
 
 
+class Agreement(IntEnum):
+    """What the other places propose in a token's stead; only places that proposed all tokens before it count."""
+
+    ALONE = 0
+    """There is no other place."""
+    ALL = 1
+    SOME = 2
+    NONE = 3
+
+
 class Draft(NamedTuple):
     """Tokens that may follow a request's."""
 
     token_ids: Sequence[int]
     num_matched: int
     """Tokens in a row before the draft that are the same in the request and in the text, at most MAX_MATCH_TOKENS."""
+    agreements: Sequence[Agreement] = ()
+    """Per token: whether the other places propose it too. Empty: no other place was looked at."""
 
     def cut(self, num_tokens: int) -> Draft:
-        return Draft(self.token_ids[:num_tokens], self.num_matched)
+        return Draft(self.token_ids[:num_tokens], self.num_matched, self.agreements[:num_tokens])
 
 
 class Drafter(Protocol):
@@ -58,14 +71,15 @@ class OwnText:
     def draft(self, request: Request, max_tokens: int) -> Draft | None:
         text = self._texts.setdefault(request, bytearray())
         text += array("I", request.token_ids[len(text) // _TOKEN_BYTES :]).tobytes()
-        found = find_match(text, text[-MAX_MATCH_TOKENS * _TOKEN_BYTES :], len(text) - 1)
-        if found is None:
-            return None
-        end, num_matched = found
-        token_ids = request.token_ids[end : end + max_tokens]
-        if len(token_ids) < max_tokens:  # the match overlaps the end: the text repeats itself
-            token_ids = (token_ids * max_tokens)[:max_tokens]
-        return Draft(token_ids, num_matched)
+        places = find_matches(text, text[-MAX_MATCH_TOKENS * _TOKEN_BYTES :], len(text) - 1)
+
+        def following(at: int) -> Sequence[int]:
+            token_ids = request.token_ids[at : at + max_tokens]
+            if len(token_ids) < max_tokens:  # the match overlaps the end: the text repeats itself
+                token_ids = (token_ids * max_tokens)[:max_tokens]
+            return token_ids
+
+        return joined(places, following)
 
     def forget(self, request: Request) -> None:
         self._texts.pop(request, None)
@@ -92,15 +106,14 @@ class EarlierAnswers:
         text = None if request.hash_root is None else self._texts.get(request.hash_root)
         if text is None or request.max_found_blocks is not None:
             return None
-        found = find_match(text, array("I", request.token_ids[-MAX_MATCH_TOKENS:]).tobytes(), len(text))
-        if found is None:
-            return None
-        end, num_matched = found
-        following = array("I", bytes(text[end * _TOKEN_BYTES : (end + max_tokens) * _TOKEN_BYTES]))
-        token_ids = following.tolist()
-        if _SEPARATOR_ID in token_ids:
-            token_ids = token_ids[: token_ids.index(_SEPARATOR_ID)]
-        return Draft(token_ids, num_matched) if token_ids else None
+        places = find_matches(text, array("I", request.token_ids[-MAX_MATCH_TOKENS:]).tobytes(), len(text))
+
+        def following(at: int) -> Sequence[int]:
+            words = array("I", bytes(text[at * _TOKEN_BYTES : (at + max_tokens) * _TOKEN_BYTES]))
+            token_ids = words.tolist()
+            return token_ids[: token_ids.index(_SEPARATOR_ID)] if _SEPARATOR_ID in token_ids else token_ids
+
+        return joined(places, following)
 
     def forget(self, request: Request) -> None:
         """Keep the answer of a request that is over, if the request allows that."""
@@ -123,25 +136,43 @@ class EarlierAnswers:
 _SEPARATOR_ID = array("I", _SEPARATOR)[0]
 
 
-def find_match(text: bytes | bytearray, context: bytes | bytearray, end: int) -> tuple[int, int] | None:
-    """Return the place in `text[:end]` that repeats the last tokens of `context` best: what follows, tokens that match.
+def find_matches(text: bytes | bytearray, context: bytes | bytearray, end: int) -> list[tuple[int, int]]:
+    """Return places in `text[:end]` that repeat the last tokens of `context`: what follows, tokens that match.
 
-    The first is the index of the token behind the place. `text` and `context` have 4 bytes per token.
+    The first is the index of the token behind the place. The longest match comes first, of equals the latest. `text`
+    and `context` have 4 bytes per token.
     """
+    places: list[tuple[int, int]] = []
     for num_searched in _SEARCHED_TOKENS:
         size = num_searched * _TOKEN_BYTES
         tail = context[-size:]
-        best, most, before = 0, 0, end
-        for _ in range(_NUM_CANDIDATES):
-            at = text.rfind(tail, 0, before)
-            if at < 0 or most == MAX_MATCH_TOKENS:
-                break
-            before = at + size - 1
-            if at % _TOKEN_BYTES == 0 and (num_matched := _num_matched(text, at + size, context)) > most:
-                best, most = (at + size) // _TOKEN_BYTES, num_matched
-        if most:
-            return best, most
-    return None
+        at = text.rfind(tail, 0, end)
+        while at >= 0 and len(places) < _NUM_CANDIDATES:
+            if at % _TOKEN_BYTES == 0:
+                places.append(((at + size) // _TOKEN_BYTES, _num_matched(text, at + size, context)))
+            at = text.rfind(tail, 0, at + size - 1)
+        if places:
+            break
+    return sorted(places, key=lambda place: -place[1])
+
+
+def joined(places: Sequence[tuple[int, int]], following: Callable[[int], Sequence[int]]) -> Draft | None:
+    """Return what follows the best place, and where the other places agree; None if nothing follows."""
+    if not places:
+        return None
+    token_ids, *others = [following(at) for at, _ in places]
+    agreements: list[Agreement] = []
+    for position, token_id in enumerate(token_ids):
+        others = [each for each in others if len(each) > position]
+        same = [each for each in others if each[position] == token_id]
+        if not others:
+            agreements.append(Agreement.ALONE)
+        elif same:
+            agreements.append(Agreement.ALL if len(same) == len(others) else Agreement.SOME)
+        else:
+            agreements.append(Agreement.NONE)
+        others = same
+    return Draft(token_ids, places[0][1], agreements) if token_ids else None
 
 
 def _num_matched(text: bytes | bytearray, end: int, context: bytes | bytearray) -> int:

@@ -5,8 +5,10 @@ the average is above a cut-off. A source below the cut-off rests for REST_TOKENS
 again. A step of more answers needs a higher average: `num_decodes / (num_decodes + ROWS_PER_STEP)`, because a row more
 costs a fixed time, and a step's fixed time is shared by more tokens.
 
-Two lengths are fixed: `max_draft_tokens` where the average is high, else SHORT_TOKENS, or as many tokens as matched
-before the draft if those are fewer. A draft model proposes NUM_DRAFT_TOKENS.
+A draft from a text is as long as it pays: `AcceptanceTable` has the share of accepted tokens by the length of the match
+and by the agreement of other places. The product of these shares is a token's probability. A token runs while its
+probability is at least the tokens per row so far, `(num_decodes + sum of the probabilities) / (num_decodes +
+ROWS_PER_STEP + num_drafts)`. A draft model proposes NUM_DRAFT_TOKENS.
 """
 
 from __future__ import annotations
@@ -20,19 +22,26 @@ from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.speculation.draft_model import NUM_DRAFT_TOKENS, DraftModel
-from tandem_engine.scheduling.speculation.drafters import Draft, Drafter, EarlierAnswers, OwnText
+from tandem_engine.scheduling.speculation.drafters import Agreement, Draft, Drafter, EarlierAnswers, OwnText
 
 log = logging.getLogger(__name__)
 
-ROWS_PER_STEP = 6
-"""Rows that cost as much as the fixed part of a step: a row more added a sixth of a step on an AMD EPYC (Zen 4)."""
+ROWS_PER_STEP = 4
+"""Rows that cost as much as the fixed part of a step: a row more adds 0.15 to 0.26 of a step on an AMD EPYC (Zen 4)."""
 REST_TOKENS = 32
-SHORT_TOKENS = 3
-_LONG_DRAFT_RATE = 0.6
+_HIGH_RATE = 0.6
 _MODEL_RATE = 0.5  # a draft model's tokens cost its own rounds, too
 _FIRST_RATE, _FIRST_TOKENS = 0.5, 3.0
 _FADE = 7 / 8  # of the past, with each draft
-_SEARCH_TOKENS = 1.0  # a search without a result counts as so many wrong draft tokens
+_SEARCH_TOKENS = 1.0  # a search without a draft that pays counts as so many wrong draft tokens
+_REST_BELOW = 0.7  # of the rate at which a first draft token pays
+_TABLE_FADE = 0.99  # of a class's past, with each token
+_RELAX = 1 / 8  # of the way to its first rate, with each draft that does not pay
+_FIRST_CLASS_TOKENS = 4.0  # a class begins as if so many tokens had been tried, at the rates below
+_ALONE_RATES = ((0.4, 0.5, 0.6, 0.8, 0.9), (0.75, 0.8, 0.9, 0.93, 0.95))
+_AGREEMENT_RATES = {Agreement.ALL: 0.97, Agreement.SOME: 0.6, Agreement.NONE: 0.3}
+"""Shares measured on the built-in model's held-out questions; alone: by the request's average and the match length."""
+_NUM_LENGTHS = len(_ALONE_RATES[0])
 
 
 class Acceptance:
@@ -58,6 +67,44 @@ class Acceptance:
             self.rests_until = num_tokens + REST_TOKENS
 
 
+class AcceptanceTable:
+    """The share of accepted tokens, by class of evidence, over all requests of the engine.
+
+    A token's class is the length of its match (1, 2 to 3, 4 to 7, 8 to 15, 16 and more tokens, the tokens of the draft
+    before it included), its agreement, and whether its request's own average is high.
+    """
+
+    def __init__(self) -> None:
+        rates = [
+            _ALONE_RATES[is_high][length] if agreement == Agreement.ALONE else _AGREEMENT_RATES[agreement]
+            for is_high in (False, True)
+            for length in range(_NUM_LENGTHS)
+            for agreement in Agreement
+        ]
+        self._first_rates = rates
+        self._num_accepted = [_FIRST_CLASS_TOKENS * rate for rate in rates]
+        self._num_tried = [_FIRST_CLASS_TOKENS] * len(rates)
+
+    def rate(self, of: int) -> float:
+        return self._num_accepted[of] / self._num_tried[of]
+
+    def observe(self, of: int, *, is_accepted: bool) -> None:
+        self._num_accepted[of] = _TABLE_FADE * self._num_accepted[of] + is_accepted
+        self._num_tried[of] = _TABLE_FADE * self._num_tried[of] + 1
+
+    def relax(self, of: int) -> None:
+        """Move a class that does not pay towards its first rate, so that it is tried again at times."""
+        self._num_accepted[of] += _RELAX * (self._first_rates[of] * self._num_tried[of] - self._num_accepted[of])
+
+    @staticmethod
+    def classes(draft: Draft, *, is_high: bool) -> list[int]:
+        """Return the class of each token of a draft from a text."""
+        agreements = draft.agreements or [Agreement.ALONE] * len(draft.token_ids)
+        lengths = [min(_NUM_LENGTHS, (draft.num_matched + at).bit_length()) - 1 for at in range(len(agreements))]
+        rows = [is_high * _NUM_LENGTHS + max(0, length) for length in lengths]
+        return [row * len(Agreement) + agreement for row, agreement in zip(rows, agreements, strict=True)]
+
+
 class Speculator:
     """Owns the drafters and the acceptance averages."""
 
@@ -67,6 +114,8 @@ class Speculator:
         self._of_texts: dict[Request, Acceptance] = {}
         self._of_model: dict[Request, Acceptance] = {}
         self._tried: dict[Request, tuple[Acceptance, float]] = {}  # with the cut-off of the step
+        self._table = AcceptanceTable()
+        self._classes: dict[Request, list[int]] = {}  # of the tokens of the step's drafts from texts
         self._model: DraftModel | None = None
         self.model_cutoff = _MODEL_RATE
         self._drafters: Sequence[Drafter] = (OwnText(), EarlierAnswers())
@@ -82,16 +131,17 @@ class Speculator:
     def draft(self, batch: Batch, num_reserve_blocks: int) -> None:
         """Put drafts behind the answers of a complete step; leave `num_reserve_blocks` blocks to other requests."""
         self._tried.clear()
+        self._classes.clear()
         if not self._config.max_draft_tokens or not batch.num_tokens_left:
             return
-        cutoff = batch.num_decodes / (batch.num_decodes + ROWS_PER_STEP)
+        cutoff = _REST_BELOW * batch.num_decodes / (batch.num_decodes + ROWS_PER_STEP)
         drafts: dict[Request, tuple[Draft, Acceptance, float]] = {}
         for run in batch.runs.values():
             request, acceptance = run.request, self._of_texts.get(run.request)
             if (acceptance is None or run.end >= acceptance.rests_until) and run.is_answer:
                 if acceptance is None:
                     acceptance = self._of_texts[request] = Acceptance()
-                if draft := self._text_draft(request, acceptance):
+                if draft := self._text_draft(request, acceptance, batch.num_decodes):
                     drafts[request] = draft, acceptance, cutoff
                 else:
                     acceptance.observe(_SEARCH_TOKENS, 0, request.num_tokens, cutoff)
@@ -109,20 +159,24 @@ class Speculator:
         if run.draft_tokens:
             acceptance, cutoff = self._tried.pop(run.request)
             acceptance.observe(len(run.draft_tokens), num_sampled - 1, run.end + num_sampled, cutoff)
+            tried = min(num_sampled, len(run.draft_tokens))  # tokens behind the first wrong one tell nothing
+            for position, of in enumerate(self._classes.pop(run.request, [])[:tried]):
+                self._table.observe(of, is_accepted=position < num_sampled - 1)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that is over."""
         self._of_texts.pop(request, None)
         self._of_model.pop(request, None)
         self._tried.pop(request, None)
+        self._classes.pop(request, None)
         if self._config.max_draft_tokens:
             for drafter in self._drafters:
                 drafter.forget(request)
         if self._model is not None:
             self._model.forget(request)
 
-    def _text_draft(self, request: Request, acceptance: Acceptance) -> Draft | None:
-        """Return the draft with the longest match, cut to its fixed length and before a stop token."""
+    def _text_draft(self, request: Request, acceptance: Acceptance, num_decodes: int) -> Draft | None:
+        """Return the draft with the longest match, cut before a stop token and where it pays no more."""
         max_tokens = self._max_tokens(request)
         if max_tokens < 1:
             return None
@@ -131,11 +185,26 @@ class Speculator:
             draft = drafter.draft(request, max_tokens)
             if draft is not None and (best is None or draft.num_matched > best.num_matched):
                 best = draft
-        if best is None:
+        draft = None if best is None else _before_stop(best, request)
+        return None if draft is None else self._as_long_as_it_pays(draft, request, acceptance, num_decodes)
+
+    def _as_long_as_it_pays(
+        self, draft: Draft, request: Request, acceptance: Acceptance, num_decodes: int
+    ) -> Draft | None:
+        """Return the tokens of a draft that pay for their rows; None for none."""
+        classes = self._table.classes(draft, is_high=acceptance.rate >= _HIGH_RATE)
+        self._classes[request] = classes
+        num_tokens, probability, num_expected = 0, 1.0, float(num_decodes)
+        for of in classes:
+            probability *= self._table.rate(of)
+            if probability * (num_decodes + ROWS_PER_STEP + num_tokens) < num_expected:
+                break
+            num_expected += probability
+            num_tokens += 1
+        if not num_tokens:
+            self._table.relax(classes[0])
             return None
-        if acceptance.rate < _LONG_DRAFT_RATE:
-            best = best.cut(min(best.num_matched, SHORT_TOKENS))
-        return _before_stop(best, request)
+        return draft.cut(num_tokens)
 
     def _ask_model(
         self,
@@ -166,6 +235,7 @@ class Speculator:
         for request, token_ids in proposed.items():
             if draft := _before_stop(Draft(token_ids, 0), request):
                 drafts[request] = draft, self._of_model[request], self.model_cutoff
+                self._classes.pop(request, None)
 
     def _is_for_model(self, request: Request, text: tuple[Draft, Acceptance, float] | None) -> bool:
         acceptance = self._of_model.setdefault(request, Acceptance())

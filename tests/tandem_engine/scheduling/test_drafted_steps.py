@@ -50,7 +50,7 @@ def test_right_guesses_come_together_with_the_token_behind_them() -> None:
 
 
 def test_behind_a_wrong_guess_nothing_counts() -> None:
-    harness = drafting(Script(num_tokens=4, wrong=[6]))
+    harness = drafting(Script(num_tokens=3, wrong=[6]))
     harness.add("a", [1, 2, 3], max_tokens=6)
     outputs = harness.run()
     assert [output.token_ids for output in outputs] == [[1003], [1004, 1005, 1006], [1007, 1008]]
@@ -88,7 +88,7 @@ def test_no_guess_goes_beyond_the_answers_longest_end(max_tokens: int, context_l
 
 
 def test_blocks_filled_by_right_guesses_are_found_by_the_next_request() -> None:
-    harness = drafting(Script(num_tokens=5, wrong=[10]))
+    harness = drafting(Script(num_tokens=3, wrong=[10]))
     harness.add("a", [1, 2, 3], max_tokens=9, root=ROOT)
     filled = [each for _ in range(3) for each in harness.step().filled]
     assert [len(each.hashes) for each in filled] == [1, 1], "the draft of token 10 was wrong"

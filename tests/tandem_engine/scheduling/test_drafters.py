@@ -12,7 +12,13 @@ from tandem_engine.messages import Mode
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_root
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.speculation.drafters import MAX_MATCH_TOKENS, EarlierAnswers, OwnText, find_match
+from tandem_engine.scheduling.speculation.drafters import (
+    MAX_MATCH_TOKENS,
+    Agreement,
+    EarlierAnswers,
+    OwnText,
+    find_matches,
+)
 from tests.tandem_engine.scheduling.harness import ROOT
 
 OTHER_ROOT = hash_root(b"model", 4, "", b"another account")
@@ -21,7 +27,7 @@ OTHER_ROOT = hash_root(b"model", 4, "", b"another account")
 def match_in(text: Sequence[int]) -> tuple[int, int] | None:
     """Return where the end of a text was before in the text."""
     data = array("I", text).tobytes()
-    return find_match(data, data, len(data) - 1)
+    return next(iter(find_matches(data, data, len(data) - 1)), None)
 
 
 def request_of(prompt: Sequence[int], answer: Sequence[int] = (), root: BlockHash | None = ROOT) -> Request:
@@ -49,6 +55,15 @@ def test_of_several_places_the_one_that_agrees_longest_counts_and_of_equals_the_
     assert draft is not None and (list(draft.token_ids), draft.num_matched) == ([50], 4)
     draft = OwnText().draft(request_of([1, 2, 3, 50, 8, 1, 2, 3, 60, 9, 1, 2, 3]), 1)
     assert draft is not None and list(draft.token_ids) == [60]
+
+
+def test_a_token_knows_whether_the_other_places_agree_up_to_it() -> None:
+    text = [1, 2, 3, 50, 60, 70, 80, 9, 1, 2, 3, 50, 61, 7, 1, 2, 3, 50, 60, 71, 8, 1, 2, 3]
+    draft = OwnText().draft(request_of(text), 4)
+    assert draft is not None and list(draft.token_ids) == [50, 60, 71, 8]
+    assert draft.agreements == [Agreement.ALL, Agreement.SOME, Agreement.NONE, Agreement.ALONE]
+    draft = OwnText().draft(request_of([1, 2, 3, 4, 5, 9, 1, 2, 3]), 2)
+    assert draft is not None and draft.agreements == [Agreement.ALONE] * 2
 
 
 def test_what_repeats_itself_is_drafted_to_go_on_repeating() -> None:

@@ -24,7 +24,7 @@ from benchmarks.engine.turns import Stage, measure_phases
 from benchmarks.gateway.__main__ import ENDLESS_TOKENS, NUM_STREAMS, begin, rate_of
 from benchmarks.gateway.processes import OTHER_CORES, Child, Processes, chat_request, native_request
 from benchmarks.gateway.sse_readers import Readers
-from benchmarks.lib.arrangements import beside_prefill, one_core_each
+from benchmarks.lib.arrangements import Arrangement, beside_prefill, one_core_each
 from benchmarks.lib.command import Progress
 from benchmarks.lib.prompts import prompts
 from benchmarks.lib.random_model import made
@@ -98,10 +98,11 @@ async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progres
     """
     values = _no_values()
     model = made(folder, "0.1b")
+    arrangement = one_core_each()[0]
     with beside_prefill():
         async with AsyncExitStack() as stack:
             clients = {
-                side: await stack.enter_async_context(_served(model, root, folder / side))
+                side: await stack.enter_async_context(_served(model, arrangement, root, folder / side))
                 for side, root in roots.items()
             }
             for num_tokens, usual_turns in _HANDOVER_TURNS.items():
@@ -125,9 +126,10 @@ async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progres
 
 
 @asynccontextmanager
-async def _served(model: Path, root: Path, folder: Path) -> AsyncIterator[Callable[[str], Awaitable[Answer]]]:
+async def _served(
+    model: Path, arrangement: Arrangement, root: Path, folder: Path
+) -> AsyncIterator[Callable[[str], Awaitable[Answer]]]:
     """Start `tandem up` of a checkout with a core each for prefill and decode; yield what asks a prompt."""
-    arrangement = one_core_each()[0]
     environment = {
         **arrangement.environment,
         **imports_from(root),

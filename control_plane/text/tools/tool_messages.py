@@ -7,7 +7,9 @@ results of tools have an optional "name" and an optional "tool_call_id".
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -36,7 +38,7 @@ def messages_for(traits: TemplateTraits, messages: Sequence[Message], tools: Seq
 
 def _paired(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """Yield the messages with an id for every call, and with id and name for every result of a call."""
-    open_calls: list[dict[str, Any]] = []
+    open_calls = _OpenCalls()
     num_calls = 0
     for message in messages:
         paired = dict(message)
@@ -44,21 +46,45 @@ def _paired(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
             calls = [{"id": f"call_{num_calls + at}", **call} for at, call in enumerate(message["tool_calls"])]
             num_calls += len(calls)
             paired["tool_calls"] = calls
-            open_calls += calls
+            open_calls.add(calls)
         elif message["role"] == "tool":
-            call = _answered(message, open_calls)
+            call = open_calls.take(message.get("tool_call_id"), message.get("name"))
             if call is not None:
-                open_calls.remove(call)
                 paired |= {"name": call["name"], "tool_call_id": call["id"]}
         yield paired
 
 
-def _answered(result: Message, open_calls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the call that a result answers: by id, else by name, else the first open call."""
-    call_id, name = result.get("tool_call_id"), result.get("name")
-    if call_id:
-        return next((call for call in open_calls if call["id"] == call_id), None)
-    return next((call for call in open_calls if name in (None, call["name"])), None)
+class _OpenCalls:
+    """Calls without a result, in order. Each call is looked at once per index, however many calls a chat has."""
+
+    def __init__(self) -> None:
+        self._all: deque[_OpenCall] = deque()
+        self._by_id: defaultdict[str, deque[_OpenCall]] = defaultdict(deque)
+        self._by_name: defaultdict[str, deque[_OpenCall]] = defaultdict(deque)
+
+    def add(self, calls: Sequence[dict[str, Any]]) -> None:
+        for call in calls:
+            opened = _OpenCall(call)
+            self._all.append(opened)
+            self._by_id[call["id"]].append(opened)
+            self._by_name[call["name"]].append(opened)
+
+    def take(self, call_id: str | None, name: str | None) -> dict[str, Any] | None:
+        """Remove and return the call that a result answers: by id, else by name, else the first; None for none."""
+        of_name = self._all if name is None else self._by_name.get(name)
+        candidates = self._by_id.get(call_id) if call_id else of_name
+        while candidates:
+            opened = candidates.popleft()
+            if opened.is_open:  # else another index has found it
+                opened.is_open = False
+                return opened.call
+        return None
+
+
+@dataclass
+class _OpenCall:
+    call: dict[str, Any]
+    is_open: bool = True
 
 
 def _rendered(traits: TemplateTraits, message: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tool import Tool
 from control_plane.text.tools.template_traits import traits_of
-from control_plane.text.tools.tool_messages import messages_for
+from control_plane.text.tools.tool_messages import Message, _paired, messages_for
 from tests.control_plane.text.tools import templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -99,3 +102,71 @@ def test_a_chat_without_calls_is_left_as_it_is() -> None:
     chat = [{"role": "system", "content": "Be brief."}, ASKED, {"role": "assistant", "content": "It rains."}]
     for source in (templates.QWEN, templates.MISTRAL, templates.GEMMA):
         assert prepared(source, chat) == chat
+
+
+# ------------------------------------------------------------------------------------------------ pairing costs little
+
+
+def _paired_by_search(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Pair by searching all open calls for each result: simple, and quadratic."""
+    open_calls: list[dict[str, Any]] = []
+    num_calls = 0
+    for message in messages:
+        paired = dict(message)
+        if message.get("tool_calls"):
+            calls = [{"id": f"call_{num_calls + at}", **call} for at, call in enumerate(message["tool_calls"])]
+            num_calls += len(calls)
+            paired["tool_calls"] = calls
+            open_calls += calls
+        elif message["role"] == "tool":
+            call_id, name = message.get("tool_call_id"), message.get("name")
+            if call_id:
+                call = next((call for call in open_calls if call["id"] == call_id), None)
+            else:
+                call = next((call for call in open_calls if name in (None, call["name"])), None)
+            if call is not None:
+                open_calls.remove(call)
+                paired |= {"name": call["name"], "tool_call_id": call["id"]}
+        yield paired
+
+
+_IDS, _NAMES = st.sampled_from(["a", "b", "call_0", "call_1", "call_2"]), st.sampled_from(["get", "put", ""])
+_CALLS = st.fixed_dictionaries({"name": _NAMES, "arguments": st.just({})}, optional={"id": _IDS})
+_MESSAGES = st.one_of(
+    st.fixed_dictionaries({"role": st.just("assistant"), "tool_calls": st.lists(_CALLS, max_size=4)}),
+    st.fixed_dictionaries({"role": st.just("tool")}, optional={"tool_call_id": _IDS, "name": _NAMES}),
+    st.just({"role": "user", "content": "hi"}),
+)
+
+
+@given(st.lists(_MESSAGES, max_size=20))
+def test_pairs_are_those_of_a_search_through_all_open_calls(messages: list[dict[str, Any]]) -> None:
+    assert list(_paired(messages)) == list(_paired_by_search(messages))
+
+
+class CountedText(str):
+    """Counts how often texts are compared."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedText.num_comparisons += 1
+        return str.__eq__(self, str(other))
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("key", ["tool_call_id", "name", "order"])
+def test_sixteen_thousand_calls_are_paired_with_a_few_comparisons_each(key: str) -> None:
+    num = 16_000
+    names = [CountedText(f"tool_{at}") for at in range(num)]
+    calls = [{"id": CountedText(f"id_{at}"), "name": name, "arguments": {}} for at, name in enumerate(names)]
+    results: list[dict[str, Any]] = [{"role": "tool", "content": ""} for _ in range(num)]
+    for at, result in enumerate(results):
+        if key != "order":  # the last call first: the worst for a search from the beginning
+            result[key] = CountedText(f"id_{num - 1 - at}" if key == "tool_call_id" else f"tool_{num - 1 - at}")
+    CountedText.num_comparisons = 0
+    paired = list(_paired([{"role": "assistant", "tool_calls": calls}, *results]))
+    assert CountedText.num_comparisons < 4 * num
+    order = range(num) if key == "order" else reversed(range(num))
+    assert [message["tool_call_id"] for message in paired[1:]] == [f"id_{at}" for at in order]

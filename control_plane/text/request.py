@@ -105,9 +105,21 @@ def token_request(
         cache=options.cache,
         num_public_tokens=num_public_tokens,
         fairness_key=caller.account,
-        session_affinity=caller.session_affinity,
+        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity),
         reject_if_busy=caller.reject_if_busy,
     )
+
+
+def session_key(account: str, model_id: str, session_id: str) -> str:
+    """Return the key of a session, which only its account can name; "" for no session.
+
+    Equal ids of two accounts, or for two models, are different sessions. Every key has 32 characters.
+    """
+    if not session_id:
+        return ""
+    parts = (part.encode(errors="replace") for part in (account, model_id, session_id))
+    framed = b"".join(len(part).to_bytes(4) + part for part in parts)
+    return blake2b(framed, digest_size=16, person=b"session").hexdigest()
 
 
 def choice_seed(seed: int, choice_index: int) -> int:

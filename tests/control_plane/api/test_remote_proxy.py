@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.text.request import session_key
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
@@ -34,7 +35,7 @@ async def test_a_proxied_run_is_the_bindings_run(headers: dict[str, str], path: 
     assert whole.headers["cf-ai-req-id"]
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert {request.account for request in gateway.dispatcher.requests} == {"acc1"}
-    affinity = "ses" if headers is MINIFLARE else ""
+    affinity = session_key("acc1", "@tandem/demo", "ses") if headers is MINIFLARE else ""
     assert {request.session_affinity for request in gateway.dispatcher.requests} == {affinity}
 
 

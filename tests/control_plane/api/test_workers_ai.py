@@ -9,6 +9,7 @@ from typing import Any
 import cloudflare
 import pytest
 
+from control_plane.text.request import session_key
 from tests.control_plane.api.gateway import Gateway, serve
 from tests.control_plane.api.model import byte_level_tokenizer, ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
@@ -124,7 +125,7 @@ async def test_defaults_and_run_options_are_cloudflares() -> None:
         await gateway.client.post(RUN, json=body, headers={"x-session-affinity": "ses_1"})
     (request,) = gateway.dispatcher.requests
     assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_p) == (256, 0.6, 1.0)
-    assert request.reject_if_busy and request.session_affinity == "ses_1"
+    assert request.reject_if_busy and request.session_affinity == session_key(request.account, "@tandem/demo", "ses_1")
 
 
 @pytest.mark.parametrize(

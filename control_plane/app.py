@@ -15,6 +15,7 @@ from control_plane.api.admin.usage import UsageEndpoints
 from control_plane.api.http.authentication import AuthenticationMiddleware
 from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
 from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
+from control_plane.api.http.request_guard import RequestGuard
 from control_plane.api.openai import routes as openai
 from control_plane.api.openapi import document as openapi
 from control_plane.api.workers_ai import binding, remote_proxy
@@ -52,6 +53,7 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestContext),
+            Middleware(RequestGuard, settings.allowed_hosts if settings else None),
             *(
                 [Middleware(AuthenticationMiddleware, accounts.authenticator, settings.operator_token)]
                 if accounts

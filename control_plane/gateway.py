@@ -13,7 +13,10 @@ import uvicorn
 
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
+from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
+from control_plane.api.http.request_guard import LOCAL_HOSTS
+from control_plane.api.http.server import server_config
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
@@ -117,7 +120,9 @@ class Gateway:
 
     async def _run(self, drain: asyncio.Event, accounts: Accounts) -> int:
         await accounts.open()
-        if not await is_loopback(split_address(self._settings.listen)[0]):
+        host = split_address(self._settings.listen)[0]
+        is_local = await is_loopback(host)
+        if not is_local:
             await accounts.check_exposed(self._settings.listen)
         http_socket = await listen(
             self._settings.listen,
@@ -125,7 +130,7 @@ class Gateway:
             reuse_port=self._settings.reuse_port,
             stalled_client_seconds=self._settings.stalled_client_seconds,
         )
-        allow_many_connections()
+        connections = Connections(self._connection_limits(allow_many_connections()))
         grpc_server = GrpcServer(
             self._settings.grpc_listen,
             self._add_services,
@@ -136,7 +141,9 @@ class Gateway:
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
         self.started.set()
-        http = _HttpServer(self._http_config(accounts))
+        allowed_hosts = (*LOCAL_HOSTS, host, *self._settings.allowed_hosts)
+        is_checked = is_local or bool(self._settings.allowed_hosts)
+        http = _HttpServer(self._http_config(accounts, connections, allowed_hosts if is_checked else None))
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         loops = self._sweep(), self.prober.run(), self.auditor.run(), accounts.run()
         background = [asyncio.create_task(loop) for loop in loops]
@@ -160,7 +167,27 @@ class Gateway:
         service = ControlPlaneService(self.registry, self._handle_key, self._settings.replicas)
         control_plane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
 
-    def _http_config(self, accounts: Accounts) -> uvicorn.Config:
+    def _connection_limits(self, max_open_files: int) -> ConnectionLimits:
+        settings = self._settings
+        wanted = ConnectionLimits(
+            max_connections=settings.max_connections,
+            max_unfinished_heads=settings.max_unfinished_heads,
+            max_head_bytes=settings.max_head_bytes,
+            head_seconds=settings.head_seconds,
+            max_body_bytes=settings.max_body_bytes,
+            body_stall_seconds=settings.body_stall_seconds,
+            min_body_bytes_per_second=settings.min_body_bytes_per_second,
+            body_seconds=settings.body_seconds,
+            max_bodies_bytes=settings.max_bodies_bytes,
+        )
+        limits = wanted.within(max_open_files)
+        if limits != wanted:
+            log.warning("connections_limited", max_connections=limits.max_connections, max_open_files=max_open_files)
+        return limits
+
+    def _http_config(
+        self, accounts: Accounts, connections: Connections, allowed_hosts: tuple[str, ...] | None
+    ) -> uvicorn.Config:
         settings = self._settings
         text = TextService(
             self.catalog,
@@ -169,20 +196,14 @@ class Gateway:
             public_prefixes=self._public_prefixes,
             meter=accounts.metering,
         )
-        http = HttpSettings(max_body_bytes=settings.max_body_bytes, operator_token=settings.operator_token)
+        http = HttpSettings(
+            max_body_bytes=settings.max_body_bytes,
+            operator_token=settings.operator_token,
+            allowed_hosts=allowed_hosts,
+        )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of)
         app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
-        return uvicorn.Config(
-            app,
-            loop="asyncio",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
-            server_header=False,
-        )
+        return server_config(app, connections, timeout_graceful_shutdown=_DRAIN_SECONDS)
 
     async def _sweep(self) -> None:
         while True:

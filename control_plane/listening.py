@@ -51,9 +51,14 @@ def _set_options(bound: socket.socket, reuse_port: bool, stalled_client_seconds:
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
 
-def allow_many_connections() -> None:
-    """Raise this process's limit of open files (often 1024) to 65,536, or to the hard limit if that is lower."""
+def allow_many_connections() -> int:
+    """Raise this process's limit of open files (often 1024) to 65,536, or to the hard limit if that is lower.
+
+    Return the limit then.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft

@@ -11,6 +11,17 @@ from control_plane.generation import AccountPolicies
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.settings import setting
 
+_POSITIVE = (
+    "max_body_bytes",
+    "max_bodies_bytes",
+    "body_stall_seconds",
+    "body_seconds",
+    "max_head_bytes",
+    "head_seconds",
+    "max_connections",
+    "max_unfinished_heads",
+)
+
 
 @dataclass(frozen=True)
 class ControlPlaneSettings:
@@ -25,6 +36,35 @@ class ControlPlaneSettings:
     )
     request_timeout_seconds: float = setting(600.0, "deadline of a request")
     max_body_bytes: int = setting(10_000_000, "largest request body; more is answered with 413")
+    max_bodies_bytes: int = setting(
+        256 * 1024 * 1024,
+        "bytes of all request bodies whose answers have not begun; more are answered with 503, those that do not move "
+        "first",
+    )
+    body_stall_seconds: float = setting(
+        10.0, "seconds without a byte of a request body, after which it is answered with 408"
+    )
+    min_body_bytes_per_second: int = setting(
+        1024, "average speed of a request body, checked after body_stall_seconds; a slower one is answered with 408"
+    )
+    body_seconds: float = setting(120.0, "seconds that a request body may take in all; more is answered with 408")
+    max_head_bytes: int = setting(65_536, "largest head of a request, URL included; more is answered with 431")
+    head_seconds: float = setting(
+        10.0, "seconds until the head of a request is complete; then 408, or no answer if no byte has come"
+    )
+    max_connections: int = setting(
+        16_384,
+        "most connections of HTTP clients, or as many as the process may open files; more are answered with 503",
+    )
+    max_unfinished_heads: int = setting(
+        64,
+        "most connections of one address whose head is incomplete after a second; the oldest are answered with 429",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "host names of proxies in front of this gateway; if it listens on loopback, or if this is set, a request for "
+        "another host than these and this machine's names is refused; * for any",
+    )
     max_unread_tokens: int = setting(
         8192, "tokens of a request that may wait for a slow client; with more waiting, the request is aborted"
     )
@@ -101,4 +141,12 @@ class ControlPlaneSettings:
 
     def __post_init__(self) -> None:
         AccountPolicies.parse(self.prompt_cache_accounts)  # raises ValueError at start rather than later
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0; leave it out for the default")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes is {self.max_bodies_bytes:,}, less than the {self.max_body_bytes:,} of one body; "
+                "raise it, or lower max_body_bytes"
+            )
         PriceTable.parse(self.prices)

@@ -20,11 +20,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from control_plane.api.http.body import Body, ObjectOrText
+from control_plane.api.http.body import Body, ObjectOrText, check_json_bytes, check_shape
+from control_plane.api.http.bounds import (
+    MAX_ARGUMENTS_BYTES,
+    MAX_DESCRIPTION_CHARACTERS,
+    MAX_ID_CHARACTERS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_PARAMETERS_BYTES,
+    MAX_PARTS,
+    MAX_SHOWN_CHARACTERS,
+    MAX_TOOL_CALLS,
+    MAX_TOOL_CALLS_IN_ALL,
+    MAX_TOOLS,
+)
 from control_plane.text.tool import Tool, ToolUse
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
-MAX_TOOLS = 128
 _NAME = r"[A-Za-z0-9_.:/-]{1,128}"
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _AT_MOST_ONE = "disable_parallel_tool_use"
@@ -40,18 +52,24 @@ def _text_of_parts(value: Any) -> Any:
     """Join a list of text parts. Raise ValueError naming any other part."""
     if not isinstance(value, list):
         return value
+    if len(value) > MAX_PARTS:
+        raise ValueError(f"has {len(value):,} parts, the maximum is {MAX_PARTS:,}; join some of them")
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type", "without a type") if isinstance(part, dict) else "that is no object"
-            raise ValueError(f"has a part {kind}; only {{type: 'text', text: '...'}} parts are supported")
+            shown = str(kind)[:MAX_SHOWN_CHARACTERS]
+            raise ValueError(f"has a part {shown}; only {{type: 'text', text: '...'}} parts are supported")
     return "\n".join(part["text"] for part in value)
 
 
-Content = Annotated[str | None, BeforeValidator(_text_of_parts, json_schema_input_type=str | list[TextPart] | None)]
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+Content = Annotated[str | None, BeforeValidator(_text_of_parts, json_schema_input_type=str | _Parts | None)]
+_Id = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
+_AnyName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 
 
 class CalledFunction(Body):
-    name: str | None = None
+    name: _AnyName | None = None
     arguments: ObjectOrText | None = None
     """An object, or an object as JSON text."""
 
@@ -61,7 +79,7 @@ class MessageToolCall(CalledFunction):
 
     harmless: ClassVar[frozenset[str]] = frozenset({"index"})
 
-    id: str | None = None
+    id: _Id | None = None
     type: Literal["function"] | None = None
     function: CalledFunction | None = None
 
@@ -81,10 +99,10 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
-    name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    name: _AnyName | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     """In an assistant's message: its tool calls."""
-    tool_call_id: str | None = None
+    tool_call_id: _Id | None = None
     """In a tool's message: the id of the call that it answers."""
 
     def for_template(self, field: str) -> dict[str, Any]:
@@ -97,8 +115,18 @@ class Message(Body):
         return {"role": role, "content": self.content or ""} | {name: each for name, each in others.items() if each}
 
 
+Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1})]
+"""Validation ends at the first wrong message: a report of all of them would cost more than the chat."""
+
+
 def messages_for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     """Return the messages for templates. Raise InvalidRequest for calls or results in messages of other roles."""
+    num_calls = sum(len(message.tool_calls) for message in messages if message.tool_calls)
+    if num_calls > MAX_TOOL_CALLS_IN_ALL:
+        raise InvalidRequest(
+            f"messages have {num_calls:,} tool calls, the maximum is {MAX_TOOL_CALLS_IN_ALL:,}; leave out the oldest",
+            field="messages",
+        )
     for index, message in enumerate(messages):
         if message.tool_call_id and message.role != "tool":
             raise InvalidRequest(
@@ -119,7 +147,7 @@ def messages_for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], 
 
 def _as_call(message: dict[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """Read the content of an assistant's message before a result as a call: @cloudflare/ai-utils sends calls so."""
-    if message["role"] != "assistant" or "tool_calls" in message:
+    if message["role"] != "assistant" or "tool_calls" in message or len(message["content"]) > MAX_ARGUMENTS_BYTES:
         return message
     try:
         call = json.loads(message["content"])
@@ -138,11 +166,17 @@ def _arguments(value: str | dict[str, Any] | None, field: str) -> dict[str, Any]
             value = json.loads(value or "{}")
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{field} is not JSON: {error}; send an object", field=field) from error
+        if isinstance(value, dict):
+            check_shape(value, field, field)
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field} is not an object; send an object, or an object as JSON text", field=field)
     return value
+
+
+def _parameters(value: Any) -> Any:
+    return check_json_bytes(value, MAX_PARAMETERS_BYTES) if isinstance(value, dict) else value
 
 
 _Name = Annotated[str, Field(json_schema_extra={"pattern": f"^{_NAME}$"})]
@@ -151,9 +185,9 @@ _Name = Annotated[str, Field(json_schema_extra={"pattern": f"^{_NAME}$"})]
 class FunctionBody(Body):
     name: _Name | None = None
     """1 to 128 letters, digits and _ . : / -"""
-    description: str | None = None
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
     """What the tool does, and when to call it."""
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], BeforeValidator(_parameters)] | None = None
     """The JSON Schema of the arguments, an object; without it, the tool has no arguments."""
     strict: bool | None = None
     """Refuse a schema that the grammar cannot enforce, instead of accepting any object as arguments."""
@@ -168,7 +202,8 @@ class ToolBody(FunctionBody):
     def tool(self, field: str) -> Tool:
         """Return the tool at `field`. Raise InvalidRequest."""
         if self.type not in (None, "function"):
-            raise Unsupported(f"{field}.type {self.type!r} is not supported here; send function", field=f"{field}.type")
+            kind = self.type[:MAX_SHOWN_CHARACTERS]
+            raise Unsupported(f"{field}.type {kind!r} is not supported here; send function", field=f"{field}.type")
         if self.function is not None and self.name is not None:
             raise InvalidRequest(f"{field} has a function and a name; leave one of them out", field=field)
         function, at = (self, field) if self.function is None else (self.function, f"{field}.function")
@@ -176,7 +211,7 @@ class ToolBody(FunctionBody):
             raise InvalidRequest(f"{at}.name is missing; send it", field=f"{at}.name")
         if not re.fullmatch(_NAME, function.name):
             raise InvalidRequest(
-                f"{at}.name is {function.name!r}; use 1 to 128 letters, digits and _ . : / -",
+                f"{at}.name is {function.name[:MAX_SHOWN_CHARACTERS]!r}; use 1 to 128 letters, digits and _ . : / -",
                 field=f"{at}.name",
             )
         is_strict = bool(function.strict or self.strict)
@@ -215,7 +250,7 @@ def _parsed_choice_object(value: dict[str, Any]) -> ToolChoice | None:
 
 def _allowed(value: dict[str, Any]) -> ToolChoice | None:
     tools = value.get("tools")
-    if not isinstance(tools, list) or not tools or value.get("mode", "auto") not in _MODES:
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS or value.get("mode", "auto") not in _MODES:
         return None
     names = [_name_in(each) if isinstance(each, dict) else None for each in tools]
     found = tuple(name for name in names if name is not None)
@@ -242,21 +277,19 @@ _CHOICE_SCHEMA: dict[str, Any] = {
         {"type": "null"},
     ]
 }
-Tools = Annotated[list[ToolBody], Field(json_schema_extra={"maxItems": MAX_TOOLS})] | None
+Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
 Choice = Annotated[ToolChoice | None, PlainValidator(_parsed_choice), Field(json_schema_extra=_CHOICE_SCHEMA)]
 
 
 def tool_use(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
     """Return the tools that an answer may call; None for none. Raise InvalidRequest."""
     choice = choice or ToolChoice()
-    if tools and len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} entries, the maximum is {MAX_TOOLS}; send fewer", field="tools")
     offered = tuple(_offered(tools or ()))
     names = frozenset(tool.name for tool in offered)
     missing = [name for name in choice.names if name not in names]
     if missing or (choice.mode == "required" and not offered):
         known = ", ".join(sorted(names)) or "no tools"
-        wanted = missing[0] if missing else choice.mode
+        wanted = missing[0][:MAX_SHOWN_CHARACTERS] if missing else choice.mode
         remedy = "name a tool of the request" if offered else "send tools, or leave it out"
         raise InvalidRequest(f"tool_choice is {wanted}, but the request has {known}; {remedy}", field="tool_choice")
     if not offered or choice.mode == "none":

@@ -19,16 +19,24 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 
 from control_plane.accounts.identity import Caller
-from control_plane.api.http.body import Body, ObjectOrText, refuse_extras
+from control_plane.api.http.body import Body, ObjectOrText, check_json_bytes, check_shape, refuse_extras
+from control_plane.api.http.bounds import (
+    MAX_CHOICES,
+    MAX_GUIDED_CHOICES,
+    MAX_SALT_CHARACTERS,
+    MAX_SCHEMA_BYTES,
+    MAX_SHOWN_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TAG_CHARACTERS,
+    MAX_TAGS,
+)
 from control_plane.api.http.request_context import caller_of
 from control_plane.generation import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.text.request import GenerationOptions
-from tandem_engine.grammar import Grammar, GrammarKind
+from tandem_engine.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from tandem_runtime.errors import InvalidRequest, Unsupported
-
-MAX_CHOICES = 128
-_MAX_STOP_STRINGS = 4
-_MAX_SALT_CHARACTERS = 256
 
 HARMLESS = frozenset(
     {
@@ -51,7 +59,7 @@ UNSUPPORTED = frozenset(
 """Fields of other APIs that would change the answer; refused by name."""
 
 _WRAPPER = {"name", "description", "schema", "strict"}
-Tag = Annotated[str, Field(max_length=50, pattern=r"^[A-Za-z0-9:\-./@]*$")]
+Tag = Annotated[str, Field(max_length=MAX_TAG_CHARACTERS, pattern=r"^[A-Za-z0-9:\-./@]*$")]
 
 
 class GatewayOptions(Body):
@@ -79,7 +87,7 @@ class RunOptions(Body):
     """Asynchronous batches are not supported."""
     websocket: Annotated[bool | None, Field(json_schema_extra={"enum": [False, None]})] = None
     """A WebSocket as the answer is not supported."""
-    tags: Annotated[list[Tag], Field(max_length=5)] | None = None
+    tags: Annotated[list[Tag], Field(max_length=MAX_TAGS, fail_fast=True)] | None = None
     gateway: GatewayOptions | None = None
 
     def check(self, at: str = "options.") -> None:
@@ -103,7 +111,8 @@ class ResponseFormat(Body):
         """Return the grammar of the answer. Raise InvalidRequest."""
         if self.type not in ("text", "json_object", "json_schema"):
             raise Unsupported(
-                f"response_format {self.type!r} is not supported here; send text, json_object or json_schema",
+                f"response_format {self.type[:MAX_SHOWN_CHARACTERS]!r} is not supported here; "
+                "send text, json_object or json_schema",
                 field="response_format",
             )
         if (self.json_schema is not None) != (self.type == "json_schema"):
@@ -116,11 +125,16 @@ class ResponseFormat(Body):
         return Grammar("json_object") if self.type == "json_object" else None
 
 
+GrammarText = Annotated[str, Field(json_schema_extra={"maxLength": MAX_GRAMMAR_CHARACTERS})]
+"""`Grammar` refuses a longer text."""
+GuidedChoices = Annotated[list[str], Field(max_length=MAX_GUIDED_CHOICES, fail_fast=True)]
+
+
 class StructuredOutputs(Body):
     json_schema: Annotated[ObjectOrText | None, Field(alias="json")] = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    regex: GrammarText | None = None
+    choice: GuidedChoices | None = None
+    grammar: GrammarText | None = None
     json_object: bool | None = None
 
     def requested_grammars(self) -> dict[str, Grammar | None]:
@@ -139,11 +153,11 @@ class StructuredBody(Body):
     response_format: ResponseFormat | None = None
     guided_json: ObjectOrText | None = None
     """vLLM's name for response_format with a JSON Schema."""
-    guided_regex: str | None = None
+    guided_regex: GrammarText | None = None
     """The answer matches this regular expression in Rust's syntax, without look-around and back-references."""
-    guided_choice: list[str] | None = None
+    guided_choice: GuidedChoices | None = None
     """The answer is one of these texts."""
-    guided_grammar: str | None = None
+    guided_grammar: GrammarText | None = None
     """The answer matches this grammar, in llguidance's Lark dialect."""
     structured_outputs: StructuredOutputs | None = None
     """vLLM's newer name for the same: one of json, regex, choice, grammar and json_object."""
@@ -171,16 +185,18 @@ class StructuredBody(Body):
 
 def _stop_strings(value: Any) -> list[str]:
     strings = [value] if isinstance(value, str) else (value or [])
-    fits = isinstance(strings, list) and all(isinstance(string, str) and string for string in strings)
-    if not fits or len(strings) > _MAX_STOP_STRINGS:
-        raise ValueError(f"must be a string or a list of up to {_MAX_STOP_STRINGS} strings, none of them empty")
+    is_short = isinstance(strings, list) and len(strings) <= MAX_STOP_STRINGS
+    if not is_short or not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(f"must be a string or a list of up to {MAX_STOP_STRINGS} strings, none of them empty")
+    if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARACTERS:
+        raise ValueError(f"has a string of {longest:,} characters, the maximum is {MAX_STOP_CHARACTERS:,}; shorten it")
     return strings
 
 
 def _cache_salt(value: Any) -> Any:
-    fits = isinstance(value, str) and 0 < len(value) <= _MAX_SALT_CHARACTERS
+    fits = isinstance(value, str) and 0 < len(value) <= MAX_SALT_CHARACTERS
     if not fits or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(f"must be text of 1 to {_MAX_SALT_CHARACTERS} characters; leave it out to send none")
+        raise ValueError(f"must be text of 1 to {MAX_SALT_CHARACTERS} characters; leave it out to send none")
     return value
 
 
@@ -190,15 +206,15 @@ def _cache_mode(value: Any) -> Any:
     return value
 
 
-_StopString = Annotated[str, Field(min_length=1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[
     list[str],
     BeforeValidator(
         _stop_strings,
-        json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=_MAX_STOP_STRINGS)] | None,
+        json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None,
     ),
 ]
-_CacheSalt = Annotated[str, Field(min_length=1, max_length=_MAX_SALT_CHARACTERS)]
+_CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -236,7 +252,7 @@ class TextBody(StructuredBody):
     """Above 0, tokens that occur in the answer become less likely."""
     stop: StopStrings = Field(default_factory=list)
     """The answer ends before the first of these strings."""
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     """The answer ends before the first of these tokens."""
     ignore_eos: bool | None = None
     """The model's end token does not end the answer."""
@@ -300,6 +316,10 @@ def _schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
     if "x-guidance" in schema:
         raise Unsupported(f"{field} has x-guidance, which is not supported here; remove it", field=field)
     try:
+        check_json_bytes(schema, MAX_SCHEMA_BYTES)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} {error}", field=field) from error
+    try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise InvalidRequest(f"{field} is nested too deeply; make it flatter", field=field) from error
@@ -310,7 +330,7 @@ def _unwrapped(value: dict[str, Any]) -> dict[str, Any]:
     if "schema" not in value and (not value or value.keys() - _WRAPPER):  # no JSON Schema has a keyword `schema`
         return value
     if unknown := sorted(value.keys() - _WRAPPER):
-        field = f"response_format.json_schema.{unknown[0]}"
+        field = f"response_format.json_schema.{unknown[0][:MAX_SHOWN_CHARACTERS]}"
         raise InvalidRequest(f"{field} is not a field beside schema; move it into schema, or leave it out", field=field)
     schema = value.get("schema")
     if not isinstance(schema, dict):
@@ -326,6 +346,8 @@ def _json_grammar(value: dict[str, Any] | str | None, field: str) -> Grammar | N
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from error
+        if isinstance(value, dict):
+            check_shape(value, field, field)
     if not isinstance(value, dict):
         raise InvalidRequest(f"{field} is not a JSON Schema; send an object", field=field)
     return _schema_grammar(value, field)

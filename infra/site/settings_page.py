@@ -51,6 +51,9 @@ SERVICES: tuple[tuple[str, str, type[Any]], ...] = (
 )
 _UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads"}
 _OTHER_UNITS = {
+    "max_connections": "connections",
+    "max_unfinished_heads": "connections",
+    "min_body_bytes_per_second": "bytes/s",
     "max_waiting": "requests",
     "max_num_waiting": "requests",
     "max_num_seqs": "requests",

@@ -21,6 +21,7 @@ from control_plane.accounts.limits import Limits
 from control_plane.accounts.store import LAST_MS, Account, AccountStore
 from control_plane.accounts.tokens import SCOPES, Token, now_ms
 from control_plane.api.http.body import Body, Checked, check, read_json_object, refuse_extras
+from control_plane.api.http.bounds import MAX_SCOPES, MAX_SHOWN_CHARACTERS
 from control_plane.api.http.paging import page_of
 from tandem_runtime.errors import InvalidRequest
 
@@ -48,7 +49,7 @@ class AccountChange(Body):
 
 class TokenBody(Body):
     name: str
-    scopes: list[str] = Field(default=["inference", "usage"])
+    scopes: list[str] = Field(default=["inference", "usage"], max_length=MAX_SCOPES, fail_fast=True)
     expires_on: str | None = None
 
 
@@ -193,7 +194,8 @@ def _milliseconds(name: str, text: str | None) -> int | None:
         moment = datetime.fromisoformat(text)
         return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
     except (ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name} is {text!r}; give a time such as 2027-01-31T00:00:00Z", field=name) from error
+        shown = text[:MAX_SHOWN_CHARACTERS]
+        raise InvalidRequest(f"{name} is {shown!r}; give a time such as 2027-01-31T00:00:00Z", field=name) from error
 
 
 def _envelope(result: Any, *, messages: list[Any] | None = None, result_info: Any = None) -> Response:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.api.http.request_context import Readiness, services_of
+from control_plane.api.http.request_context import Readiness, served_models, services_of
 from control_plane.storage.database import Database
 
 
@@ -30,9 +30,13 @@ async def healthz(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Answer 200 only if a recent request has passed prefill, hand-over and decode, else 503."""
+    """Answer 200 only if a recent request has passed prefill, hand-over and decode, else 503.
+
+    Models, ages and reasons are for the operator: only a token that opens GET /v1/workers shows them.
+    """
     is_ready, details = await services_of(request).readiness.check()
-    return JSONResponse({"ready": is_ready, **details}, status_code=200 if is_ready else 503)
+    shown = details if getattr(request.state, "may_see_workers", False) else {}
+    return JSONResponse({**shown, "ready": is_ready}, status_code=200 if is_ready else 503)
 
 
 async def workers(request: Request) -> Response:
@@ -40,8 +44,7 @@ async def workers(request: Request) -> Response:
 
 
 async def landing(request: Request) -> Response:
-    models = [model.model_id for model in services_of(request).catalog.list()]
-    return HTMLResponse(landing_page(str(request.base_url).rstrip("/"), models))
+    return HTMLResponse(landing_page(str(request.base_url).rstrip("/"), served_models(request)))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from control_plane.accounts.usage import Period, UsageReport, today
-from control_plane.api.http.paging import MAX_PER_PAGE, number
-from control_plane.api.http.request_context import MAX_ACCOUNT_CHARACTERS, check_name
+from control_plane.api.http.bounds import (
+    MAX_ACCOUNT_CHARACTERS,
+    MAX_MODEL_CHARACTERS,
+    MAX_PER_PAGE,
+    MAX_SHOWN_CHARACTERS,
+)
+from control_plane.api.http.paging import number
+from control_plane.api.http.request_context import check_name
 from tandem_runtime.errors import InvalidRequest
 
 _DEFAULT_DAYS = 30
-_MAX_MODEL_CHARACTERS = 256
 
 
 class UsageEndpoints:
@@ -41,7 +46,7 @@ class UsageEndpoints:
         model = request.query_params.get("model")
         for name, value, most in (
             ("account", account, MAX_ACCOUNT_CHARACTERS),
-            ("model", model, _MAX_MODEL_CHARACTERS),
+            ("model", model, MAX_MODEL_CHARACTERS),
         ):
             check_name(name, value or "", most)
         rows, total = await self._report.page(Period(first, last), account, model, (page - 1) * per_page, per_page)
@@ -56,4 +61,5 @@ def _day(request: Request, name: str) -> date | None:
     try:
         return date.fromisoformat(text)
     except ValueError as error:
-        raise InvalidRequest(f"{name} is {text!r}; give a day such as 2026-11-21", field=name) from error
+        shown = text[:MAX_SHOWN_CHARACTERS]
+        raise InvalidRequest(f"{name} is {shown!r}; give a day such as 2026-11-21", field=name) from error

@@ -21,6 +21,7 @@ from tandem_runtime.errors import TandemError, Unauthenticated
 
 _OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
 _FLEET = "/v1/workers"
+_READINESS = "/readyz"
 _ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
 _ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
 _NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
@@ -82,7 +83,9 @@ class AuthenticationMiddleware:
 
         try:
             _check_characters(scope["path"])
-            if scope["path"] not in _OPEN:
+            if scope["path"] == _READINESS:
+                state["may_see_workers"] = await self._may_see_workers(scope)
+            elif scope["path"] not in _OPEN:
                 state["identity"] = await self._identify(scope)
         except TandemError as error:
             if isinstance(error, Unauthenticated) and not isinstance(error, NotAllowed):
@@ -109,6 +112,17 @@ class AuthenticationMiddleware:
         if not secret:
             raise Unauthenticated("the request needs an API token; send it as Authorization: Bearer tdm_...")
         return await self._authenticator.identify(secret, needed_scope(scope["method"], path), account)
+
+    async def _may_see_workers(self, scope: Scope) -> bool:
+        """Return whether the request's token opens the list of workers. Without a token, no database is asked."""
+        secret = bearer(Headers(scope=scope))
+        if not secret or self._is_operator(secret):
+            return bool(secret)
+        try:
+            await self._authenticator.identify(secret, "admin", None)
+        except TandemError:
+            return False
+        return True
 
     def _is_operator(self, secret: str) -> bool:
         return bool(self._operator_token) and hmac.compare_digest(secret.encode(), self._operator_token.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -10,11 +11,16 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from starlette.requests import Request
 
+from control_plane.api.http.bounds import (
+    MAX_ARGUMENTS_BYTES,
+    MAX_IGNORED_BYTES,
+    MAX_JSON_CONTAINERS,
+    MAX_JSON_DEPTH,
+    MAX_SHOWN_CHARACTERS,
+)
 from control_plane.api.http.errors import BodyMissing, BodyTooLarge
 from control_plane.api.http.request_context import services_of
 from tandem_runtime.errors import InvalidRequest, Unsupported
-
-_MAX_SHOWN_CHARACTERS = 60
 
 
 def _describe_extras(schema: dict[str, Any], model: type[Any]) -> None:
@@ -49,6 +55,7 @@ class Body(BaseModel):
 def _object_or_text(value: Any) -> Any:
     if value is not None and not isinstance(value, dict | str):
         raise ValueError("must be an object, or an object as JSON text")
+    check_json_bytes(value, MAX_ARGUMENTS_BYTES)
     return value
 
 
@@ -61,15 +68,76 @@ Checked = TypeVar("Checked", bound=Body)
 
 async def read_json_object(request: Request) -> dict[str, Any]:
     """Return the body as a JSON object, whatever its Content-Type. Raise InvalidRequest or BodyTooLarge."""
-    raw = await _read(request, services_of(request).settings.max_body_bytes)
-    if not raw.strip():
+    return parse_object(await read_body(request))
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body. Raise BodyTooLarge, by Content-Length before any of it is read."""
+    limit_bytes = services_of(request).settings.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > len(str(limit_bytes)) or int(length) > limit_bytes):
+        raise _too_large(limit_bytes)
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit_bytes:
+            raise _too_large(limit_bytes)
+    return bytes(raw)
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send a smaller body")
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in `raw`. Raise InvalidRequest, also for one too deep or with too many parts."""
+    if not raw or raw.isspace():
         raise BodyMissing("the request has no body; send a JSON object")
     try:
         value = _JSON.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is JSON, but {_show(value)} is not an object; send {{...}}")
+    check_shape(value)
+    return value
+
+
+def check_shape(value: Any, what: str = "the body", field: str = "") -> None:
+    """Raise InvalidRequest if lists and objects in `value` nest too deeply or are too many.
+
+    Looks at one level after the other. A list or object without others in it costs no Python code per item.
+    """
+    level, depth, num_containers = [value], 1, 1
+    while level:
+        inner: list[Any] = []
+        for container in level:
+            items = container.values() if type(container) is dict else container
+            if not _CONTAINERS.isdisjoint(map(type, items)):
+                inner += [item for item in items if type(item) in _CONTAINERS]
+        num_containers += len(inner)
+        if num_containers > MAX_JSON_CONTAINERS:
+            raise InvalidRequest(
+                f"{what} has more than {MAX_JSON_CONTAINERS:,} lists and objects, which is the limit; send fewer",
+                field=field,
+            )
+        if inner and depth == MAX_JSON_DEPTH:
+            raise InvalidRequest(
+                f"{what} nests lists and objects more than {MAX_JSON_DEPTH} levels deep, which is the limit; make it "
+                "flatter",
+                field=field,
+            )
+        level, depth = inner, depth + 1
+
+
+_CONTAINERS = frozenset({dict, list})
+
+
+def check_json_bytes(value: Any, max_bytes: int) -> Any:
+    """Return `value`. Raise ValueError if a text, or a value as JSON, has more than `max_bytes`."""
+    num_bytes = len(value.encode(errors="replace")) if isinstance(value, str) else len(msgspec.json.encode(value))
+    if num_bytes > max_bytes:
+        raise ValueError(f"has {num_bytes:,} bytes as JSON, the limit is {max_bytes:,}; make it smaller")
     return value
 
 
@@ -92,16 +160,20 @@ def refuse_extras(body: Body, at: str = "") -> None:
     A silently ignored field would change the answer without the caller's knowledge.
     """
     for name, value in (body.model_extra or {}).items():
-        if value is None or name in body.harmless:
+        if value is None:
+            continue
+        if name in body.harmless:
+            _check_ignored(f"{at}{name}", value)
             continue
         if name in body.unsupported:
             if value in (False, [], {}, ""):  # these values ask for the default
                 continue
             remedy = body.remedies.get(name, "leave it out")
             raise Unsupported(f"{at}{name} is not supported here; {remedy}", field=f"{at}{name}")
-        near = get_close_matches(name, list(type(body).model_fields), n=1)
+        shown = name if len(name) <= MAX_SHOWN_CHARACTERS else name[:MAX_SHOWN_CHARACTERS] + "..."
+        near = get_close_matches(shown, list(type(body).model_fields), n=1)
         remedy = f"did you mean {near[0]}?" if near else "leave it out"
-        raise InvalidRequest(f"{at}{name} is not a field of this request; {remedy}", field=f"{at}{name}")
+        raise InvalidRequest(f"{at}{shown} is not a field of this request; {remedy}", field=f"{at}{shown}")
     for place, inner in _inner_bodies(body, at):
         refuse_extras(inner, f"{place}.")
 
@@ -115,13 +187,11 @@ def _inner_bodies(body: Body, at: str) -> Iterator[tuple[str, Body]]:
             yield from ((f"{at}{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Body))
 
 
-async def _read(request: Request, limit_bytes: int) -> bytes:
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > limit_bytes:
-            raise BodyTooLarge(f"the body has more than {limit_bytes:,} bytes, which is the limit; send a smaller body")
-    return bytes(raw)
+def _check_ignored(field: str, value: Any) -> None:
+    try:
+        check_json_bytes(value, MAX_IGNORED_BYTES)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} {error}", field=field) from error
 
 
 def _number(literal: str) -> float:
@@ -140,9 +210,14 @@ _WORDS = {"model_type": "must be an object", "dict_type": "must be an object", "
 
 def _explain(problem: Any, at: str) -> str:
     message = _WORDS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    path = _path(problem["loc"], at)
+    path, limits = _path(problem["loc"], at), problem.get("ctx", {})
     if problem["type"] == "missing":
         return f"{path} is missing; send it"
+    if problem["type"] == "too_long":
+        return f"{path} has {len(problem['input']):,} entries, the maximum is {limits['max_length']:,}; send fewer"
+    if problem["type"] == "string_too_long":
+        num = len(problem["input"])
+        return f"{path} has {num:,} characters, the maximum is {limits['max_length']:,}; shorten it"
     return f"{path} {message}, got {_show(problem['input'])}" if path else message
 
 
@@ -153,8 +228,13 @@ def _path(location: tuple[int | str, ...], at: str = "") -> str:
 
 
 def _show(value: Any) -> str:
-    try:
-        text = msgspec.json.encode(value).decode()
-    except RecursionError:
-        return "a value that is nested too deeply"
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[:_MAX_SHOWN_CHARACTERS] + "..."
+    """Return the beginning of a value as JSON, without writing the rest of it."""
+    text = ""
+    for piece in _ENCODER.iterencode(value):
+        text += piece[: MAX_SHOWN_CHARACTERS + 1]
+        if len(text) > MAX_SHOWN_CHARACTERS:
+            return text[:MAX_SHOWN_CHARACTERS] + "..."
+    return text
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str, check_circular=False)

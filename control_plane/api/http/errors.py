@@ -10,9 +10,11 @@ anything else            openai       {error: {message, type, param, code}}
 from __future__ import annotations
 
 import math
+import re
 from http import HTTPStatus
 from typing import Any, Literal
 
+import grpc
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,7 +22,16 @@ from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.errors import AlreadyThere, LimitReached, NoSuchThing, NotAllowed
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import Aborted, Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
+from tandem_runtime.errors import (
+    Aborted,
+    Cancelled,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    Unavailable,
+    Unsupported,
+)
 from tandem_runtime.log import get_logger
 
 ErrorFormat = Literal["openai", "cloudflare", "binding"]
@@ -52,6 +63,42 @@ class MethodNotAllowed(InvalidRequest):
     """HTTP only: the endpoint does not support this method."""
 
 
+class MalformedRequest(InvalidRequest):
+    """HTTP only: what came is not HTTP, or HTTP that no client sends."""
+
+
+class HeadTooLarge(InvalidRequest):
+    """HTTP only: the request's head is larger than the limit."""
+
+
+class UrlTooLong(InvalidRequest):
+    """HTTP only: the request's URL is longer than the limit."""
+
+
+class RequestTooSlow(InvalidRequest):
+    """HTTP only: the request's head or body did not come in time."""
+
+
+class HostNotAllowed(InvalidRequest):
+    """HTTP only: the request is for a host name that is not this gateway's."""
+
+
+class CrossSiteRequest(InvalidRequest):
+    """HTTP only: a browser sent the request for a page of another site."""
+
+
+class TooManyUnfinishedHeads(Overloaded):
+    """HTTP only: the client's address has too many connections without a complete head."""
+
+
+class ConnectionsFull(Unavailable):
+    """HTTP only: the gateway has as many connections as it may have."""
+
+
+class BodiesFull(Unavailable):
+    """HTTP only: the bodies of requests in progress have as many bytes as they may have."""
+
+
 _BUSY_TEXT = "Capacity temporarily exceeded, please try again."
 """Clients of Workers AI look for this sentence with code 3040."""
 
@@ -62,6 +109,15 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     NoLora: (405, 5005),
     NoSuchRoute: (404, 7003),
     MethodNotAllowed: (405, 7001),
+    MalformedRequest: (400, 7003),
+    HeadTooLarge: (431, 7003),
+    UrlTooLong: (414, 7003),
+    RequestTooSlow: (408, 3007),
+    HostNotAllowed: (403, 10000),
+    CrossSiteRequest: (403, 10000),
+    TooManyUnfinishedHeads: (429, 3040),
+    ConnectionsFull: (503, 3040),
+    BodiesFull: (503, 3040),
     NotAllowed: (403, 10000),
     NoSuchThing: (404, 7003),
     AlreadyThere: (409, 5006),
@@ -121,9 +177,16 @@ def error_format_of(path: str) -> ErrorFormat:
 
 def error_response(request: Request, error: TandemError) -> Response:
     """Return the HTTP response for `error`, in the format of the request's endpoint."""
-    error_format = error_format_of(request.url.path)
-    body = error_body(error_format, error, request.state.request_id)
-    return JSONResponse(body, status_code=_status(error_format, error), headers=_retry_headers(error_format, error))
+    status, body, headers = error_answer(error_format_of(request.url.path), error, request.state.request_id)
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def error_answer(
+    error_format: ErrorFormat, error: TandemError, request_id: str
+) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Return status, body and headers of the response for `error`."""
+    body = error_body(error_format, error, request_id)
+    return _status(error_format, error), body, _retry_headers(error_format, error)
 
 
 def error_event(error_format: ErrorFormat, error: TandemError, request_id: str) -> bytes:
@@ -137,20 +200,54 @@ def error_event(error_format: ErrorFormat, error: TandemError, request_id: str) 
 
 
 def error_body(error_format: ErrorFormat, error: TandemError, request_id: str) -> dict[str, Any]:
-    code, text = _cloudflare_code(error), _cloudflare_text(error)
+    message = public_message(error)
+    code, text = _cloudflare_code(error), _cloudflare_text(error, message)
     if error_format == "cloudflare":
         is_routing = isinstance(error, NoSuchRoute | MethodNotAllowed | NoSuchThing | AlreadyThere) or code == 10000
-        message = text if is_routing else f"AiError: AiError: {text} ({request_id})"
+        shown = text if is_routing else f"AiError: AiError: {text} ({request_id})"
         result: dict[str, Any] | None = None if is_routing else {}
-        return {"result": result, "success": False, "errors": [{"code": code, "message": message}], "messages": []}
+        return {"result": result, "success": False, "errors": [{"code": code, "message": shown}], "messages": []}
     if error_format == "binding":
         code = _DOCUMENTED.get(code, code)
-        message = f"AiError: {text} ({request_id})"
-        return {"internalCode": code, "name": "InferenceUpstreamError", "message": message, "description": text}
+        shown = f"AiError: {text} ({request_id})"
+        return {"internalCode": code, "name": "InferenceUpstreamError", "message": shown, "description": text}
     kind, openai_code = _OPENAI.get(error.code, ("server_error", None))
     if isinstance(error, LimitReached):
         openai_code = "rate_limit_exceeded"
-    return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": openai_code}}
+    return {"error": {"message": message, "type": kind, "param": error.field or None, "code": openai_code}}
+
+
+def public_message(error: TandemError) -> str:
+    """Return what a client may read of an error.
+
+    Errors that are not about the request can come from any process of the fleet. One that names an address, a worker
+    or gRPC's status becomes a sentence without them; the log has the original.
+    """
+    if isinstance(error, InvalidRequest) or not _PRIVATE.search(error.message):
+        return _shortened(error.message)
+    if error.http_status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        return "the model's workers cannot take the request now; try again"
+    if error.http_status == HTTPStatus.REQUEST_TIMEOUT:
+        return "the request took longer than its deadline; request fewer tokens or more time"
+    return "the request failed in the fleet; the server's log has the details under the request's id"
+
+
+def _shortened(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE_CHARACTERS else message[:_MAX_MESSAGE_CHARACTERS] + "..."
+
+
+_MAX_MESSAGE_CHARACTERS = 2_000
+"""More can only be an echo of what the client sent."""
+
+_PRIVATE = re.compile(
+    r"(?:\d{1,3}\.){3}\d{1,3}"  # an IPv4 address
+    r"|\[[0-9a-fA-F]*:[0-9a-fA-F:.]*\]"  # an IPv6 address
+    r"|\b[\w.-]+:\d{2,5}\b"  # a name with a port
+    r"|\b(?:ipv4|ipv6|unix|dns):"
+    r"|\b(?:worker|incarnation|reader) [\w.:/-]*[-\d][\w.:/-]*"
+    r"|(?:^|[\s'\"(])/\w+/\w"  # a path
+    rf"|\b(?:{'|'.join(status.name for status in grpc.StatusCode)}):"
+)
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
@@ -200,8 +297,8 @@ def _cloudflare_code(error: TandemError) -> int:
     return (_HTTP_ONLY.get(type(error)) or _CLOUDFLARE.get(error.code, _CLOUDFLARE_INTERNAL))[1]
 
 
-def _cloudflare_text(error: TandemError) -> str:
-    return f"{_BUSY_TEXT} ({error.message})" if _cloudflare_code(error) == 3040 else error.message
+def _cloudflare_text(error: TandemError, message: str) -> str:
+    return f"{_BUSY_TEXT} ({message})" if _cloudflare_code(error) == 3040 else message
 
 
 def _retry_headers(error_format: ErrorFormat, error: TandemError) -> dict[str, str]:

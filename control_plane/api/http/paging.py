@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from control_plane.api.http.bounds import MAX_PER_PAGE, MAX_SHOWN_CHARACTERS
 from tandem_runtime.errors import InvalidRequest
 
 T = TypeVar("T")
-MAX_PER_PAGE = 1000
 
 
 def page_of(request: Request, items: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
@@ -28,5 +28,6 @@ def number(request: Request, name: str, *, default: int, highest: int) -> int:
     """Return a query parameter that is a number from 1 to `highest`. Raise InvalidRequest for anything else."""
     text = request.query_params.get(name) or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(highest)) and 1 <= int(text) <= highest):
-        raise InvalidRequest(f"{name} is {text!r}, must be a number from 1 to {highest:,}", field=name)
+        shown = text[:MAX_SHOWN_CHARACTERS]
+        raise InvalidRequest(f"{name} is {shown!r}, must be a number from 1 to {highest:,}", field=name)
     return int(text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -16,13 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.prices import Price
+from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_MODEL_CHARACTERS, MAX_SESSION_CHARACTERS
 from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.generation import ModelCatalog
 from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
 from tandem_runtime.errors import InvalidRequest
 
-MAX_ACCOUNT_CHARACTERS = 64
+_SESSION_HEADER = "x-session-affinity"
+_SERVED_SECONDS = 1.0
 
 
 class Readiness(Protocol):
@@ -42,6 +45,8 @@ class HttpSettings:
     """Seconds of silence on an OpenAI stream after which a comment is sent, so that proxies keep the connection."""
     operator_token: str = ""
     """The token with which `tandem up` reads `GET /v1/workers`; "" for none."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names besides loopback's that `Host` may have; None for any."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,32 @@ class Services:
     settings: HttpSettings
     price_of: Callable[[str], Price] | None = None
     """The price of a model, by the id that its worker serves; None without accounts."""
+    served: ServedModels = field(default_factory=lambda: ServedModels())
+
+
+class ServedModels:
+    """The ids of served models for pages that need no token: the catalogue is asked once a second, not per request."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._model_ids: tuple[str, ...] = ()
+        self._read_at = -math.inf
+
+    def of(self, catalog: ModelCatalog) -> tuple[str, ...]:
+        if self._clock() - self._read_at >= _SERVED_SECONDS:
+            self._model_ids = tuple(model.model_id for model in catalog.list())
+            self._read_at = self._clock()
+        return self._model_ids
 
 
 def services_of(request: Request) -> Services:
     return cast(Services, request.app.state.services)
+
+
+def served_models(request: Request) -> tuple[str, ...]:
+    """Return the ids of the models that were served a moment ago."""
+    services = services_of(request)
+    return services.served.of(services.catalog)
 
 
 def request_id_of(request: Request) -> str:
@@ -71,6 +98,15 @@ def check_name(name: str, text: str, max_characters: int) -> None:
         )
 
 
+def check_model_name(name: str) -> None:
+    """Raise InvalidRequest if a model's name is longer than any model's."""
+    if len(name) > MAX_MODEL_CHARACTERS:
+        raise InvalidRequest(
+            f"model has {len(name):,} characters, the maximum is {MAX_MODEL_CHARACTERS}; send a model's name",
+            field="model",
+        )
+
+
 def caller_of(request: Request) -> Caller:
     """Return who calls. Raise InvalidRequest if the account's name is malformed."""
     identity = getattr(request.state, "identity", None) or Identity(request.path_params.get("account", "default"))
@@ -80,8 +116,19 @@ def caller_of(request: Request) -> Caller:
         account=identity.account,
         identity=identity,
         answer_headers=getattr(request.state, "answer_headers", {}),
-        session_affinity=request.headers.get("x-session-affinity", ""),
+        session_affinity=_session_of(request),
     )
+
+
+def _session_of(request: Request) -> str:
+    session = request.headers.get(_SESSION_HEADER, "")
+    if len(session) > MAX_SESSION_CHARACTERS:
+        raise InvalidRequest(
+            f"the header {_SESSION_HEADER} has {len(session):,} characters, the limit is {MAX_SESSION_CHARACTERS}; "
+            "send a shorter id",
+            field=_SESSION_HEADER,
+        )
+    return session
 
 
 class RequestContext:
@@ -101,8 +148,9 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = str(uuid4())
-        scope.setdefault("state", {})["request_id"] = request_id
-        exchange = _Exchange(request_id, send)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        exchange = _Exchange(request_id, send, state.get("response_starts"))
         started = time.perf_counter()
         with tracing.tracer().start_as_current_span(
             f"{scope['method']} {scope['path']}",
@@ -131,9 +179,11 @@ class RequestContext:
 class _Exchange:
     """Forwards a response, adds the request's id to its headers, and keeps its status."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
+    def __init__(self, request_id: str, send: Send, starts: Callable[[], None] | None) -> None:
+        """`starts` is called before the response starts: the server then counts the body no longer."""
         self._request_id = request_id
         self._send = send
+        self._starts = starts
         self.status = 499
         """499 (client closed the request) until a response starts."""
         self.has_started = False
@@ -142,6 +192,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.has_started = True
+            if self._starts is not None:
+                self._starts()
             headers = MutableHeaders(scope=message)
             headers["cf-ai-req-id"] = self._request_id
             headers["x-request-id"] = self._request_id

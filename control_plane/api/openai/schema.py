@@ -7,12 +7,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from control_plane.api.chat_fields import Choice, Message, Tools, tool_use
+from control_plane.api.chat_fields import Choice, Messages, Tools, tool_use
 from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
+from control_plane.api.http.bounds import MAX_LOGIT_BIASES, MAX_MODEL_CHARACTERS, MAX_PROMPT_TOKENS, MAX_PROMPTS
 from control_plane.text.request import GenerationOptions
 from control_plane.text.tool import ToolUse
 from tandem_engine.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import Unsupported
+
+_MAX_DIGITS = 10
+"""Of a token id; longer numbers are none."""
 
 Prompt = str | tuple[int, ...]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -22,7 +26,9 @@ def _logit_bias(value: Any) -> Any:
     """Convert keys to token ids; OpenAI's clients write them as text."""
     if not isinstance(value, dict):
         return value
-    if not all(isinstance(key, str) and key.isdecimal() for key in value):
+    if len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"has {len(value):,} entries, the maximum is {MAX_LOGIT_BIASES:,}; send fewer")
+    if not all(isinstance(key, str) and key.isdecimal() and len(key) <= _MAX_DIGITS for key in value):
         raise ValueError("must have token ids as keys")
     return {int(key): bias for key, bias in value.items()}
 
@@ -30,22 +36,28 @@ def _logit_bias(value: Any) -> Any:
 def _prompts(value: Any) -> list[Prompt]:
     """Accept text, token ids, or a list of either: OpenAI's four forms of a prompt."""
     prompts = value if isinstance(value, list) and not _is_token_ids(value) else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"has {len(prompts):,} prompts, the maximum is {MAX_PROMPTS}; send fewer")
     if not prompts or not all(isinstance(prompt, str) or _is_token_ids(prompt) for prompt in prompts):
         raise ValueError("must be a string, a list of token ids, or a non-empty list of strings or lists of token ids")
+    longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
+    if longest > MAX_PROMPT_TOKENS:
+        raise ValueError(f"has {longest:,} token ids, the maximum is {MAX_PROMPT_TOKENS:,}; send fewer")
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Text = Annotated[str, Field(min_length=1)]
-Prompts = Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+Prompts = Text | TokenIds | Annotated[list[Text], _Several] | Annotated[list[TokenIds], _Several]
 
 
 class OpenAIBody(TextBody):
-    model: str
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)]
     """The model's name or alias."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """1 if neither the request nor the model has a value; 0 always takes the likeliest token."""
@@ -54,7 +66,11 @@ class OpenAIBody(TextBody):
     seed: int | None = None
     """The same request with the same seed gets the same answer."""
     logit_bias: Annotated[
-        dict[TokenId, Bias] | None, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, Bias] | None)
+        dict[TokenId, Bias] | None,
+        BeforeValidator(
+            _logit_bias,
+            json_schema_input_type=Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None,
+        ),
     ] = None
     """Values added to the logits of these token ids."""
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -72,7 +88,7 @@ class OpenAIBody(TextBody):
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """The newer name of max_tokens; takes precedence."""
     logprobs: bool | None = None

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from control_plane.api.http.body import Body
-from control_plane.api.http.request_context import services_of
+from control_plane.api.http.request_context import served_models
 from control_plane.api.openai import responses as openai_responses
 from control_plane.api.openai.schema import ChatBody, CompletionBody
 from control_plane.api.openapi.operations import REFERENCE, TAGS, operations, reference
@@ -57,8 +57,7 @@ async def reference_html(request: Request) -> Response:
 
 
 def _document(request: Request) -> dict[str, object]:
-    models = [model.model_id for model in services_of(request).catalog.list()]
-    return document(str(request.base_url).rstrip("/"), models)
+    return document(str(request.base_url).rstrip("/"), served_models(request))
 
 
 class _Untitled(GenerateJsonSchema):

@@ -6,10 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.api.http.bounds import (
+    MAX_ACCOUNT_CHARACTERS,
+    MAX_PER_PAGE,
+    MAX_SESSION_CHARACTERS,
+)
 from control_plane.api.http.errors import ErrorFormat
 from control_plane.api.workers_ai.binding import MODEL_HEADER
 from control_plane.api.workers_ai.remote_proxy import PATH as PROXY_PATH
-from control_plane.api.workers_ai.search import MAX_PAGE, MAX_PER_PAGE
+from control_plane.api.workers_ai.search import MAX_PAGE
 
 REFERENCE = "#/components/schemas/{}"
 JSON = "application/json"
@@ -24,6 +29,8 @@ _REASONS = {
     "405": "Adapters (lora) are not supported.",
     "408": "The request took longer than its deadline.",
     "413": "The body is too large.",
+    "414": "The URL is too long.",
+    "431": "The head is too large.",
     "429": "All workers are busy, or the account is over a limit. Retry-After has the seconds to wait.",
     "500": "An internal error.",
     "503": "No worker is available. Retry-After has the seconds to wait.",
@@ -134,10 +141,18 @@ TAGS = {
 }
 
 _ACCOUNTS = "/client/v4/accounts/{account}/ai"
-_ACCOUNT = Parameter("account", "path", {"type": "string", "minLength": 1}, "The account of the request.")
+_ACCOUNT = Parameter(
+    "account",
+    "path",
+    {"type": "string", "minLength": 1, "maxLength": MAX_ACCOUNT_CHARACTERS},
+    "The account of the request.",
+)
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "The model's name or alias, with %2F or /.")
 _AFFINITY = Parameter(
-    "x-session-affinity", "header", {"type": "string"}, "Requests with the same value go to the same workers."
+    "x-session-affinity",
+    "header",
+    {"type": "string", "maxLength": MAX_SESSION_CHARACTERS},
+    "Requests of an account for a model with the same value go to the same workers.",
 )
 _HEADER_MODEL = Parameter(MODEL_HEADER, "header", {"type": "string", "minLength": 1}, "The model's name.", True)
 _PAGING = (

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from control_plane.api.http.body import read_json_object
 from control_plane.api.http.errors import HeaderMissing
+from control_plane.api.http.request_context import check_model_name
 from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.routes import answer
 from control_plane.api.workers_ai.schema import checked, options_of
@@ -43,6 +44,7 @@ async def run(request: Request) -> Response:
     model = request.headers.get(MODEL_HEADER)
     if not model:
         raise HeaderMissing(f"the header {MODEL_HEADER} is missing; it names the model", field=MODEL_HEADER)
+    check_model_name(model)
     call = await read_json_object(request)
     unknown = sorted(set(call) - {"inputs", "options"})
     if unknown:

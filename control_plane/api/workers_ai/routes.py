@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from control_plane.api.generation_fields import RunOptions, caller_with
 from control_plane.api.http.body import read_json_object
-from control_plane.api.http.request_context import request_id_of, services_of
+from control_plane.api.http.request_context import check_model_name, request_id_of, services_of
 from control_plane.api.http.sse import EventStream, while_connected
 from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.responses import wire_of
@@ -56,6 +56,7 @@ async def run_named_in_body(request: Request) -> Response:
 
 
 async def _run(request: Request, model: str, inputs: Any) -> Response:
+    check_model_name(model)
     options = options_in_query(request.query_params)
     return await answer(request, model, checked(inputs), options, in_envelope=True)
 

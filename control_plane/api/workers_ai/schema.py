@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from control_plane.accounts.identity import Caller
-from control_plane.api.chat_fields import Choice, Message, Tools, messages_for_template, tool_use
+from control_plane.api.chat_fields import Choice, Messages, Tools, messages_for_template, tool_use
 from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
 from control_plane.api.http.body import Body, check, refuse_extras
 from control_plane.api.http.errors import NoLora
@@ -41,7 +41,7 @@ class TextGenerationBody(TextBody):
 
     prompt: Annotated[str, Field(json_schema_extra={"minLength": 1})] | None = None
     """Becomes a user message if the model has a chat template."""
-    messages: Annotated[list[Message], Field(json_schema_extra={"minItems": 1})] | None = None
+    messages: Messages | None = None
     raw: bool | None = None
     """Send the prompt to the model without the chat template."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.prices import Price
+from control_plane.api.http.bounds import MAX_PER_PAGE
 from control_plane.api.http.paging import number
 from control_plane.api.http.request_context import services_of
 from control_plane.api.openai.responses import ChatCompletion, Completion
@@ -34,7 +35,6 @@ TEXT_GENERATION: Task = {
     "description": "Family of generative text models, such as large language models (LLM), that can be adapted for a "
     "variety of natural language tasks.",
 }
-MAX_PER_PAGE = 1000
 MAX_PAGE = 10**9
 _SOURCE = 1
 _PAGING = {"page", "per_page"}

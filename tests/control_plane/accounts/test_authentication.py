@@ -137,6 +137,18 @@ async def test_only_an_admin_or_who_started_it_sees_the_fleet(accounts: Accounts
     assert statuses == [401, 403, 200, 200, 401] and elsewhere.status_code == 401
 
 
+async def test_readiness_tells_its_reasons_to_who_may_see_the_fleet(accounts: Accounts) -> None:
+    async with world(accounts, operator_token="op") as here:
+        reason = {"reason": "decode-0 cannot be reached at 10.0.0.7:50051", "models": ["secret"]}
+        here.gateway.readiness.answer = (False, {"ready": False, **reason})
+        for secret in (None, "unused", new_secret(), here.mine):
+            answer = await here.ask("/readyz", secret, method="GET")
+            assert (answer.status_code, answer.json()) == (503, {"ready": False})
+        for secret in ("op", here.admin):
+            answer = await here.ask("/readyz", secret, method="GET")
+            assert (answer.status_code, answer.json()) == (503, {"ready": False, **reason})
+
+
 async def test_no_operator_token_is_no_token(accounts: Accounts) -> None:
     async with world(accounts) as here:
         for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Basic eDp5"}):

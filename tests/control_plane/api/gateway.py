@@ -13,7 +13,9 @@ import httpx
 import uvicorn
 
 from control_plane.accounts.service import Accounts
+from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
+from control_plane.api.http.server import server_config
 from control_plane.app import create_app
 from control_plane.text.text_service import TextService
 from tests.control_plane.api.model import OneModel, description
@@ -39,6 +41,7 @@ class Gateway:
     dispatcher: ScriptedDispatcher
     readiness: Ready
     client: httpx.AsyncClient
+    connections: Connections
 
 
 @asynccontextmanager
@@ -49,6 +52,7 @@ async def serve(
     settings: HttpSettings | None = None,
     accounts: Accounts | None = None,
     listener: socket.socket | None = None,
+    limits: ConnectionLimits | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -61,11 +65,12 @@ async def serve(
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
         listener.bind(("127.0.0.1", 0))
     listener.listen(128)
-    server = await _started(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"), listener)
+    connections = Connections(limits or ConnectionLimits())
+    server = await _started(server_config(app, connections, log_level="error"), listener)
     url = "http://{}:{}".format(*listener.getsockname())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
-            yield Gateway(url, dispatcher, readiness, client)
+            yield Gateway(url, dispatcher, readiness, client, connections)
     finally:
         for socket_server in server.servers:
             socket_server.close()

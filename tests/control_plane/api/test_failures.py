@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from structlog.testing import capture_logs
 
+from control_plane.api.http.errors import public_message
 from control_plane.api.http.request_context import HttpSettings
 from tandem_runtime.errors import (
     Aborted,
     DeadlineExceeded,
     Draining,
     InternalError,
+    InvalidRequest,
     Overloaded,
+    TandemError,
     Unauthenticated,
     Unavailable,
 )
@@ -256,3 +261,56 @@ async def test_a_prompt_of_exactly_the_context_is_answered_and_one_more_is_refus
             response = await gateway.client.post("/v1/completions", json=body)
             assert response.status_code == status
         assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+OF_THE_FLEET = (
+    "UNAVAILABLE: failed to connect to all addresses; last error: ipv4:10.0.0.7:50051: Connection refused",
+    "the stream to worker decode-0 broke: UNAVAILABLE: Socket closed",
+    "worker prefill-host-77 did not answer within 10 s",
+    "no KV service answers at /run/tandem/kv.sock: refused",
+    "the KV service at kv.internal:7000 ended a watch",
+    "the KV service at [fe80::1]:7000 ended a watch",
+    "incarnation 5f3e-77 now answers at this address",
+)
+NAMES = ("10.0.0.7", "50051", "decode-0", "prefill-host", "/run/", "kv.internal", "fe80", "5f3e", "UNAVAILABLE")
+
+
+@pytest.mark.parametrize("message", OF_THE_FLEET)
+@pytest.mark.parametrize("kind", [Unavailable, InternalError, Overloaded, DeadlineExceeded, Aborted, Draining])
+def test_errors_of_the_fleet_name_no_address_and_no_worker(kind: type[TandemError], message: str) -> None:
+    shown = public_message(kind(message))
+    assert shown and not [name for name in NAMES if name in shown]
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+@pytest.mark.parametrize("endpoint", CALLS)
+async def test_the_log_has_what_clients_do_not_read(endpoint: str, when: str) -> None:
+    error = Unavailable(OF_THE_FLEET[0])
+    script = Script(HELLO, refuse=error) if when == "before" else Script(HELLO, fail_after=2, failure=error)
+    with capture_logs() as logs:
+        async with serve(ScriptedDispatcher(script)) as gateway:
+            path, body = streaming(endpoint)
+            text = await _all_text(gateway, path, body)
+    assert "the model's workers cannot take the request now" in text
+    assert not [name for name in NAMES if name in text]
+    assert OF_THE_FLEET[0] in [line.get("error") for line in logs]
+
+
+async def _all_text(gateway: Gateway, path: str, body: dict[str, Any]) -> str:
+    """Return what a client reads until the answer ends or is cut."""
+    pieces = []
+    async with gateway.client.stream("POST", path, json=body, headers=HEADERS) as response:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            async for piece in response.aiter_text():
+                pieces.append(piece)
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("message", ["no decode worker for 'm' is ready", "the database could not be reached"])
+def test_errors_without_names_of_the_fleet_stay_as_they_are(message: str) -> None:
+    assert public_message(Unavailable(message)) == message
+
+
+def test_what_the_client_sent_may_come_back_but_not_all_of_it() -> None:
+    assert public_message(InvalidRequest("no model 'http://10.0.0.7:1' here")) == "no model 'http://10.0.0.7:1' here"
+    assert len(public_message(InvalidRequest("x" * 100_000))) == 2_003

@@ -255,7 +255,8 @@ async def test_what_changes_nothing_is_tolerated() -> None:
         ({"functions": [{}]}, "functions is not supported"),
         ({"store": True, "frequency": False}, "frequency is not a field of this request"),
         ({"stop_token_ids": [2**33]}, "stop_token_ids has token id 8589934592"),
-        ({"prompt": ["a"] * 300}, "more than 256 answers"),
+        ({"prompt": ["a"] * 300}, "prompt has 300 prompts, the maximum is 256"),
+        ({"prompt": ["a"] * 200, "n": 2}, "more than 256 answers"),
     ],
 )
 async def test_completions_refuse_what_they_cannot_do(changes: dict[str, Any], words: str) -> None:

@@ -67,8 +67,8 @@ async def test_a_caller_can_shorten_the_operators_deadline_but_not_lengthen_it(e
     [
         ({"queueRequest": True}, "options.queueRequest is not supported here (asynchronous batches)"),
         ({"websocket": True}, "options.websocket is not supported here"),
-        ({"tags": ["a"] * 6}, "options.tags List should have at most 5 items"),
-        ({"tags": ["x" * 51]}, "options.tags[0] String should have at most 50 characters"),
+        ({"tags": ["a"] * 6}, "options.tags has 6 entries, the maximum is 5; send fewer"),
+        ({"tags": ["x" * 51]}, "options.tags[0] has 51 characters, the maximum is 50; shorten it"),
         ({"tags": ["no spaces"]}, "options.tags[0] String should match pattern"),
         ({"tags": "a"}, "options.tags must be a list"),
         ({"rejectIfBusy": "yes"}, "options.rejectIfBusy should be a valid boolean"),

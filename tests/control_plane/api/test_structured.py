@@ -148,11 +148,11 @@ async def test_thousands_of_choices_are_one_grammar_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("field", ["messages", "tool_choice", "stop"])
-async def test_a_value_nested_deeper_than_can_be_shown_is_wrong_and_no_failure(field: str) -> None:
+async def test_of_a_wrong_value_that_nests_without_end_the_beginning_is_shown(field: str) -> None:
     value = json.loads("[" * 400 + "]" * 400)
     for _ in range(1200):
         value = [value]
-    with pytest.raises(InvalidRequest, match="a value that is nested too deeply"):
+    with pytest.raises(InvalidRequest, match=r"got (\[){60}\.\.\.$"):
         check(ChatBody, {"model": "demo", "messages": HI, field: value})
 
 
@@ -169,4 +169,4 @@ async def test_a_schema_nested_without_end_is_refused() -> None:
         schema = {"type": "array", "items": schema}
     async with serve(saying(ANSWER)) as gateway:
         response = await post(gateway, "/v1/chat/completions", guided_json=schema)
-    assert response.status_code == 400 and "recursion limit" in response.json()["error"]["message"]
+    assert response.status_code == 400 and "128 levels deep" in response.json()["error"]["message"]

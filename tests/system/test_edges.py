@@ -151,6 +151,19 @@ async def test_bad_input_is_refused_by_code_in_cloudflares_shapes(
         assert set(bound.json()) == {"internalCode", "name", "message", "description"}
 
 
+async def test_a_gateway_on_loopback_answers_to_this_machines_names_and_those_of_workers(demo_fleet: Fleet) -> None:
+    async with client(demo_fleet.base_url) as http:
+        statuses = [
+            (await http.get("/v1/models", headers={"host": host})).status_code
+            for host in ("localhost:8642", "127.0.0.1", "workers-binding.ai", "rebound.example", "0.0.0.0")
+        ]
+        form = {"content-type": "text/plain", "origin": "https://evil.example"}
+        posted = await http.post("/v1/completions", content=b'{"model": "demo", "prompt": "a"}', headers=form)
+        head = await http.get("/v1/models", headers={"x-long": "a" * 70_000})
+    assert statuses == [200, 200, 200, 403, 403]
+    assert (posted.status_code, head.status_code) == (403, 431)
+
+
 async def test_readyz_is_true_once_a_request_has_gone_the_whole_way(demo_fleet: Fleet) -> None:
     async with client(demo_fleet.base_url) as http:
         await run(http, {"prompt": "Hi", "max_tokens": 2})

@@ -40,6 +40,8 @@ _GENERATION_ERRORS: Mapping[ErrorFormat, tuple[str, ...]] = {
     "cloudflare": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
     "binding": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
 }
+_HEAD_ERRORS = ("414", "431")
+"""Of every endpoint: what the HTTP server refuses before it looks at the endpoint."""
 _READ_ERRORS = ("400", "401", "403", "404", "500", "503")
 _REQUEST_ID = {"cf-ai-req-id": {"description": "The request's id, also in the logs.", "schema": {"type": "string"}}}
 
@@ -120,9 +122,8 @@ class Operation:
         return responses | {status: self._error(status) for status in self._statuses()}
 
     def _statuses(self) -> Sequence[str]:
-        if self.errors is not None:
-            return self.errors
-        return _GENERATION_ERRORS[self.error_format] if self.body is not None else _READ_ERRORS
+        usual = _GENERATION_ERRORS[self.error_format] if self.body is not None else _READ_ERRORS
+        return sorted({*(usual if self.errors is None else self.errors), *_HEAD_ERRORS})
 
     def _error(self, status: str) -> dict[str, Any]:
         error = {"schema": dict(self.error or reference(_ERROR_OF[self.error_format]))}

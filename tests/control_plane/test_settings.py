@@ -1,0 +1,22 @@
+"""Settings of a gateway that cannot work are refused at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from control_plane.settings import ControlPlaneSettings
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"head_seconds": 0.0}, "head_seconds is 0.0, must be above 0"),
+        ({"max_connections": -1}, "max_connections is -1, must be above 0"),
+        ({"max_bodies_bytes": 1_000}, "max_bodies_bytes is 1,000, less than the 10,000,000 of one body"),
+    ],
+)
+def test_a_limit_that_lets_nothing_through_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ControlPlaneSettings(**values)

@@ -16,7 +16,7 @@ from control_plane.accounts.service import Accounts
 from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.request_guard import LOCAL_HOSTS
-from control_plane.api.http.server import server_config
+from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
@@ -213,6 +213,10 @@ class Gateway:
 
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: tandem_runtime.lifecycle decides when to drain."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        listen_longer(sockets or [])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

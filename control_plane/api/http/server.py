@@ -15,6 +15,8 @@ A client that closes its sending half has left: its request is cancelled, as wit
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import unquote
@@ -40,6 +42,9 @@ from tandem_runtime.errors import TandemError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+_ACCEPTS_PER_TURN = 64
+"""asyncio accepts as many connections in one turn of the loop as its backlog has: 2,048 would take 0.1 s."""
+_BACKLOG = 2_048
 _SLACK_BYTES = 64 * 1024
 """Bytes of a body beyond the limit that a connection takes while the application refuses the body."""
 _SMALL_BYTES = 64 * 1024
@@ -63,8 +68,15 @@ def server_config(app: ASGIApp, connections: Connections, **options: Any) -> uvi
         access_log=False,
         log_config=None,
         server_header=False,
+        backlog=_ACCEPTS_PER_TURN,
         **options,
     )
+
+
+def listen_longer(sockets: Sequence[socket.socket]) -> None:
+    """Let the kernel queue more connections than the loop accepts in one turn. Call after the server has started."""
+    for each in sockets:
+        each.listen(_BACKLOG)
 
 
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):

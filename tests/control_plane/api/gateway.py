@@ -15,7 +15,7 @@ import uvicorn
 from control_plane.accounts.service import Accounts
 from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
-from control_plane.api.http.server import server_config
+from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
 from control_plane.text.text_service import TextService
 from tests.control_plane.api.model import OneModel, description
@@ -83,4 +83,5 @@ async def _started(config: uvicorn.Config, listener: socket.socket) -> uvicorn.S
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup([listener])
+    listen_longer([listener])
     return server

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -342,6 +344,22 @@ async def test_a_stream_holds_none_of_the_room_for_bodies() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- crowds
+
+
+async def test_a_burst_of_connections_is_accepted_in_many_turns_of_the_loop_and_none_is_lost() -> None:
+    """Each turn accepts 64: a turn that accepted all would delay every stream."""
+    limits = replace(PATIENT, max_unfinished_heads=10_000)
+    async with served(limits) as gateway:
+        host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+        sockets = [socket.create_connection((host, int(port))) for _ in range(600)]  # the loop does not turn meanwhile
+        accepted = []
+        while gateway.connections.counts["open"] < 600:
+            await asyncio.sleep(0)
+            accepted.append(gateway.connections.counts["open"])
+        steps = [after - before for before, after in pairwise([0, *accepted])]
+        assert max(steps) <= 64 and sum(steps) == 600
+        for each in sockets:
+            each.close()
 
 
 async def test_five_hundred_half_heads_and_two_hundred_slow_bodies_are_closed_and_the_service_goes_on() -> None:

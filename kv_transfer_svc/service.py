@@ -72,7 +72,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
 
     def set_address(self, address: str) -> None:
         """Set the advertised address, which names this service in handles."""
-        self._address = address
+        self._address = self.handshake.address = address
 
     def sweep(self) -> None:
         """Expire leases and handles; called by a timer, never by a request."""

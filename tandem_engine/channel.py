@@ -48,7 +48,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """Return the message; raises InvalidMessage, with the path of the wrong field."""
     try:
         return _DECODER.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: nested thousands deep
         raise InvalidMessage(f"a frame of {len(data)} bytes is not a message: {error}") from error
 
 

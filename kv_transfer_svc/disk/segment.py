@@ -51,6 +51,7 @@ _FIELDS = struct.Struct("<8sQQ16sI4x16sQQ40x")
 _CHECKSUM = struct.Struct("<Q")
 
 _NAME = re.compile(r"segment-([0-9a-f]{12})\.tkv")
+_FIRST_SEARCH_BYTES = 1 << 12
 _SEARCH_BYTES = 1 << 18
 
 
@@ -198,10 +199,13 @@ class Segment:
 
     def _find_header(self, file: int, offset: int) -> int:
         """Return the offset of the next good header, or the end of the file."""
-        for start in range(offset, self.num_bytes, _SEARCH_BYTES):
-            for candidate in _offsets_of_magic(os.pread(file, _SEARCH_BYTES, start), start):
+        num_bytes = _FIRST_SEARCH_BYTES  # grows, so that many short bad stretches do not read the file many times
+        while offset < self.num_bytes:
+            for candidate in _offsets_of_magic(os.pread(file, num_bytes, offset), offset):
                 if unpack_header(os.pread(file, HEADER_BYTES, candidate), self.number, candidate) is not None:
                     return candidate
+            offset += num_bytes
+            num_bytes = min(2 * num_bytes, _SEARCH_BYTES)
         return self.num_bytes
 
     def cut(self, end: int) -> None:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 
 from tandem.v1 import kv_transfer_pb2 as kv
-from tandem_runtime.errors import StaleIncarnation, Unauthenticated, Unavailable
+from tandem_runtime.errors import InvalidRequest, StaleIncarnation, Unauthenticated, Unavailable
 from tandem_runtime.kv.mac import MAC_BYTES
 
 TOKEN_SECONDS = 60.0
@@ -25,6 +25,8 @@ class LinkHandshake:
     """Answers `OpenLink`. A transport other than gRPC is offered once its address is set here."""
 
     def __init__(self, incarnation: str, handle_key: Callable[[], bytes], clock: Callable[[], float]) -> None:
+        self.address = ""
+        """The advertised address; "" until it is known."""
         self.host_id = ""
         self.kv_socket = ""
         self.tcp_address = ""
@@ -33,12 +35,21 @@ class LinkHandshake:
         self._handle_key = handle_key
 
     def answer(self, request: kv.OpenLinkRequest) -> kv.OpenLinkReply:
-        """Return the reply; raises Unauthenticated unless the request is signed by a KV service of this fleet."""
+        """Return the reply.
+
+        Raises Unauthenticated unless a KV service of this fleet signed the request, and for this service.
+        """
         if not hmac.compare_digest(_mac(request, self._handle_key()), request.mac):
             raise Unauthenticated(
                 f"incarnation {request.incarnation} requests a link with a wrong MAC: do all KV services share one "
                 "handle key?",
                 field="mac",
+            )
+        if self.address and request.holder_address != self.address:  # somebody repeats what another holder received
+            raise Unauthenticated(
+                f"incarnation {request.incarnation} requests a link with {request.holder_address}, "
+                f"this KV service is {self.address}",
+                field="holder_address",
             )
         return kv.OpenLinkReply(
             incarnation=self._incarnation,
@@ -90,5 +101,7 @@ def link_request(incarnation: str, holder_address: str, handle_key: bytes) -> kv
 def _mac(request: kv.OpenLinkRequest, key: bytes) -> bytes:
     if not key:
         raise Unavailable("this KV service has not registered with a control plane yet: it has no handle key for links")
+    if "\0" in request.incarnation:  # it separates the fields below
+        raise InvalidRequest("an incarnation has no zero character", field="incarnation")
     text = f"link\0{request.incarnation}\0{request.holder_address}"
     return hmac.digest(key, text.encode(), hashlib.sha256().name)[:MAC_BYTES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -31,7 +32,7 @@ def check_supported(layout: pb.KvLayout) -> None:
         raise InvalidRequest("the KV layout has no groups", field="layout.groups")
     for index, group in enumerate(layout.groups):
         if group.kind not in (pb.KV_GROUP_KIND_FULL, pb.KV_GROUP_KIND_WINDOW):
-            name = pb.KvGroupKind.Name(group.kind)
+            name = _name_of(pb.KvGroupKind, group.kind)
             raise Unsupported(
                 f"KV group {index} is {name}; only KV_GROUP_KIND_FULL and KV_GROUP_KIND_WINDOW are built",
                 field="layout.groups.kind",
@@ -49,8 +50,13 @@ def check_supported(layout: pb.KvLayout) -> None:
 def check_memory_kind(extent: pb.Extent) -> None:
     """Raise Unsupported, with the name, for extents outside a shared-memory region."""
     if extent.kind != pb.MEMORY_KIND_HOST:
-        name = pb.MemoryKind.Name(extent.kind)
+        name = _name_of(pb.MemoryKind, extent.kind)
         raise Unsupported(f"extent in {name}; only MEMORY_KIND_HOST is built", field="slabs.extents.kind")
+
+
+def _name_of(enum: Any, number: int) -> str:
+    """Return the name of an enum's value. Enums of proto3 are open: a message may have numbers without a name."""
+    return str(enum.Name(number)) if number in enum.values() else f"kind {number}"
 
 
 def _difference(ours: Message, theirs: Message, path: str) -> tuple[str, object, object] | None:

@@ -60,7 +60,7 @@ class PacketSocket:
             return None
         try:
             message = json.loads(packet)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter for JSON nested some thousand deep
             message = None
         if not isinstance(message, dict):
             if fd is not None:

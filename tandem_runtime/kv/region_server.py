@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tandem_runtime.errors import InvalidRequest, TandemError
 from tandem_runtime.kv.packets import PacketSocket
-from tandem_runtime.kv.regions import RegionGrant, RegionOffer
+from tandem_runtime.kv.regions import RegionGrant, RegionOffer, region_name, shortened
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
@@ -77,10 +77,11 @@ class RegionServer:
                 self._keeper.owner_gone(region_id, connection)
 
     async def _answer(self, connection: PacketSocket, message: dict[str, Any], fd: int | None, lent: set[str]) -> None:
+        operation = shortened(message.get("op"))
         try:
             reply, reply_fd = self._handle(connection, message, fd, lent)
         except TandemError as error:
-            log.warning("kv_region_refused", op=message.get("op"), reason=error.message)
+            log.warning("kv_region_refused", op=operation, reason=error.message)
             refusal = {"code": int(error.code), "message": error.message, "field": error.field}
             await connection.send({"error": refusal})
             return
@@ -101,16 +102,18 @@ class RegionServer:
             return {"ok": True}, None
         if fd is not None:
             os.close(fd)
-        if operation == "fetch" and isinstance(message.get("region_id"), str):
-            grant = self._keeper.grant(message["region_id"])
+        if operation == "fetch":
+            grant = self._keeper.grant(region_name(message, "region_id"))
             sizes = {key: value for key, value in vars(grant).items() if key != "fd"}
             return {"ok": True, **sizes}, grant.fd
-        raise InvalidRequest(f"the region socket knows offer (with a descriptor) and fetch, not {operation!r}")
+        raise InvalidRequest(
+            f"the region socket knows offer (with a descriptor) and fetch, not {shortened(operation)}", field="op"
+        )
 
 
 def _offer(message: dict[str, Any], fd: int) -> RegionOffer:
     try:
-        return RegionOffer(**message)
-    except TypeError as error:
+        return RegionOffer.parse(message)
+    except InvalidRequest:
         os.close(fd)
-        raise InvalidRequest(f"an offer's fields are {', '.join(RegionOffer.__annotations__)}: {error}") from error
+        raise

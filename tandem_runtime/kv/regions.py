@@ -11,17 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import errors
-from tandem_runtime.errors import TandemError, Unavailable
+from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
+MAX_NAME_CHARACTERS = 256
+"""Of a region's id and of an incarnation. A refusal repeats them, and must fit into one packet."""
+_MAX_NUMBER = 2**63 - 1
 _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -38,6 +43,16 @@ class RegionOffer:
     bytes_per_slot: int
     generations_offset: int
 
+    @classmethod
+    def parse(cls, message: Mapping[str, Any]) -> RegionOffer:
+        """Return the offer that another process sent; raises InvalidRequest with the wrong field."""
+        if unknown := message.keys() - cls.__annotations__.keys():
+            raise InvalidRequest(
+                f"an offer has the field {shortened(min(unknown))}; its fields are {', '.join(cls.__annotations__)}"
+            )
+        sizes = [_size(message, field) for field in ("num_bytes", "num_slots", "bytes_per_slot", "generations_offset")]
+        return cls(region_name(message, "region_id"), region_name(message, "incarnation"), *sizes)
+
 
 @dataclass(frozen=True)
 class RegionGrant:
@@ -47,6 +62,28 @@ class RegionGrant:
     num_bytes: int
     num_slots: int
     generations_offset: int
+
+
+def region_name(message: Mapping[str, Any], field: str) -> str:
+    """Return a name from a message of another process; raises InvalidRequest."""
+    name = message.get(field)
+    if not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidRequest(
+            f"{field} is {shortened(name)}; give a text of at most {MAX_NAME_CHARACTERS} characters", field=field
+        )
+    return name
+
+
+def shortened(value: object) -> str:
+    """Return a value of another process as text for an error message, at most about 100 characters."""
+    return reprlib.repr(value)
+
+
+def _size(message: Mapping[str, Any], field: str) -> int:
+    number = message.get(field)
+    if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+        raise InvalidRequest(f"{field} is {shortened(number)}; give an integer from 0 to {_MAX_NUMBER}", field=field)
+    return number
 
 
 class RegionClient:
@@ -82,12 +119,9 @@ class RegionClient:
         """Return another worker's region; raises KvNotFound if the service does not hold it."""
         connection = await PacketSocket.connect(self._socket_path)
         try:
-            answer, fd = await _ask(connection, {"op": "fetch", "region_id": region_id})
+            return await _fetch(connection, region_id)
         finally:
             connection.close()
-        if fd is None:
-            raise Unavailable(f"the KV service sent no descriptor for region {region_id}")
-        return RegionGrant(fd, answer["num_bytes"], answer["num_slots"], answer["generations_offset"])
 
     async def move(self, socket_path: str) -> None:
         """Offer the regions at another socket, that of the host's new KV service."""
@@ -137,6 +171,17 @@ class RegionClient:
         return connection
 
 
+async def _fetch(connection: PacketSocket, region_id: str) -> RegionGrant:
+    answer, fd = await _ask(connection, {"op": "fetch", "region_id": region_id})
+    if fd is None:
+        raise Unavailable(f"the KV service sent no descriptor for region {region_id}")
+    try:
+        return RegionGrant(fd, *(_size(answer, field) for field in ("num_bytes", "num_slots", "generations_offset")))
+    except InvalidRequest as error:
+        os.close(fd)
+        raise Unavailable(f"the KV service sent an invalid grant of region {region_id}: {error.message}") from error
+
+
 async def _until_closed(connection: PacketSocket) -> None:
     """Wait for the end of the connection. The service sends nothing after its answer."""
     while (received := await connection.receive()) is not None:
@@ -157,8 +202,15 @@ async def _ask(
         raise Unavailable(f"the KV service closed its socket instead of answering {question['op']!r}")
     answer, answer_fd = received
     if "error" in answer:
-        refusal = answer["error"]
-        raise errors.from_proto(
-            pb.ErrorDetail(code=refusal["code"], message=refusal["message"], field=refusal["field"])
-        )
+        if answer_fd is not None:
+            os.close(answer_fd)
+        raise _refusal(answer["error"])
     return answer, answer_fd
+
+
+def _refusal(refusal: Any) -> TandemError:
+    try:
+        detail = pb.ErrorDetail(code=refusal["code"], message=refusal["message"], field=refusal["field"])
+    except (TypeError, KeyError, ValueError) as error:
+        return Unavailable(f"the KV service sent a refusal that is not valid: {error!r}")
+    return errors.from_proto(detail)

@@ -51,17 +51,21 @@ class SharedRegion:
 
     @classmethod
     def map_read_only(cls, fd: int, num_slots: int, generations_offset: int) -> SharedRegion:
-        """Map another process's region. Takes ownership of the descriptor, also when it raises."""
+        """Map another process's region. Takes ownership of the descriptor, also when it raises InvalidRequest."""
         try:
             fix_size(fd)
             total_bytes = os.fstat(fd).st_size
-            if generations_offset % 8 or generations_offset + 8 * num_slots > total_bytes:
+            has_room = min(num_slots, generations_offset) >= 0 and generations_offset + 8 * num_slots <= total_bytes
+            if generations_offset % 8 or not has_room:
                 raise InvalidRequest(
                     f"a region of {total_bytes} bytes has no room for {num_slots} generations at {generations_offset}",
                     field="generations_offset",
                 )
             mapping = mmap.mmap(fd, total_bytes, prot=mmap.PROT_READ)
-        except (OSError, ValueError, InvalidRequest):
+        except (OSError, ValueError) as error:  # a pipe, a folder, an empty file
+            os.close(fd)
+            raise InvalidRequest(f"the descriptor of a region cannot be mapped: {error}; lend a memfd") from error
+        except InvalidRequest:
             os.close(fd)
             raise
         return cls(fd, mapping, num_slots, generations_offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -59,9 +60,18 @@ def _first_gap(slabs: Sequence[kv.Slab], first_block: int, num_blocks: int) -> i
 
 
 def _first_unfinished(slabs: Sequence[kv.Slab], num_layers: int, first_block: int, num_blocks: int) -> int | None:
-    """Return the first block of which the slabs have too few layers."""
-    found = [0] * num_blocks
+    """Return the first block of which the slabs have too few layers.
+
+    Walks the slabs' ends in order, so that the cost depends on the number of slabs: `num_blocks` is the writer's word.
+    """
+    changes: Counter[int] = Counter()
     for slab in slabs:
-        for block in range(slab.first_block, min(slab.first_block + slab.num_blocks, num_blocks)):
-            found[block] += slab.num_layers
-    return next((block for block in range(first_block, num_blocks) if found[block] < num_layers), None)
+        changes[slab.first_block] += slab.num_layers
+        changes[slab.first_block + slab.num_blocks] -= slab.num_layers
+    reached, num_found = first_block, 0
+    for block in sorted(changes):
+        if num_found < num_layers and reached < min(block, num_blocks):
+            return reached
+        reached = max(reached, block)
+        num_found += changes[block]
+    return reached if reached < num_blocks else None

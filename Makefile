@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheel-test simulate chaos determinism schemathesis ledger check docs services peers format protos clean
+.PHONY: help run test wheel-test simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -35,6 +35,15 @@ determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all 
 
 schemathesis: $(VENV)/.dev ## send 5,000 requests generated from the OpenAPI document (ARGS="--cases 300 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.api.generated_requests $(ARGS)
+
+fuzz: $(VENV)/.fuzz ## fuzz each byte parser for 2 minutes (ARGS="--seconds 20"; ARGS=--long for 10 minutes each)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.fuzz $(ARGS)
+
+hostile: $(VENV)/.dev ## measure what hostile requests of one client do to the streams of others (ARGS=--quick)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m benchmarks.hostile $(ARGS)
+
+audit: $(VENV)/.dev ## write the SBOM and look for known vulnerabilities: exit code 0 clean, 1 vulnerable, 2 not audited
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH=. $(BIN)/python -m infra.audit $(ARGS)
 
 ledger: $(VENV)/.dev ## check the ledger's sums after 2,000 requests with cancellations and a killed worker
 	TANDEM_LEDGER_REQUESTS=2000 $(BIN)/python -m pytest tests/system/test_ledger.py $(ARGS)
@@ -89,4 +98,8 @@ $(VENV)/.run: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Adding the test tools"
 	@$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.dev
+	@$(BIN)/pip install $(PIP_FLAGS) --editable '.[fuzz]'
 	@touch $@

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -65,6 +66,18 @@ class Child:
     def resident_bytes(self) -> int:
         resident: int = self._stats.memory_info().rss
         return resident
+
+    @property
+    def pss_bytes(self) -> int:
+        """Its memory and that of all its children: pages that several share count in parts (PSS)."""
+        total = 0
+        for process in [self._stats, *self._stats.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):  # a child that has just ended
+                total += process.memory_full_info().pss
+        return total
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def client_ports(self) -> set[int]:
         """Return the far ports of this process's connections."""
@@ -123,6 +136,11 @@ class Processes:
         """Where gateways answer HTTP."""
         return "127.0.0.1", self._http_port
 
+    @property
+    def state_dir(self) -> Path:
+        """The gateways' state directory."""
+        return self._folder / "state"
+
     def gateway(self, *flags: str) -> Child:
         """Start a gateway; a second one shares the first one's port, and needs --reuse-port as that one did."""
         index = len(self.gateways)
@@ -136,13 +154,16 @@ class Processes:
 
     def stand_in(self, token_seconds: float = 0.0) -> Child:
         """Start the worker that emits tokens, and wait until every gateway has answered with some."""
-        control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
-        arguments = [self._stand_in_module, *control, "--token-seconds", f"{token_seconds:g}"]
-        child = self._child("stand-in", arguments, {}, self._other_cores)
+        child = self.beside("stand-in", self._stand_in_module, "--token-seconds", f"{token_seconds:g}")
         # Each try is a connection of its own, and the kernel's choice: so many good ones have asked every gateway.
         for _ in range(1 if len(self.gateways) == 1 else _NUM_TRIES):
             self._wait(f"http://127.0.0.1:{self._http_port}/readyz")
         return child
+
+    def beside(self, name: str, module: str, *flags: str) -> Child:
+        """Start another process that registers with the gateways, on the worker's cores."""
+        control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
+        return self._child(name, [module, *control, *flags], {}, self._other_cores)
 
     def bare(self) -> tuple[Child, tuple[str, int]]:
         """Start the bare app, on the first gateway's core; return also its address."""

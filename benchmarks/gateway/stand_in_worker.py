@@ -33,6 +33,7 @@ _NUM_BLOCKS = 1 << 30
 _NUM_WORDS = 509
 _NUM_TURNS = 16
 """With a pace, a sixteenth of the requests has a token in each step."""
+_CHUNK_BYTES = 1 << 20
 _ASSETS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -58,9 +59,11 @@ def _is_word(token: str) -> bool:
     return token[0] == "Ġ" and len(token) > 2 and token[1:].isascii() and token[1:].isalpha()
 
 
-def model_card() -> pb.ModelCard:
-    """Return the built-in model's card, with room for longer answers; no weights are read."""
-    folder = checkpoint_path()
+def model_card(
+    folder: Path | None = None, model_id: str = MODEL_ID, context_length: int = CONTEXT_LENGTH
+) -> pb.ModelCard:
+    """Return the card of a model, the built-in one by default, with room for longer answers; no weights are read."""
+    folder = folder or checkpoint_path()
     config = json.loads((folder / "config.json").read_text())
     files = {name: (folder / name).read_bytes() for name in _ASSETS}
     assets = [
@@ -68,10 +71,14 @@ def model_card() -> pb.ModelCard:
         for name, content in files.items()
     ]
     return pb.ModelCard(
-        model_id=MODEL_ID,
-        fingerprint=pb.Fingerprint(weights_digest="stand-in", numerics_class="stand-in", digest=b"stand-in worker."),
+        model_id=model_id,
+        fingerprint=pb.Fingerprint(
+            weights_digest="stand-in",
+            numerics_class="stand-in",
+            digest=hashlib.blake2b(model_id.encode(), digest_size=16).digest(),
+        ),
         block_size=BLOCK_SIZE,
-        context_length=CONTEXT_LENGTH,
+        context_length=context_length,
         vocab_size=config["vocab_size"],
         eos_token_ids=[config["eos_token_id"]],
         chat_template=(folder / "chat_template.jinja").read_text(),
@@ -179,16 +186,24 @@ class _Gateway:
 class StandIn(worker_pb2_grpc.WorkerServiceServicer):
     """tandem.v1.WorkerService, as a gateway needs it."""
 
-    def __init__(self, token_seconds: float) -> None:
+    def __init__(
+        self,
+        token_seconds: float,
+        folder: Path,
+        model_id: str = MODEL_ID,
+        worker_id: str = "stand-in",
+        context_length: int = CONTEXT_LENGTH,
+    ) -> None:
         self._token_seconds = token_seconds
-        self._words = Words(checkpoint_path())
+        self._folder = folder
+        self._words = Words(folder)
         self._gateways: set[_Gateway] = set()
         self.info = pb.WorkerInfo(
-            worker_id="stand-in",
+            worker_id=worker_id,
             incarnation=identity.new_incarnation(),
             role=pb.WORKER_ROLE_DECODE,
             host_id=identity.default_host_id(),
-            card=model_card(),
+            card=model_card(folder, model_id, context_length),
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
@@ -205,7 +220,9 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         (name,) = [asset.name for asset in self.info.card.assets if asset.digest == request.digest]
-        yield pb.Chunk(data=(checkpoint_path() / name).read_bytes())
+        content = (self._folder / name).read_bytes()
+        for offset in range(0, len(content), _CHUNK_BYTES):
+            yield pb.Chunk(offset=offset, data=content[offset : offset + _CHUNK_BYTES])
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply(info=self.info, load=self.load())
@@ -219,9 +236,8 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         return pb.LoadReport(state=pb.WORKER_STATE_READY, kv=pool, num_running=num_running)
 
 
-async def serve(control: list[str], token_seconds: float, drain: asyncio.Event) -> int:
+async def serve(control: list[str], worker: StandIn, drain: asyncio.Event) -> int:
     """Register and answer until `drain` is set."""
-    worker = StandIn(token_seconds)
 
     def register(server: Any) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
@@ -247,9 +263,14 @@ def main() -> int:
     options.add_argument(
         "--token-seconds", type=float, default=0.0, help="how often each request has a token; 0: at once"
     )
+    options.add_argument("--model", default=MODEL_ID, help="what clients call the model")
+    options.add_argument("--folder", type=Path, default=checkpoint_path(), help="of the model's tokenizer and template")
+    options.add_argument("--worker-id", default="stand-in")
+    options.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, help="in tokens")
     given = options.parse_args()
     log.configure("tandem-stand-in", level="warning")
-    return lifecycle.run(lambda drain: serve(given.control, given.token_seconds, drain))
+    worker = StandIn(given.token_seconds, given.folder, given.model, given.worker_id, given.context_length)
+    return lifecycle.run(lambda drain: serve(given.control, worker, drain))
 
 
 if __name__ == "__main__":

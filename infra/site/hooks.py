@@ -25,7 +25,7 @@ ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
-    "security.md": "SECURITY.md",
+    "reporting.md": "SECURITY.md",
     "protos.md": "protos/README.md",
     "examples/worker.md": "examples/worker/README.md",
     "benchmarks/README.md": "benchmarks/README.md",

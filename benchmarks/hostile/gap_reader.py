@@ -44,9 +44,17 @@ class _Stream:
         return [gap, *([0.0] * (num_events - 1))] if was_begun and gap < now else []
 
 
+def _first_line() -> bytes:
+    """Read without a buffer, in which later lines would wait unnoticed by the selector."""
+    line = bytearray()
+    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"", b"\n"):
+        line += byte
+    return bytes(line)
+
+
 def main() -> int:
     address = sys.argv[1], int(sys.argv[2])
-    asked = json.loads(sys.stdin.readline())
+    asked = json.loads(_first_line())
     selector = selectors.DefaultSelector()
     streams = []
     for _ in range(asked["num_streams"]):
@@ -55,7 +63,7 @@ def main() -> int:
         sock.setblocking(False)
         streams.append(_Stream(sock))
         selector.register(sock, selectors.EVENT_READ, streams[-1])
-    selector.register(sys.stdin, selectors.EVENT_READ, None)
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
     gaps: list[float] = []
     while True:
         for key, _ in selector.select():
@@ -64,8 +72,7 @@ def main() -> int:
                 if key.data.num_ends:
                     selector.unregister(key.data.sock)
                 continue
-            # As bytes: a buffered line would wait unnoticed by the selector.
-            if not os.read(sys.stdin.fileno(), 1024):
+            if not os.read(sys.stdin.fileno(), 1):
                 return 0
             now = time.monotonic()
             open_gaps = [now - each.last_at for each in streams if each.last_at and not each.num_ends]

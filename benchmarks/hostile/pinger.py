@@ -37,7 +37,7 @@ def main() -> int:
             seconds.append(time.monotonic() - sent_at)
             sent_at = 0.0
         if sys.stdin in readable:
-            if not os.read(sys.stdin.fileno(), 1024):
+            if not os.read(sys.stdin.fileno(), 1):
                 return 0
             under_way = [time.monotonic() - sent_at] if sent_at else []
             print(json.dumps({"seconds": seconds + under_way}), flush=True)

@@ -166,6 +166,7 @@ def _enter_crowded(outcome: Outcome, crowded: Crowded) -> None:
     counts = Counter(str(answer.status or "closed") for answer in crowded.answers)
     honest = [answer.since_first_byte for answer in crowded.honest]
     num_failed = sum(answer.status != 200 for answer in crowded.honest)
+    num_unanswered = sum(answer.status is None for answer in crowded.answers)
     slowest = max(honest, default=0.0)
     rows: Rows = [
         ("answers", ", ".join(f"{count} x {status}" for status, count in counts.most_common())),
@@ -182,11 +183,15 @@ def _enter_crowded(outcome: Outcome, crowded: Crowded) -> None:
         f"{name}.memory_bytes": crowded.memory_bytes,
         f"{name}.honest_seconds": slowest,
         f"{name}.num_honest_failed": num_failed,
+        f"{name}.num_answers": len(crowded.answers),
+        f"{name}.num_unanswered": num_unanswered,
+        f"{name}.num_streams_ended": crowded.num_ended,
     }
     outcome.targets += [
         *_gap_targets(crowded.title, crowded.p99_seconds, crowded.longest_seconds, crowded.quiet),
         _memory_target(crowded.title, crowded.memory_bytes),
         Target(f"{crowded.title}: {crowded.num_ended} streams ended, 0 wanted", crowded.num_ended == 0),
+        Target(f"{crowded.title}: {num_unanswered} without an answer, 0 wanted", num_unanswered == 0),
     ]
     if crowded.honest:
         took = f"an honest prompt took {slowest:.2f} s, {num_failed} failed"

@@ -17,11 +17,11 @@ from benchmarks.lib.command import Outcome
 
 _TINY = Size(
     num_streams=8,
-    max_body_bytes=60_000,
+    max_body_bytes=20_000,
     quiet_seconds=0.3,
     kind_seconds=0.0,
     settle_seconds=0.0,
-    give_up_seconds=40.0,
+    give_up_seconds=20.0,
     kinds_per_quiet=100,
     num_vocabulary_tokens=1500,
     num_long_rounds=1,
@@ -32,19 +32,21 @@ _TINY = Size(
 )
 
 
+_COUNTS = ("unanswered", "streams_ended", "honest_failed")
+
+
 def _maker() -> Maker:
     return Maker("token", "model", "large", "account", 20_000)
 
 
 async def test_a_gateway_answers_every_kind_of_hostile_request_and_nobody_else_notices(tmp_path: Path) -> None:
-    """Bodies of 60 kB; the kinds that wait for a limit of some seconds are in `python -m benchmarks.hostile`."""
-    outcome, kinds = Outcome(), [kind for kind in KINDS.values() if not kind.limit_seconds]
-    await measure_parts(outcome, _TINY, tmp_path / "world", lambda line: None, ["kinds", "together"], kinds)
-    assert outcome.figures["kinds.num"] == len(kinds) >= 40
-    assert outcome.figures["kinds.num_unanswered"] == 0
-    assert outcome.figures["kinds.num_streams_ended"] == 0
-    assert outcome.figures["sixteen_at_once.num_honest_failed"] == 0
-    assert not [target.text for target in outcome.targets if "streams ended" in target.text and not target.is_met]
+    """Bodies of 20 kB, sixteen at once. `python -m benchmarks.hostile` has large ones, bad connections and figures."""
+    outcome, kinds = Outcome(), [kind for kind in KINDS.values() if kind.part == "bodies"]
+    assert len(kinds) >= 40
+    await measure_parts(outcome, _TINY, tmp_path / "world", lambda line: None, ["together"], kinds)
+    counts = {name: outcome.figures[f"sixteen_at_once.num_{name}"] for name in _COUNTS}
+    assert counts == dict.fromkeys(_COUNTS, 0)
+    assert outcome.figures["sixteen_at_once.num_answers"] >= len(kinds) - 1
 
 
 def test_there_are_at_least_forty_kinds_of_bounded_size_and_the_same_bytes_each_time() -> None:

@@ -18,7 +18,7 @@ from tests.fuzz.parsers import PARSERS
 
 _CORPUS = Path(__file__).with_name("corpus")
 _NUM_INPUTS = 1500
-_MAX_SECONDS = 1.5
+_MAX_SECONDS = 1.0
 _HANG_SECONDS = 2.0
 
 

@@ -331,7 +331,7 @@ def _events() -> st.SearchStrategy[pb.Event]:
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(events=st.lists(_events(), max_size=20))
 def test_each_call_of_a_worker_ends_once_whatever_its_stream_carries(events: Sequence[pb.Event]) -> None:
     asyncio.run(asyncio.wait_for(_run_events(events), 20))

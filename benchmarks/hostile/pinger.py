@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import socket
 import sys
@@ -15,14 +16,21 @@ import time
 
 _INTERVAL_SECONDS = 0.01
 _PING = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _RECEIVE_BYTES = 1 << 16
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    length = _LENGTH.search(head)
+    return bool(end) and length is not None and len(body) >= int(length[1])
 
 
 def main() -> int:
     sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     seconds: list[float] = []
-    sent_at, next_at = 0.0, time.monotonic()
+    sent_at, next_at, answer = 0.0, time.monotonic(), b""
     while True:
         now = time.monotonic()
         if not sent_at and now >= next_at:
@@ -34,8 +42,10 @@ def main() -> int:
             piece = sock.recv(_RECEIVE_BYTES)
             if not piece:
                 raise ConnectionError("the gateway closed the connection of the pings")
-            seconds.append(time.monotonic() - sent_at)
-            sent_at = 0.0
+            answer += piece
+            if _is_whole(answer):  # head and body may come apart
+                seconds.append(time.monotonic() - sent_at)
+                sent_at, answer = 0.0, b""
         if sys.stdin in readable:
             if not os.read(sys.stdin.fileno(), 1):
                 return 0

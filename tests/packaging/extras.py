@@ -30,7 +30,7 @@ _SERVICES = {
     "decode": "decode_svc",
 }
 _OTHERS = ("client", "cli", "all")
-_NOT_FOR_USERS = ("engine", "docs", "dev")  # `engine` is a part of `prefill` and `decode`
+_NOT_FOR_USERS = ("engine", "docs", "fuzz", "dev")  # `engine` is a part of `prefill` and `decode`
 _READY_SECONDS = 300.0  # the first worker compiles the kernels
 _STOP_SECONDS = 60.0
 _HTTP, _GRPC = "127.0.0.1:18642", "127.0.0.1:18643"

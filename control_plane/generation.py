@@ -7,9 +7,13 @@ turns into `TextDelta`s.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, overload
+
+import msgspec
 
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.model_table import WireFormat
@@ -100,6 +104,70 @@ def _parse(entry: str) -> tuple[str, CachePolicy]:
     return account, CachePolicy.of(mode, int(bound) if has_bound else None)
 
 
+class TokenIds(Sequence[int]):
+    """Token ids in four bytes each. Equal to any sequence of the same ids; a slice is packed, too."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self._ids = ids if isinstance(ids, array) else array("I", ids)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> TokenIds:
+        """Return the ids of `packed()`; four little-endian bytes each."""
+        ids = array("I")
+        ids.frombytes(packed)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return cls(ids)
+
+    def packed(self) -> bytes:
+        ids = self._ids
+        if sys.byteorder == "big":
+            ids = array("I", ids)
+            ids.byteswap()
+        return ids.tobytes()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> TokenIds: ...
+    def __getitem__(self, place: int | slice) -> int | TokenIds:
+        return TokenIds(self._ids[place]) if isinstance(place, slice) else self._ids[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return self._ids == other._ids
+        return isinstance(other, Sequence) and len(other) == len(self) and all(map(int.__eq__, self, other))
+
+    def __hash__(self) -> int:
+        return hash(self._ids.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TokenIds({len(self)} ids)"
+
+
+@dataclass(frozen=True)
+class WirePrompt:
+    """A prompt in the form in which workers receive it. Text processes compute it, off the event loop."""
+
+    token_ids: bytes = field(repr=False)
+    """A serialized Submit that has the token ids only."""
+    hash_root: bytes
+    """The root of the block hashes; b"" if none were computed."""
+    hashes: bytes = field(default=b"", repr=False)
+    """The hashes of all full blocks, 16 bytes each; the public blocks first."""
+    num_public_blocks: int = 0
+    block_hashes: bytes = field(default=b"", repr=False)
+    """A serialized Submit that has the block hashes only."""
+
+
 @dataclass(frozen=True)
 class TokenRequest:
     """One prompt for the dispatcher: token ids only (law 1 in docs/architecture.md)."""
@@ -107,7 +175,7 @@ class TokenRequest:
     request_id: str
     account: str
     model_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     sampling: SamplingParams
     choice_seeds: tuple[int, ...]
     """One per choice; choice i is sampled with seed i."""
@@ -125,6 +193,8 @@ class TokenRequest:
     reject_if_busy: bool = False
     is_probe: bool = False
     """A readiness probe: it passes every phase at any cost, and is never quarantined."""
+    wire: WirePrompt | None = None
+    """The same prompt, ready for the wire; None: the dispatcher computes it."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +345,38 @@ class ModelDescription:
     """The answers of `AI.run` and /ai/run: native for Workers AI's older models, OpenAI's for its newer models."""
     is_fallback: bool = False
     """This model answers in place of the requested model, which is not loaded."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            self.model_id,
+            self.context_length,
+            self.block_size,
+            self.vocab_size,
+            self.eos_token_ids,
+            self.chat_template,
+            dict(self.generation_defaults),
+            self.fingerprint,
+            self.wire_format,
+        )
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What the preparation of a prompt needs to know of its model, besides the tokenizer."""
+
+    model_id: str
+    context_length: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str
+    generation_defaults: dict[str, float]
+    fingerprint: str
+    wire_format: WireFormat
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self
 
 
 class ModelCatalog(Protocol):

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from control_plane.generation import TokenRequest
+from control_plane.generation import TokenIds, TokenRequest
 from tandem_runtime.errors import Aborted, Overloaded, TandemError
 from tandem_runtime.log import get_logger
 
@@ -165,5 +164,6 @@ def _key(request: TokenRequest) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for part in (request.account.encode(), request.model_id.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
-    digest.update(array("I", request.token_ids).tobytes())
+    token_ids = request.token_ids
+    digest.update((token_ids if isinstance(token_ids, TokenIds) else TokenIds(token_ids)).packed())
     return digest.digest()

@@ -13,23 +13,69 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
-from control_plane.generation import AccountPolicies, TokenRequest
+from control_plane.generation import AccountPolicies, TokenIds, TokenRequest, WirePrompt
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
+from tandem_engine.scheduling.block_hash import (
+    NUM_HASH_BYTES,
+    BlockHash,
+    hash_blocks,
+    hash_packed_blocks,
+    hash_root,
+)
 
 _PUBLIC_SALT = b"public"
 """Shorter than every account's salt, so equal to none."""
+_INLINE_TOKENS = 8192
+"""Longer prompts that come without hashes are hashed in a thread; this many take about 1 ms."""
+
+
+class BlockHashes(Sequence[bytes]):
+    """A chain of block hashes in one piece of memory. Equal to any sequence of the same hashes."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes = b"") -> None:
+        """`packed` has 16 bytes for each block."""
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return len(self.packed) // NUM_HASH_BYTES
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+    @overload
+    def __getitem__(self, place: slice) -> BlockHashes: ...
+    def __getitem__(self, place: int | slice) -> bytes | BlockHashes:
+        if isinstance(place, slice):
+            start, stop, step = place.indices(len(self))
+            assert step == 1, "a part of a chain has no gaps"
+            return BlockHashes(self.packed[start * NUM_HASH_BYTES : stop * NUM_HASH_BYTES])
+        start = range(len(self))[place] * NUM_HASH_BYTES
+        return self.packed[start : start + NUM_HASH_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        packed = self.packed
+        return (packed[start : start + NUM_HASH_BYTES] for start in range(0, len(packed), NUM_HASH_BYTES))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BlockHashes):
+            return self.packed == other.packed
+        return isinstance(other, Sequence) and len(other) == len(self) and self.packed == b"".join(other)
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
 
 
 @dataclass(frozen=True)
 class PromptHashes:
-    """The chain of block hashes of a prompt; computed here once, used by router and workers."""
+    """The chain of block hashes of a prompt; computed once, used by router and workers."""
 
     root: bytes
-    blocks: tuple[bytes, ...]
+    blocks: BlockHashes
     account_tag: bytes = b""
     num_public_blocks: int = 0
     """Leading blocks that all accounts share."""
@@ -37,29 +83,53 @@ class PromptHashes:
     """Leading blocks that may come from caches; None: all."""
     max_left_blocks: int | None = None
     """Leading blocks that later requests may find; None: all, and the answer's blocks."""
+    wire: bytes = b""
+    """A serialized Submit that has the block hashes only; b"": not made."""
 
     def __post_init__(self) -> None:
         ends_private = self.num_public_blocks < max(1, len(self.blocks))
         assert ends_private, "all accounts would share the answer's blocks: their chain continues from the last hash"
 
-    def with_answer(self, token_ids: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-        """Return the hashes of all full blocks of `token_ids`: the prompt and the tokens after it."""
+    def with_answer(self, token_ids: Sequence[int], answer: Sequence[int], block_size: int) -> BlockHashes:
+        """Return the hashes of all full blocks of the prompt's `token_ids` and an answer after them."""
         parent = self.blocks[-1] if self.blocks else self.root
-        rest = token_ids[len(self.blocks) * block_size :]
-        return (*self.blocks, *hash_blocks(BlockHash(parent), rest, block_size))
+        rest = [*token_ids[len(self.blocks) * block_size :], *answer]
+        return BlockHashes(self.blocks.packed + b"".join(hash_blocks(BlockHash(parent), rest, block_size)))
 
 
 def hash_prompt(
     card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"", num_public_tokens: int = 0
 ) -> PromptHashes:
     """Hash a prompt whose first `num_public_tokens` tokens are a public text."""
-    size = card.block_size
-    root = hash_root(card.fingerprint.digest, size, "", salt)
-    blocks = hash_blocks(root, token_ids, size)
-    num_public = max(0, min(num_public_tokens // size, len(blocks) - 1))
-    public_root = hash_root(card.fingerprint.digest, size, "", _PUBLIC_SALT)
-    blocks[:num_public] = hash_blocks(public_root, token_ids[: num_public * size], size)
-    return PromptHashes(root, tuple(blocks), account_tag, num_public)
+    packed = token_ids.packed() if isinstance(token_ids, TokenIds) else TokenIds(token_ids).packed()
+    root, hashes, num_public = hash_packed(card.fingerprint.digest, card.block_size, packed, salt, num_public_tokens)
+    return PromptHashes(root, BlockHashes(hashes), account_tag, num_public)
+
+
+def hash_packed(
+    fingerprint: bytes, block_size: int, token_ids: bytes, salt: bytes, num_public_tokens: int
+) -> tuple[bytes, bytes, int]:
+    """Return the root, the joined hashes and the number of public blocks of a prompt of packed token ids."""
+    root = hash_root(fingerprint, block_size, "", salt)
+    hashes = hash_packed_blocks(root, token_ids, block_size)
+    num_public = max(0, min(num_public_tokens // block_size, len(hashes) // NUM_HASH_BYTES - 1))
+    public_root = hash_root(fingerprint, block_size, "", _PUBLIC_SALT)
+    public = hash_packed_blocks(public_root, token_ids[: num_public * block_size * 4], block_size)
+    return root, public + hashes[len(public) :], num_public
+
+
+def wire_prompt(
+    token_ids: TokenIds, *, fingerprint: bytes, block_size: int, salt: bytes | None, num_public_tokens: int
+) -> WirePrompt:
+    """Return a prompt in the form in which workers receive it; without hashes if `salt` is None.
+
+    `salt`: the account's, with the request's own after it. This takes time for long prompts; text processes call it.
+    """
+    ids = pb.Submit(token_ids=token_ids).SerializeToString()
+    if salt is None or not block_size:
+        return WirePrompt(ids, b"")
+    root, hashes, num_public = hash_packed(fingerprint, block_size, token_ids.packed(), salt, num_public_tokens)
+    return WirePrompt(ids, root, hashes, num_public, pb.Submit(block_hashes=BlockHashes(hashes)).SerializeToString())
 
 
 class PromptHasher:
@@ -77,15 +147,39 @@ class PromptHasher:
         max_left = policy.max_left_blocks(num_tokens, card.block_size)
         if max_found == max_left == 0:
             return None
-        hashes = await asyncio.to_thread(self._hash, request, card)
+        hashes = self._known(request, card)
+        if hashes is None and num_tokens <= _INLINE_TOKENS:
+            hashes = self._hash(request, card)
+        elif hashes is None:
+            hashes = await asyncio.to_thread(self._hash, request, card)
         return replace(hashes, max_found_blocks=max_found, max_left_blocks=max_left)
+
+    def _known(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes | None:
+        """Return the hashes that came with the request; None if they are of another model or salt, or there are none.
+
+        The model's workers may have changed since the prompt was prepared.
+        """
+        wire, size = request.wire, card.block_size
+        if (
+            wire is None
+            or not wire.hash_root
+            or wire.hash_root != hash_root(card.fingerprint.digest, size, "", self._salt(request))
+        ):
+            return None
+        blocks = BlockHashes(wire.hashes)
+        if len(blocks) != len(request.token_ids) // size:
+            return None
+        tag = account_tag(self._secret, request.account)
+        return PromptHashes(wire.hash_root, blocks, tag, wire.num_public_blocks, wire=wire.block_hashes)
 
     def _hash(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes:
         """Hash a prompt; a request with its own salt shares no blocks, public ones included."""
-        salt = cache_salt(self._secret, request.account) + request.salt
         num_public_tokens = 0 if request.salt else request.num_public_tokens
         tag = account_tag(self._secret, request.account)
-        return hash_prompt(card, request.token_ids, salt, tag, num_public_tokens)
+        return hash_prompt(card, request.token_ids, self._salt(request), tag, num_public_tokens)
+
+    def _salt(self, request: TokenRequest) -> bytes:
+        return cache_salt(self._secret, request.account) + request.salt
 
 
 def cache_salt(secret: bytes, account: str) -> bytes:

@@ -215,7 +215,7 @@ class RequestState:
         """Return the block hashes of the prompt and an answer that has begun."""
         if self.hashes is None or not answer:
             return ()
-        return self.hashes.with_answer([*self.request.token_ids, *answer], self.card.block_size)
+        return self.hashes.with_answer(self.request.token_ids, answer, self.card.block_size)
 
     # ---------------------------------------------------------------------------------------------------- calls
 

@@ -31,8 +31,9 @@ class RouteFeedback:
         """The call's worker has the prompt's cache. It computed the cache and offered it to the store, or pulled it."""
         was_pulled = call.link.worker.role == pb.WORKER_ROLE_DECODE and call.submit.HasField("handle")
         host_id = "" if was_pulled else self._store_of(call)
-        left = call.submit.block_hashes[: state.hashes.max_left_blocks] if state.hashes else ()
-        self._prefixes.learn(left, call.incarnation, host_id)
+        if state.hashes is not None:
+            blocks = state.hashes.blocks if call.is_fresh else call.submit.block_hashes
+            self._prefixes.learn(blocks[: state.hashes.max_left_blocks], call.incarnation, host_id)
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
@@ -65,7 +66,7 @@ class RouteFeedback:
                 continue
             num_prompt_blocks = len(state.hashes.blocks)
             block_hashes = state.hashes_with(choice.tokens[:-1])[: state.hashes.max_left_blocks]
-            self._prefixes.learn(block_hashes[num_prompt_blocks:], call.incarnation, self._store_of(call))
+            self._prefixes.learn(block_hashes, call.incarnation, self._store_of(call), first=num_prompt_blocks)
             self._prefixes.learn(block_hashes[:num_prompt_blocks], call.incarnation, "")
 
     def _store_of(self, call: WorkerCall) -> str:

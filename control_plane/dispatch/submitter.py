@@ -217,7 +217,7 @@ def decode_submit(state: RequestState, choice: ChoiceState) -> pb.Submit:
     submit.sampling.seed = state.request.choice_seeds[choice.index]
     submit.token_ids.extend(choice.tokens)
     if block_hashes := state.hashes_with(choice.tokens):
-        submit.block_hashes[:] = block_hashes
+        submit.block_hashes.extend(block_hashes[len(submit.block_hashes) :])
     if state.handle is not None and not choice.tokens:
         submit.handle.CopyFrom(state.handle)
     return submit
@@ -230,7 +230,6 @@ def _base_submit(state: RequestState) -> pb.Submit:
         request_id=request.request_id,
         attempt=state.attempt,
         model=_model_ref(state.card),
-        token_ids=request.token_ids,
         num_prompt_tokens=len(request.token_ids),
         sampling=sampling_to_proto(request.sampling),
         deadline_unix_ms=int(request.deadline * 1000),
@@ -238,9 +237,16 @@ def _base_submit(state: RequestState) -> pb.Submit:
         priority=request.priority,
         fairness_key=request.fairness_key,
     )
+    if request.wire is not None:  # protobuf reads 500,000 ids from bytes in 2 ms, and from a list in 30 ms
+        submit.MergeFromString(request.wire.token_ids)
+    else:
+        submit.token_ids.extend(request.token_ids)
     if hashes is not None:
         submit.hash_root = hashes.root
-        submit.block_hashes.extend(hashes.blocks)
+        if hashes.wire:
+            submit.MergeFromString(hashes.wire)
+        else:
+            submit.block_hashes.extend(hashes.blocks)
         submit.account_tag = hashes.account_tag
         submit.num_public_blocks = hashes.num_public_blocks
         if hashes.max_found_blocks is not None:

@@ -9,12 +9,16 @@ costs time; it never changes an answer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 DEFAULT_MAX_BLOCKS = 1_000_000
 """About 175 bytes each (measured: 172 MB for a million), independent of the size of a block's KV."""
+_EXACT_BLOCKS = 1024
+_SAMPLED_BLOCKS = 16
+"""Of a chain beyond its first 1,024 blocks, every 16th is held. A hash covers all blocks before it, so a found one
+proves the 15 before; a prefix that ends between two counts as up to 15 blocks shorter."""
 _MAX_PLACES = 4
 _MAX_COMBINATIONS = 4096
 
@@ -24,6 +28,9 @@ class _Places(NamedTuple):
 
     pools: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+
+
+_NOWHERE = _Places()
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,20 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str) -> None:
-        """Record that a worker has these blocks; `host_id`: the host whose store has them too, or ""."""
-        for block_hash in reversed(block_hashes):
-            places = self._blocks.get(block_hash, _Places())
-            pools, hosts = _first(incarnation, places.pools), _first(host_id, places.hosts)
-            self._blocks[block_hash] = self._shared(_Places(pools, hosts))
+    def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0) -> None:
+        """Record that a worker has the blocks of a chain from block `first` on.
+
+        `host_id`: the host whose store has them too, or "".
+        """
+        known = learnt = None
+        for position in reversed([*_points(first, len(block_hashes))]):
+            block_hash = block_hashes[position]
+            places = self._blocks.get(block_hash, _NOWHERE)
+            if places is not known:
+                known = places
+                learnt = self._shared(_Places(_first(incarnation, places.pools), _first(host_id, places.hosts)))
+            assert learnt is not None, "places are never None"
+            self._blocks[block_hash] = learnt
             self._blocks.move_to_end(block_hash)
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
@@ -89,13 +104,12 @@ class PrefixIndex:
 
     def find(self, block_hashes: Sequence[bytes]) -> PrefixMatch:
         """Return how many leading blocks each place has; one pass over the blocks."""
-        pools: dict[str, int] = {}
-        hosts: dict[str, int] = {}
-        for index, block_hash in enumerate(block_hashes):
-            places = self._blocks.get(block_hash)
-            if places is None or not (_extend(pools, places.pools, index) | _extend(hosts, places.hosts, index)):
+        runs = _Runs()
+        for position in _points(0, len(block_hashes)):
+            places = self._blocks.get(block_hashes[position])
+            if places is None or not runs.extend(places, position + 1):
                 break
-        return PrefixMatch(pools, hosts)
+        return runs.match()
 
     def _shared(self, places: _Places) -> _Places:
         if len(self._combinations) > _MAX_COMBINATIONS:
@@ -109,9 +123,41 @@ def _first(name: str, others: tuple[str, ...]) -> tuple[str, ...]:
     return (name, *(other for other in others if other != name))[:_MAX_PLACES]
 
 
-def _extend(runs: dict[str, int], names: tuple[str, ...], index: int) -> bool:
-    """Extend the runs that have reached `index`; return False if no run of `names` has."""
-    reached = [name for name in names if runs.get(name, 0) == index]
-    for name in reached:
-        runs[name] = index + 1
-    return bool(reached)
+def _points(first: int, end: int) -> Iterator[int]:
+    """Yield the positions of a chain that the index holds, from `first` up to `end`."""
+    yield from range(first, min(end, _EXACT_BLOCKS))
+    start = max(first, _EXACT_BLOCKS)
+    yield from range(start + (-start - 1) % _SAMPLED_BLOCKS, end, _SAMPLED_BLOCKS)
+
+
+class _Runs:
+    """How far each place has the chain without a gap."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, int] = {}
+        self._hosts: dict[str, int] = {}
+        self._num_blocks = 0
+        self._places: _Places | None = None
+        self._open: tuple[list[str], list[str]] = [], []
+        """The pools and hosts whose runs have reached the latest block."""
+
+    def extend(self, places: _Places, num_blocks: int) -> bool:
+        """Add the block at the end of the first `num_blocks`; return False if no run has reached it."""
+        if places is not self._places:  # neighbours mostly share one object
+            self._settle()
+            reached = self._num_blocks
+            self._open = (
+                [name for name in places.pools if self._pools.get(name, 0) == reached],
+                [name for name in places.hosts if self._hosts.get(name, 0) == reached],
+            )
+            self._places = places
+        self._num_blocks = num_blocks
+        return any(self._open)
+
+    def match(self) -> PrefixMatch:
+        self._settle()
+        return PrefixMatch(self._pools, self._hosts)
+
+    def _settle(self) -> None:
+        for runs, names in zip((self._pools, self._hosts), self._open, strict=True):
+            runs.update(dict.fromkeys(names, self._num_blocks))

@@ -35,9 +35,7 @@ def hash_root(fingerprint: bytes, block_size: int, lora: str = "", salt: bytes =
 
 def next_block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of the block that holds `token_ids` after `parent` (the root, before the first block)."""
-    digest = blake2b(parent, digest_size=NUM_HASH_BYTES, person=b"tandem-block")
-    digest.update(_little_endian_uint32(token_ids))
-    return BlockHash(digest.digest())
+    return _next(parent, _little_endian_uint32(token_ids))
 
 
 def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
@@ -48,6 +46,22 @@ def hash_blocks(root: BlockHash, token_ids: Sequence[int], block_size: int) -> l
         parent = next_block_hash(parent, token_ids[end - block_size : end])
         hashes.append(parent)
     return hashes
+
+
+def hash_packed_blocks(root: BlockHash, token_ids: bytes, block_size: int) -> bytes:
+    """Return the same hashes, joined, for token ids of four little-endian bytes each."""
+    hashes: list[BlockHash] = []
+    parent, size = root, 4 * block_size
+    for end in range(size, len(token_ids) + 1, size):
+        parent = _next(parent, token_ids[end - size : end])
+        hashes.append(parent)
+    return b"".join(hashes)
+
+
+def _next(parent: BlockHash, token_ids: bytes) -> BlockHash:
+    digest = blake2b(parent, digest_size=NUM_HASH_BYTES, person=b"tandem-block")
+    digest.update(token_ids)
+    return BlockHash(digest.digest())
 
 
 def _little_endian_uint32(token_ids: Sequence[int]) -> bytes:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.dispatch.block_hashes import PromptHasher, PromptHashes, account_tag, cache_salt, hash_prompt
+from control_plane.dispatch.block_hashes import (
+    BlockHashes,
+    PromptHasher,
+    PromptHashes,
+    account_tag,
+    cache_salt,
+    hash_prompt,
+    wire_prompt,
+)
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.submitter import decode_submit
-from control_plane.generation import NOTHING, AccountPolicies, CachePolicy, TokenRequest
+from control_plane.generation import NOTHING, AccountPolicies, CachePolicy, TokenIds, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
@@ -48,7 +56,7 @@ class PromptAndAnswer:
         """Return the hashes of public blocks, and of all other blocks, the answer's included."""
         salt = cache_salt(SECRET, self.account) + self.salt
         hashes = hash_prompt(CARD, self.prompt, salt, b"", 0 if self.salt else self.num_public_tokens)
-        whole = list(hashes.with_answer([*self.prompt, *self.answer], 4))
+        whole = list(hashes.with_answer(self.prompt, self.answer, 4))
         assert len(whole) == (len(self.prompt) + len(self.answer)) // 4
         return whole[: hashes.num_public_blocks], whole[hashes.num_public_blocks :]
 
@@ -101,7 +109,7 @@ def test_public_blocks_are_those_within_the_text_and_never_the_last() -> None:
 
 
 def test_hashes_that_end_in_a_public_block_cannot_be_made() -> None:
-    blocks = tuple(hash_blocks(hash_root(b"f", 4), PUBLIC, 4))
+    blocks = BlockHashes(b"".join(hash_blocks(hash_root(b"f", 4), PUBLIC, 4)))
     with pytest.raises(AssertionError, match="all accounts would share"):
         PromptHashes(b"root", blocks, num_public_blocks=3)
 
@@ -195,3 +203,47 @@ async def test_workers_are_told_bounds_and_public_blocks_and_nothing_where_there
     assert not submit.HasField("max_found_blocks") and not submit.HasField("max_left_blocks")
     command = add_request(submit, "r", "aggregated")
     assert (command.max_found_blocks, command.max_left_blocks, submit.num_public_blocks) == (None, None, 0)
+
+
+# ------------------------------------------------------------------------------------------- what text processes send
+
+
+def prepared(request: TokenRequest, card: pb.ModelCard = CARD) -> TokenRequest:
+    """Return a request as a text process prepares it."""
+    wire = wire_prompt(
+        TokenIds(request.token_ids),
+        fingerprint=card.fingerprint.digest,
+        block_size=card.block_size,
+        salt=cache_salt(SECRET, request.account) + request.salt,
+        num_public_tokens=0 if request.salt else request.num_public_tokens,
+    )
+    return replace(request, wire=wire)
+
+
+@given(ASKED)
+async def test_a_prepared_prompt_has_the_hashes_and_the_submit_of_one_that_is_hashed_here(
+    sent: PromptAndAnswer,
+) -> None:
+    request = asked(sent.account, list(sent.prompt), salt=sent.salt, num_public_tokens=sent.num_public_tokens)
+    hasher = PromptHasher(SECRET, AccountPolicies())
+    here, there = await hasher.hashes(request, CARD), await hasher.hashes(prepared(request), CARD)
+    assert here is not None and there is not None and there.wire == prepared(request).wire.block_hashes  # type: ignore[union-attr]
+    assert replace(there, wire=b"") == here
+    assert submit_of(prepared(request), there) == submit_of(request, here)
+
+
+async def test_hashes_of_another_model_or_account_are_computed_again() -> None:
+    hasher, request = PromptHasher(SECRET, AccountPolicies()), prepared(asked("a"))
+    changed = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"g" * 16), block_size=4)
+    for stale, card in ((request, changed), (replace(request, account="b"), CARD)):
+        assert await hasher.hashes(stale, card) == await hasher.hashes(replace(stale, wire=None), card)
+
+
+def test_packed_ids_and_hashes_are_the_sequences_that_they_hold() -> None:
+    ids, hashes = TokenIds([1, 2**32 - 1, 3]), BlockHashes(b"a" * 16 + b"b" * 16)
+    assert ids == (1, 2**32 - 1, 3) == TokenIds.unpack(ids.packed()) and ids != (1, 2, 3) and ids != (1,)
+    assert list(ids[1:]) == [2**32 - 1, 3] and ids[-1] == 3 and isinstance(ids[:1], TokenIds)
+    assert hashes == (b"a" * 16, b"b" * 16) and hashes[1:] == [b"b" * 16] and hashes[-1] == b"b" * 16
+    assert not BlockHashes() and list(hashes) == [b"a" * 16, b"b" * 16]
+    with pytest.raises(IndexError):
+        hashes[2]

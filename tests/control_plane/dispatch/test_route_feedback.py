@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.dispatch.block_hashes import PromptHashes, cache_salt, hash_prompt
+from control_plane.dispatch.block_hashes import BlockHashes, PromptHashes, cache_salt, hash_prompt
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import NOTHING, CachePolicy
 from tandem.v1 import types_pb2 as pb
@@ -12,7 +12,7 @@ from tests.control_plane.scripted_worker import MODEL, PREFILL, AttachStream, Sc
 LONG = tuple(range(100))
 
 
-def blocks_of(here: Harness, prompt: tuple[int, ...]) -> tuple[bytes, ...]:
+def blocks_of(here: Harness, prompt: tuple[int, ...]) -> BlockHashes:
     """Return a prompt's block hashes for the tests' account."""
     hashes = hash_prompt(here.card(MODEL), prompt, cache_salt(SECRET, "me"))
     return hashes.blocks
@@ -34,8 +34,8 @@ async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
     async with harness(decode) as here:
         stream: RequestStream = await here.dispatcher.submit(new_request(max_tokens=30))
         await tokens_of(stream)
-        hashes = PromptHashes(decode.submits[0].hash_root, tuple(decode.submits[0].block_hashes))
-        whole = hashes.with_answer([*PROMPT, *answer(30)], 16)
+        hashes = PromptHashes(decode.submits[0].hash_root, BlockHashes(b"".join(decode.submits[0].block_hashes)))
+        whole = hashes.with_answer(PROMPT, answer(30), 16)
         assert len(whole) == 4
         match = here.router.prefixes.find(whole)
         assert (match.pools, match.hosts) == ({decode.incarnation: 4}, {"host-a": 4})

@@ -89,7 +89,7 @@ def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -
     prompt, answer = list(REQUEST.token_ids), list(range(100, 130))
     hashes = hash_prompt(CARD, prompt, b"salt", b"tag")
     whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
-    assert hashes.with_answer([*prompt, *answer], CARD.block_size) == whole.blocks
+    assert hashes.with_answer(prompt, answer, CARD.block_size) == whole.blocks
     state = new_state(hashes, attempt=1, answer=answer)
     moved = decode_submit(state, state.choices[0])
     assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"

@@ -76,3 +76,27 @@ def test_a_place_has_as_many_blocks_as_the_longest_prompt_it_was_given(
     pools = {worker: max(num for num, other, _ in lessons if other == worker) for _, worker, _ in lessons}
     hosts = {host: max(num for num, _, other in lessons if other == host) for _, _, host in lessons if host}
     assert (match.pools, match.hosts) == (pools, hosts)
+
+
+def long_chain(num_blocks: int) -> list[bytes]:
+    return [number.to_bytes(16, "big") for number in range(num_blocks)]
+
+
+def test_of_a_long_chain_every_16th_block_is_held_and_a_prefix_is_found_to_within_15_blocks() -> None:
+    chain, index = long_chain(31_250), PrefixIndex()
+    index.learn(chain, "a-1", "host-a")
+    index.learn(chain[:2_047], "b-1", "")
+    assert len(index) == 1024 + (31_250 - 1024) // 16
+    assert index.find(chain).pools == {"a-1": 31_248, "b-1": 2_032}
+    assert index.find(chain[:2_000]).pools == {"a-1": 2_000, "b-1": 2_000}
+    assert index.find(chain[:1_500]).hosts == {"host-a": 1_488}
+    assert index.find(chain[:700]).pools == {"a-1": 700, "b-1": 700}
+
+
+def test_the_blocks_of_an_answer_go_on_where_the_prompts_points_end() -> None:
+    chain, index = long_chain(1_100), PrefixIndex()
+    index.learn(chain[:1_030], "a-1", "")
+    index.learn(chain, "a-1", "", first=1_030)
+    assert index.find(chain).pools == {"a-1": 1_088}
+    index.forget(chain[1_040:], "host-a")  # blocks that are not held cost nothing
+    assert index.find(chain).pools == {"a-1": 1_088}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.text import stop_strings
 from control_plane.text.stop_strings import StopStrings
 
 
@@ -49,3 +54,31 @@ def test_the_result_does_not_depend_on_how_the_text_was_cut(strings: list[str], 
     assert (text, matched) == run(strings, ["".join(pieces)]) == run(strings, list("".join(pieces)))
     assert not any(string in text for string in strings)
     assert "".join(pieces).startswith(text)
+
+
+def num_lines_run(strings: list[str], text: str) -> int:
+    """Return how many lines of the module run while a text arrives character by character."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != stop_strings.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    stop = StopStrings(strings)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for character in text:
+            stop.push(character)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("unit", ["a", "ab"])
+def test_a_match_that_breaks_at_its_end_again_and_again_costs_no_more_than_the_text_is_long(unit: str) -> None:
+    short, long = (num_lines_run([unit * 200 + "!", unit * 100 + "?"], unit * 500 * times) for times in (1, 4))
+    assert long < 4.5 * short

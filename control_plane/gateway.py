@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,6 +21,7 @@ from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
+from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.kv_clients import KvClients
@@ -38,6 +40,7 @@ from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import TextService
+from control_plane.text_processes.pool import TextLimits, TextProcesses
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.log import get_logger
@@ -67,6 +70,7 @@ class Gateway:
         self.catalog = ModelCatalog(self.registry, models=settings.models, fallback_model=settings.fallback_model)
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
+        self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
         proofs = ReadinessProofs(self.registry)
         router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
         self.dispatcher = self.make_dispatcher(router, proofs)
@@ -116,9 +120,11 @@ class Gateway:
         try:
             return await self._run(drain, accounts)
         finally:
+            await self.text_processes.close()
             await accounts.close()
 
     async def _run(self, drain: asyncio.Event, accounts: Accounts) -> int:
+        self.text_processes.start()
         await accounts.open()
         host = split_address(self._settings.listen)[0]
         is_local = await is_loopback(host)
@@ -195,6 +201,8 @@ class Gateway:
             default_timeout_seconds=settings.request_timeout_seconds,
             public_prefixes=self._public_prefixes,
             meter=accounts.metering,
+            preparer=self.text_processes,
+            salt_of=partial(cache_salt, self._secret),
         )
         http = HttpSettings(
             max_body_bytes=settings.max_body_bytes,
@@ -221,6 +229,17 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _text_limits(settings: ControlPlaneSettings) -> TextLimits:
+    return TextLimits(
+        settings.text_processes,
+        settings.text_cpu_seconds,
+        settings.text_cpu_seconds_per_mb,
+        settings.text_memory_mb,
+        settings.text_max_waiting,
+        settings.text_max_waiting_mb * 1_000_000,
+    )
 
 
 def _address(bound: socket.socket) -> str:

@@ -65,6 +65,16 @@ class ControlPlaneSettings:
         "host names of proxies in front of this gateway; if it listens on loopback, or if this is set, a request for "
         "another host than these and this machine's names is refused; * for any",
     )
+    text_processes: int = setting(
+        0, "processes that prepare bodies above 64 KiB; 0: as many as the cores, at least 3 and at most 8"
+    )
+    text_cpu_seconds: float = setting(2.0, "processor seconds to prepare a body of any size; more is answered with 400")
+    text_cpu_seconds_per_mb: float = setting(3.0, "processor seconds more for each megabyte of the body")
+    text_memory_mb: int = setting(256, "MiB of memory to prepare one body; more is answered with 400")
+    text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
+    text_max_waiting_mb: int = setting(
+        128, "megabytes of bodies that may wait to be prepared; more are refused with 429"
+    )
     max_unread_tokens: int = setting(
         8192, "tokens of a request that may wait for a slow client; with more waiting, the request is aborted"
     )

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request
 
-from control_plane.accounts.identity import Caller
 from control_plane.api.http.body import Body, ObjectOrText, check_json_bytes, check_shape, refuse_extras
 from control_plane.api.http.bounds import (
     MAX_CHOICES,
@@ -32,7 +29,6 @@ from control_plane.api.http.bounds import (
     MAX_TAG_CHARACTERS,
     MAX_TAGS,
 )
-from control_plane.api.http.request_context import caller_of
 from control_plane.generation import CACHE_MODES, CacheMode, CachePolicy
 from control_plane.text.request import GenerationOptions
 from tandem_engine.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
@@ -300,15 +296,11 @@ class TextBody(StructuredBody):
         )
 
 
-def caller_with(request: Request, *options: RunOptions | None) -> Caller:
-    """Return who calls, with the strictest of these run options."""
+def strictest(*options: RunOptions | None) -> tuple[bool, float | None]:
+    """Return `reject_if_busy` and the timeout in seconds that these run options together ask for."""
     given = [each for each in options if each is not None]
     timeouts = [each.timeout_seconds for each in given if each.timeout_seconds is not None]
-    return replace(
-        caller_of(request),
-        reject_if_busy=any(each.rejectIfBusy for each in given),
-        timeout_seconds=min(timeouts, default=None),
-    )
+    return any(each.rejectIfBusy for each in given), min(timeouts, default=None)
 
 
 def _schema_grammar(schema: dict[str, Any], field: str) -> Grammar:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from control_plane.generation import AnswerEnd, Logprob, PositionLogprobs, TokenDelta
 from control_plane.text.stop_strings import StopStrings
-from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import CallDelta
 from control_plane.text.tools.parser import CallParser, Parsed
+from control_plane.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ChoiceText:
 
     def __init__(
         self,
-        tokenizer: TextTokenizer,
+        vocabulary: Vocabulary,
         *,
         context_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
@@ -73,8 +73,8 @@ class ChoiceText:
         `calls` extracts tool calls from the text. `shown_ids` are control tokens that `calls` needs by name. Stop
         tokens are never part of the text.
         """
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(context_ids, shown_ids)
+        self._vocabulary = vocabulary
+        self._detokenizer = vocabulary.detokenizer(context_ids, shown_ids)
         self._calls = calls
         self._stop_strings = StopStrings(stop_strings) if any(stop_strings) else None
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -163,4 +163,4 @@ class ChoiceText:
         return TextLogprobs(self._token_text(logprobs.chosen), top, text_offset)
 
     def _token_text(self, entry: Logprob) -> TokenText:
-        return TokenText(entry.token_id, self._tokenizer.token_bytes(entry.token_id), entry.logprob)
+        return TokenText(entry.token_id, self._vocabulary.token_bytes(entry.token_id), entry.logprob)

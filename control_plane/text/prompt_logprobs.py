@@ -62,6 +62,7 @@ async def _score_token(
             request,
             request_id=f"{request.request_id}-prompt-{position}",
             token_ids=request.token_ids[:position],
+            wire=None,
             num_public_tokens=min(request.num_public_tokens, position),
             sampling=SamplingParams(
                 max_tokens=1, temperature=0.0, logit_bias={target: _BIAS}, num_logprobs=num_logprobs

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelDescription, ModelFacts
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from tandem_runtime.errors import InvalidRequest, TandemError
@@ -27,11 +27,11 @@ _MAX_MODELS = 16
 
 
 class PublicPrefixes:
-    """Public texts, and their token ids per model."""
+    """Public texts, and their token ids per model. Everything but `read` and `texts` computes."""
 
     def __init__(self, texts: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         """`texts` has each text by its file name, which log events use."""
-        self._texts = texts
+        self._texts = dict(texts)
         self._clock = clock
         self._made: dict[tuple[str, str], tuple[float, list[TokenIds]]] = {}
 
@@ -46,39 +46,45 @@ class PublicPrefixes:
         log.info("public_prefixes_read", folder=str(folder), names=list(texts))
         return cls({name: text for name, text in texts.items() if text})
 
-    async def num_tokens(self, model: ModelDescription, tokenizer: TextTokenizer, token_ids: Sequence[int]) -> int:
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return self._texts
+
+    def num_tokens(
+        self, model: ModelDescription | ModelFacts, tokenizer: TextTokenizer, token_ids: Sequence[int]
+    ) -> int:
         """Return how many leading tokens of a prompt are the start of a public text."""
-        prefixes = await self._prefixes(model, tokenizer)
+        prefixes = self._prefixes(model, tokenizer)
         return max((_num_common(prefix, token_ids) for prefix in prefixes), default=0)
 
-    async def _prefixes(self, model: ModelDescription, tokenizer: TextTokenizer) -> list[TokenIds]:
+    def _prefixes(self, model: ModelDescription | ModelFacts, tokenizer: TextTokenizer) -> list[TokenIds]:
         key, now = (model.fingerprint, model.chat_template), self._clock()
         made_at, prefixes = self._made.get(key, (0.0, None))
         if prefixes is None or now - made_at > _VALID_SECONDS:
-            prefixes = [ids for name in self._texts for ids in await self._make(name, model, tokenizer)]
+            prefixes = [ids for name in self._texts for ids in self._make(name, model, tokenizer)]
             self._made.pop(key, None)
             self._made[key] = now, prefixes
             while len(self._made) > _MAX_MODELS:
                 del self._made[next(iter(self._made))]
         return prefixes
 
-    async def _make(self, name: str, model: ModelDescription, tokenizer: TextTokenizer) -> list[TokenIds]:
+    def _make(self, name: str, model: ModelDescription | ModelFacts, tokenizer: TextTokenizer) -> list[TokenIds]:
         """Return a text's token ids at the start of a chat, of a prompt, and of a prompt in the model's own format."""
         text = self._texts[name]
-        made = [tuple(await tokenizer.prompt_ids(text, control_tokens=is_raw)) for is_raw in (False, True)]
+        made = [tuple(tokenizer.encode_prompt(text, control_tokens=is_raw)) for is_raw in (False, True)]
         if model.chat_template:
             try:
-                made.append(await _chat_ids(text, model.chat_template, tokenizer))
+                made.append(_chat_ids(text, model.chat_template, tokenizer))
             except TandemError as error:
                 log.warning("public_prefix_without_chat", name=name, model=model.model_id, error=error.message)
         return list(dict.fromkeys(made))
 
 
-async def _chat_ids(text: str, chat_template: str, tokenizer: TextTokenizer) -> TokenIds:
+def _chat_ids(text: str, chat_template: str, tokenizer: TextTokenizer) -> TokenIds:
     """Return the token ids with which every chat with this system message begins."""
     template = ChatTemplate(chat_template, tokenizer.special_tokens)
     chats = [
-        await tokenizer.chat_ids(template, [{"role": "system", "content": text}, {"role": "user", "content": message}])
+        tokenizer.encode_chat(template, [{"role": "system", "content": text}, {"role": "user", "content": message}])
         for message in ("0", "x")
     ]
     return tuple(chats[0][: _num_common(*chats)])

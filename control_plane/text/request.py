@@ -1,4 +1,4 @@
-"""Requests to the text pipeline, and how they become token ids and a `TokenRequest`.
+"""Requests to the text pipeline, and how they become token ids and sampling parameters.
 
 A value that the caller did not send comes from the model's own defaults, then from the endpoint's.
 """
@@ -6,13 +6,14 @@ A value that the caller did not send comes from the model's own defaults, then f
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 from control_plane.accounts.identity import Caller
-from control_plane.generation import EVERYTHING, CachePolicy, ModelDescription, TokenRequest
+from control_plane.generation import EVERYTHING, CachePolicy, ModelFacts
 from control_plane.text.template import ChatTemplate
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import ToolUse
@@ -84,32 +85,6 @@ class ChatRequest:
         )
 
 
-def token_request(
-    request: CompletionRequest | ChatRequest,
-    model: ModelDescription,
-    token_ids: list[int],
-    deadline: float,
-    num_public_tokens: int = 0,
-) -> TokenRequest:
-    options, caller = request.options, request.caller
-    seed = secrets.randbits(64) if options.seed is None else options.seed % 2**64
-    return TokenRequest(
-        request_id=caller.request_id,
-        account=caller.account,
-        model_id=model.model_id,
-        token_ids=tuple(token_ids),
-        sampling=_sampling(options, model, seed, len(token_ids)),
-        choice_seeds=tuple(choice_seed(seed, index) for index in range(options.num_choices)),
-        deadline=deadline,
-        salt=options.cache_salt.encode(),
-        cache=options.cache,
-        num_public_tokens=num_public_tokens,
-        fairness_key=caller.account,
-        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity),
-        reject_if_busy=caller.reject_if_busy,
-    )
-
-
 def session_key(account: str, model_id: str, session_id: str) -> str:
     """Return the key of a session, which only its account can name; "" for no session.
 
@@ -129,7 +104,12 @@ def choice_seed(seed: int, choice_index: int) -> int:
     return int.from_bytes(blake2b(seed.to_bytes(8) + choice_index.to_bytes(4), digest_size=8).digest())
 
 
-def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, num_prompt_tokens: int) -> SamplingParams:
+def new_seed(options: GenerationOptions) -> int:
+    return secrets.randbits(64) if options.seed is None else options.seed % 2**64
+
+
+def sampling_params(options: GenerationOptions, model: ModelFacts, seed: int, num_prompt_tokens: int) -> SamplingParams:
+    """Return how to sample an answer. Raise InvalidRequest."""
     defaults = model.generation_defaults
     top_p = _first(options.top_p, defaults.get("top_p"), 1.0)
     if options.grammar is not None and options.ignore_eos:
@@ -160,7 +140,7 @@ def _sampling(options: GenerationOptions, model: ModelDescription, seed: int, nu
         raise InvalidRequest(str(error), field=str(error).split(" ")[0]) from error
 
 
-def _max_tokens(options: GenerationOptions, model: ModelDescription, num_prompt_tokens: int) -> int:
+def _max_tokens(options: GenerationOptions, model: ModelFacts, num_prompt_tokens: int) -> int:
     """Return the maximum number of tokens of the answer: as requested, limited by the rest of the context.
 
     A prompt that fills the context still gets one token: this token is sampled, and its KV is never computed.
@@ -178,12 +158,12 @@ def _max_tokens(options: GenerationOptions, model: ModelDescription, num_prompt_
     return min(int(requested), room)
 
 
-def stop_token_ids(options: GenerationOptions, model: ModelDescription) -> tuple[int, ...]:
+def stop_token_ids(options: GenerationOptions, model: ModelFacts) -> tuple[int, ...]:
     eos = () if options.ignore_eos else model.eos_token_ids
     return tuple(dict.fromkeys((*eos, *options.stop_token_ids)))
 
 
-def check_token_ids(name: str, token_ids: tuple[int, ...], model: ModelDescription) -> None:
+def check_token_ids(name: str, token_ids: tuple[int, ...], model: ModelFacts) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidRequest(
@@ -196,24 +176,38 @@ def _first(*values: float | None) -> float:
     return next(value for value in values if value is not None)
 
 
-async def prompt_ids(
-    request: CompletionRequest | ChatRequest, model: ModelDescription, tokenizer: TextTokenizer
-) -> list[int]:
+def prompt_ids(request: CompletionRequest | ChatRequest, model: ModelFacts, tokenizer: TextTokenizer) -> Sequence[int]:
     """Return a prompt or a rendered chat as token ids. Raise InvalidRequest."""
     if isinstance(request, CompletionRequest):
-        return await _completion_ids(request, model, tokenizer)
+        return _completion_ids(request, model, tokenizer)
     if not request.messages:
         raise InvalidRequest("messages is empty; send at least one message", field="messages")
     if not model.chat_template:
         raise InvalidRequest(f"{model.model_id} has no chat template; send a prompt instead", field="messages")
     template = ChatTemplate(model.chat_template, tokenizer.special_tokens)
-    return await tokenizer.chat_ids(template, request.messages, request.template_tools)
+    check = partial(_check_length, model, tokenizer)
+    return tokenizer.encode_chat(template, request.messages, request.template_tools, check)
 
 
-async def _completion_ids(request: CompletionRequest, model: ModelDescription, tokenizer: TextTokenizer) -> list[int]:
+def _completion_ids(request: CompletionRequest, model: ModelFacts, tokenizer: TextTokenizer) -> Sequence[int]:
     if not request.prompt:
         raise InvalidRequest("prompt is empty; send at least one character or token id", field="prompt")
     if isinstance(request.prompt, str):
-        return await tokenizer.prompt_ids(request.prompt, control_tokens=request.control_tokens)
+        _check_length(model, tokenizer, request.prompt)
+        return tokenizer.encode_prompt(request.prompt, control_tokens=request.control_tokens)
     check_token_ids("prompt", request.prompt, model)
-    return list(request.prompt)
+    return request.prompt
+
+
+def _check_length(model: ModelFacts, tokenizer: TextTokenizer, text: str) -> None:
+    """Raise ContextTooLong if a text cannot fit the context, whatever its tokens are: that needs no tokenizing."""
+    if len(text) <= model.context_length or tokenizer.max_token_bytes is None:
+        return
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    most = model.context_length * tokenizer.max_token_bytes
+    if num_bytes > most:
+        raise ContextTooLong(
+            f"prompt has {num_bytes:,} bytes of text, {model.model_id} takes {model.context_length:,} tokens for "
+            f"prompt and answer together, which are {most:,} bytes at most; shorten the prompt",
+            field="prompt",
+        )

@@ -1,12 +1,10 @@
 """Checks before admission that the engine can enforce a grammar.
 
-The check uses the engine's library and limits, over a vocabulary of the 256 bytes. So it needs no tokenizer, takes
-little time, and runs in a thread.
+The check uses the engine's library and limits, over a vocabulary of the 256 bytes. So it needs no tokenizer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import OrderedDict
@@ -32,13 +30,13 @@ class GrammarCheck:
     def __init__(self) -> None:
         self._passed: OrderedDict[Grammar, None] = OrderedDict()
 
-    async def check(self, grammar: Grammar, field: str) -> None:
+    def check(self, grammar: Grammar, field: str) -> None:
         """Raise Unsupported naming unsupported keywords, or InvalidRequest with any other problem.
 
         `field` is the request's field that has the grammar.
         """
         if grammar not in self._passed:
-            await asyncio.to_thread(_check, grammar, field)
+            _check(grammar, field)
             self._passed[grammar] = None
             if len(self._passed) > _MAX_KNOWN:
                 self._passed.popitem(last=False)

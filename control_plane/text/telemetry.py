@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from opentelemetry import trace
 
 from control_plane.generation import ModelDescription, Usage
-from control_plane.text.request import ChatRequest, CompletionRequest
+from control_plane.text.prepared import Asked
 from tandem_runtime import metrics
 
 
@@ -36,9 +36,9 @@ class GenerationMeter:
 class GenerationRecord:
     """Records one generation in the attributes of the server's span and in the metrics."""
 
-    def __init__(self, meter: GenerationMeter, request: CompletionRequest | ChatRequest) -> None:
+    def __init__(self, meter: GenerationMeter, request: Asked) -> None:
         """The span is the current span."""
-        operation = "chat" if isinstance(request, ChatRequest) else "text_completion"
+        operation = request.operation
         self._meter = meter
         self._span = trace.get_current_span()
         self._started = time.perf_counter()
@@ -48,7 +48,7 @@ class GenerationRecord:
         self._span.set_attributes({**self._labels, "gen_ai.provider.name": "tandem"})
         self._describe_options(request)
 
-    def _describe_options(self, request: CompletionRequest | ChatRequest) -> None:
+    def _describe_options(self, request: Asked) -> None:
         options = request.options
         sent = {
             "gen_ai.request.max_tokens": options.max_tokens,

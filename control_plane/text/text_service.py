@@ -1,23 +1,25 @@
-"""Runs a text request: tokenize, admit, submit, detokenize, stop.
+"""Runs a text request: prepare, admit, submit, detokenize, stop.
 
-Endpoints make a `CompletionRequest` or a `ChatRequest`, and `TextService.start` returns its running `TextStream`.
+Endpoints hand over a raw body, which a `Preparer` checks and tokenizes in another process. `TextService.start` takes a
+`CompletionRequest` or a `ChatRequest` instead. Both return running `TextStream`s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import operator
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
+import msgspec
 
+from control_plane.accounts.identity import Caller
 from control_plane.accounts.ledger import Status
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
 from control_plane.generation import (
@@ -26,25 +28,69 @@ from control_plane.generation import (
     ModelDescription,
     PositionLogprobs,
     TokenDelta,
+    TokenIds,
     TokenRequest,
     TokenStream,
     Usage,
 )
 from control_plane.text.choice import ChoiceText, TextDelta, TextLogprobs
+from control_plane.text.prepared import (
+    AnswerForm,
+    Asked,
+    ParsedBody,
+    Preparation,
+    PreparedBody,
+    PreparedPrompt,
+    TextJob,
+)
 from control_plane.text.prompt_logprobs import prompt_logprobs
 from control_plane.text.public_prefixes import PublicPrefixes
-from control_plane.text.request import ChatRequest, CompletionRequest, prompt_ids, stop_token_ids, token_request
-from control_plane.text.structure import GrammarCheck
+from control_plane.text.request import ChatRequest, CompletionRequest, session_key
 from control_plane.text.telemetry import GenerationMeter, GenerationRecord
-from control_plane.text.tokenizer import TextTokenizer, TokenizerCache
+from control_plane.text.tokenizer import TokenizerCache
+from control_plane.text.tools.forms import form_named
 from control_plane.text.tools.parser import CallParser
-from control_plane.text.tools.planning import ToolPlan, call_id, plan_tools
+from control_plane.text.tools.planning import call_id
+from control_plane.text.vocabulary import Vocabulary
 from tandem_runtime import tracing
 from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
 """Response header with the model that answered in place of the requested one."""
+
+_CONTEXT_TOKENS = 64
+"""Tokens of a prompt that the detokenizer of its continuation gets; it uses fewer."""
+
+Parse = Callable[[TextJob, bytes], ParsedBody]
+Resolve = Callable[[Asked], Awaitable[ModelDescription]]
+
+
+class Preparer(Protocol):
+    async def prepare(
+        self, job: TextJob, raw: bytes, account: str, parse: Parse, resolve: Resolve
+    ) -> tuple[PreparedBody, Vocabulary]:
+        """Check, render and tokenize a body. Raise TandemError.
+
+        `resolve` finds the model once the body was parsed; it may be called again with the same argument. `parse` is
+        the function that parses the body where it is prepared; a text process has its own.
+        """
+
+
+class InlinePreparer:
+    """Prepares bodies where it is called, on the event loop: for tests and tools, not for the bodies of strangers."""
+
+    def __init__(self, preparation: Preparation, tokenizers: TokenizerCache) -> None:
+        self._preparation = preparation
+        self._tokenizers = tokenizers
+
+    async def prepare(
+        self, job: TextJob, raw: bytes, account: str, parse: Parse, resolve: Resolve
+    ) -> tuple[PreparedBody, Vocabulary]:
+        parsed = parse(job, raw)
+        model = await resolve(parsed.asked)
+        tokenizer = await self._tokenizers.get(model)
+        return self._preparation.body(parsed, model.facts, tokenizer, job.salt), tokenizer.vocabulary
 
 
 class TextService:
@@ -58,13 +104,17 @@ class TextService:
         default_timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         public_prefixes: PublicPrefixes | None = None,
         meter: Meter | None = None,
+        preparer: Preparer | None = None,
+        salt_of: Callable[[str], bytes] | None = None,
     ) -> None:
+        """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes."""
         self._catalog = catalog
         self._dispatcher = dispatcher
         self._default_timeout_seconds = default_timeout_seconds
         self._tokenizers = TokenizerCache()
-        self._grammars = GrammarCheck()
-        self._public_prefixes = public_prefixes
+        self._preparation = Preparation(public_prefixes=public_prefixes)
+        self._preparer = preparer or InlinePreparer(self._preparation, self._tokenizers)
+        self._salt_of = salt_of
         self._meter = GenerationMeter()
         self._accounts: Meter = meter or Unmetered()
 
@@ -76,38 +126,83 @@ class TextService:
         return await self.start_prepared(await self.prepare(request))
 
     async def prepare(self, request: CompletionRequest | ChatRequest) -> Prompt:
-        """Tokenize a request and start its deadline, without admission. Raise TandemError."""
-        requested = request.caller.timeout_seconds
-        timeout_seconds = min(self._default_timeout_seconds, math.inf if requested is None else requested)
-        deadline = time.time() + timeout_seconds
-        record = GenerationRecord(self._meter, request)
-        with _recorded(record):
-            async with _until(deadline, timeout_seconds):
-                model = await self._catalog.get(request.model)
-                record.model_found(model)
-                if model.is_fallback:
-                    request.caller.answer_headers[FALLBACK_HEADER] = model.model_id
-                if request.options.grammar is not None:
-                    await self._grammars.check(request.options.grammar, request.options.grammar_field)
-                tokenizer = await self._tokenizers.get(model)
-                tool_plan = None
-                if isinstance(request, ChatRequest) and request.uses_tools:
-                    request, tool_plan = await plan_tools(request, model, tokenizer, self._grammars)
-                with tracing.tracer().start_as_current_span("tokenize"):
-                    token_ids = await prompt_ids(request, model, tokenizer)
-                    num_public_tokens = 0
-                    if self._public_prefixes is not None:
-                        num_public_tokens = await self._public_prefixes.num_tokens(model, tokenizer, token_ids)
-            for_dispatcher = token_request(request, model, token_ids, deadline, num_public_tokens)
-        return Prompt(request, model, tokenizer, for_dispatcher, timeout_seconds, record, tool_plan)
+        """Tokenize a request here and start its deadline, without admission. Raise TandemError."""
+        asked = _with_options_of(request.caller, Asked.of(request))
+        opened: _Opened | None = None
+        try:
+            async with self._preparing() as time_left:
+                opened = await self._open(asked, request.caller, time_left)
+                tokenizer = await self._tokenizers.get(opened.model)
+                prepared = self._preparation.prompt(request, opened.model.facts, tokenizer, None, with_text=False)
+        except BaseException as error:
+            if opened is not None:
+                opened.failed(error)
+            raise
+        (prompt,) = opened.prompts((prepared,), tokenizer.vocabulary)
+        return prompt
+
+    async def prepare_body(self, job: TextJob, raw: bytes, caller: Caller, parse: Parse) -> PreparedAnswer:
+        """Check and tokenize a raw body in another process, and start the deadline, without admission.
+
+        Raise TandemError.
+        """
+        if self._salt_of is not None:
+            job = msgspec.structs.replace(job, salt=self._salt_of(caller.account))
+        opened: _Opened | None = None
+
+        async def resolve(asked: Asked) -> ModelDescription:
+            nonlocal opened
+            if opened is None:
+                opened = await self._open(asked, caller, time_left)
+            return opened.model
+
+        try:
+            async with self._preparing() as time_left:
+                span = tracing.tracer().start_span("tokenize")  # not current: the record belongs to the request's span
+                try:
+                    body, vocabulary = await self._preparer.prepare(job, raw, caller.account, parse, resolve)
+                finally:
+                    span.end()
+        except BaseException as error:
+            if opened is not None:
+                opened.failed(error)
+            raise
+        assert opened is not None, "a body is prepared for its model"
+        return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
+
+    @asynccontextmanager
+    async def _preparing(self) -> AsyncIterator[Deadline]:
+        """Limit what happens inside to the request's time, which counts from here."""
+        seconds = self._default_timeout_seconds
+        time_left = Deadline(time.time() + seconds, seconds)
+        try:
+            async with time_left:
+                yield time_left
+        finally:
+            time_left.close()
+
+    async def _open(self, asked: Asked, caller: Caller, time_left: Deadline) -> _Opened:
+        """Find the model of a request. Raise ModelNotFound."""
+        if asked.timeout_seconds is not None:
+            time_left.shorten(asked.timeout_seconds)
+        records = [GenerationRecord(self._meter, asked) for _ in range(asked.num_prompts)]
+        try:
+            model = await self._catalog.get(asked.model)
+        except BaseException as error:
+            for record in records:
+                record.failed(error)
+            raise
+        for record in records:
+            record.model_found(model)
+        if model.is_fallback:
+            caller.answer_headers[FALLBACK_HEADER] = model.model_id
+        return _Opened(asked, caller, model, time_left, records)
 
     async def start_prepared(self, prompt: Prompt) -> TextStream:
         """Admit and submit a prepared prompt. Raise TandemError."""
         with _recorded(prompt.record):
             async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
-                entry = await self._accounts.admit(
-                    prompt.request.caller, BilledRequest.for_answer(prompt.token_request)
-                )
+                entry = await self._accounts.admit(prompt.caller, BilledRequest.for_answer(prompt.token_request))
                 tokens = await self._submit(prompt.token_request, entry)
         return TextStream(tokens, prompt, entry)
 
@@ -134,13 +229,12 @@ class TextService:
             return (), Usage(0, 0, 0, 0)
         with _recorded(prompt.record):
             async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
-                entry = await self._accounts.admit(
-                    prompt.request.caller, BilledRequest.for_prompt_scores(prompt.token_request)
-                )
+                entry = await self._accounts.admit(prompt.caller, BilledRequest.for_prompt_scores(prompt.token_request))
                 found, used = await self._score(prompt.token_request, num_logprobs, entry)
-        text = ChoiceText(prompt.tokenizer)
-        text.push(TokenDelta(0, prompt.token_ids[:1]))
-        return text.push(TokenDelta(0, prompt.token_ids[1:], tuple(found), "length")).logprobs, entry.priced(used)
+        text = ChoiceText(prompt.vocabulary)
+        token_ids = tuple(prompt.token_ids)
+        text.push(TokenDelta(0, token_ids[:1]))
+        return text.push(TokenDelta(0, token_ids[1:], tuple(found), "length")).logprobs, entry.priced(used)
 
     async def _score(
         self, request: TokenRequest, num_logprobs: int, entry: LedgerEntry
@@ -158,29 +252,96 @@ class TextService:
         return found, _sum(used)
 
 
+def _with_options_of(caller: Caller, asked: Asked) -> Asked:
+    """Return `asked` with the options for waiting that the caller has already."""
+    return msgspec.structs.replace(asked, reject_if_busy=caller.reject_if_busy, timeout_seconds=caller.timeout_seconds)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A request whose model is known, with one record for each of its prompts."""
+
+    asked: Asked
+    caller: Caller
+    model: ModelDescription
+    time_left: Deadline
+    records: Sequence[GenerationRecord]
+
+    def failed(self, error: BaseException) -> None:
+        for record in self.records:
+            record.failed(error)
+
+    def prompts(self, prepared: Sequence[PreparedPrompt], vocabulary: Vocabulary) -> list[Prompt]:
+        """Return the prompts; each after the first has a request id of its own."""
+        caller = replace(self.caller, reject_if_busy=self.asked.reject_if_busy)
+        ids = [caller.request_id, *(f"{caller.request_id}-{index}" for index in range(1, len(prepared)))]
+        return [
+            Prompt(
+                replace(caller, request_id=request_id),
+                self.model,
+                vocabulary,
+                each,
+                _token_request(each, request_id, caller, self.model, self.time_left.at_unix),
+                self.time_left.timeout_seconds,
+                record,
+            )
+            for each, request_id, record in zip(prepared, ids, self.records, strict=True)
+        ]
+
+
+def _token_request(
+    prepared: PreparedPrompt, request_id: str, caller: Caller, model: ModelDescription, deadline: float
+) -> TokenRequest:
+    return TokenRequest(
+        request_id=request_id,
+        account=caller.account,
+        model_id=model.model_id,
+        token_ids=TokenIds.unpack(prepared.token_ids),
+        sampling=prepared.sampling,
+        choice_seeds=prepared.choice_seeds,
+        deadline=deadline,
+        salt=prepared.cache_salt.encode(),
+        cache=prepared.cache,
+        num_public_tokens=prepared.num_public_tokens,
+        fairness_key=caller.account,
+        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity),
+        reject_if_busy=caller.reject_if_busy,
+        wire=prepared.wire,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedAnswer:
+    """A prepared body: how its answer is written, and its prompts."""
+
+    form: AnswerForm
+    prompts: Sequence[Prompt]
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized request, with its model, tokenizer, deadline and record."""
+    """A tokenized request, with its model, vocabulary, deadline and record."""
 
-    request: CompletionRequest | ChatRequest
+    caller: Caller
     model: ModelDescription
-    tokenizer: TextTokenizer
+    vocabulary: Vocabulary
+    prepared: PreparedPrompt
     token_request: TokenRequest
     timeout_seconds: float
     record: GenerationRecord
-    tool_plan: ToolPlan | None = None
-    """How tool calls are read from the answer; None if the answer is only text."""
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> Sequence[int]:
         return self.token_request.token_ids
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.token_request.choice_seeds)
 
     @property
     def text(self) -> str:
         """The prompt as text."""
-        if isinstance(self.request, CompletionRequest) and isinstance(self.request.prompt, str):
-            return self.request.prompt
-        return self.tokenizer.decode(self.token_ids)
+        return self.vocabulary.decode(self.token_ids) if self.prepared.text is None else self.prepared.text
 
 
 class TextStream:
@@ -192,7 +353,7 @@ class TextStream:
         self._record = prompt.record
         self._entry = entry
         self._has_tokens = False
-        self._choices = [_new_choice(prompt, index) for index in range(prompt.request.options.num_choices)]
+        self._choices = [_new_choice(prompt, index) for index in range(prompt.num_choices)]
 
     @property
     def model(self) -> ModelDescription:
@@ -295,16 +456,16 @@ def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
 
 def _new_choice(prompt: Prompt, index: int) -> ChoiceText:
     """Return the text of a new choice. A completion continues its prompt's text; a chat answer does not."""
-    calls, plan = None, prompt.tool_plan
-    if plan is not None:
-        calls = CallParser(plan.form, partial(call_id, prompt.token_request.request_id, index))
+    prepared, calls = prompt.prepared, None
+    if prepared.tool_form:
+        calls = CallParser(form_named(prepared.tool_form), partial(call_id, prompt.token_request.request_id, index))
     return ChoiceText(
-        prompt.tokenizer,
-        context_ids=() if isinstance(prompt.request, ChatRequest) else prompt.token_ids,
-        stop_strings=prompt.request.options.stop,
-        stop_token_ids=stop_token_ids(prompt.request.options, prompt.model),
+        prompt.vocabulary,
+        context_ids=tuple(prompt.token_ids[-_CONTEXT_TOKENS:]) if prepared.continues_text else (),
+        stop_strings=prepared.stop,
+        stop_token_ids=prepared.sampling.stop_token_ids,
         calls=calls,
-        shown_ids=() if plan is None else tuple(plan.control_ids.values()),
+        shown_ids=prepared.shown_ids,
     )
 
 
@@ -341,14 +502,23 @@ class Deadline:
     """
 
     def __init__(self, at: float, timeout_seconds: float) -> None:
-        """`at`: Unix seconds. `timeout_seconds` is only for the error message."""
-        self._timeout_seconds = timeout_seconds
+        """`at`: Unix seconds. `timeout_seconds` is the whole time, for `shorten` and the error message."""
+        self.at_unix = at
+        self.timeout_seconds = timeout_seconds
         self._has_passed = False
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time() + at - time.time()
         self._timer = self._loop.call_at(self._at, self._pass)
+
+    def shorten(self, timeout_seconds: float) -> None:
+        """Limit the whole time to `timeout_seconds`, if that is less."""
+        sooner = self.timeout_seconds - timeout_seconds
+        if sooner > 0 and not self._has_passed:
+            self._timer.cancel()
+            self.at_unix, self._at, self.timeout_seconds = self.at_unix - sooner, self._at - sooner, timeout_seconds
+            self._timer = self._loop.call_at(self._at, self._pass)
 
     def close(self) -> None:
         self._timer.cancel()
@@ -377,5 +547,5 @@ class Deadline:
 
     def _error(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the request took longer than its {self._timeout_seconds:g} seconds; request fewer tokens or more time"
+            f"the request took longer than its {self.timeout_seconds:g} seconds; request fewer tokens or more time"
         )

@@ -11,82 +11,84 @@ import asyncio
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from control_plane.generation import ModelDescription
-from control_plane.text.detokenizer import ByteLevelDetokenizer, Detokenizer, NamingDetokenizer, WindowDetokenizer
+from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.template import ChatTemplate, Messages
+from control_plane.text.vocabulary import Vocabulary, VocabularyData, vocabulary_of
 from tandem_runtime.errors import InternalError, InvalidRequest
-
-T = TypeVar("T")
-
-_INLINE_CHARACTERS = 4096
-"""Longer texts are encoded in a thread. For shorter texts, the switch to a thread (about 0.1 ms) would take longer."""
 
 _MAX_TOKENIZERS = 16
 _PRIVATE_USE = range(0x10F000, 0x10FFFD)
-
-
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
-_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + position): byte for position, byte in enumerate(_OTHERS)
-}
-"""Byte-level BPE writes each byte as one visible character (Radford et al., 2019, GPT-2)."""
+_GROWING_NORMALIZERS = ("Prepend", "NFC", "NFD")
+"""Normalizers after which a text has at least a quarter of its bytes. NFC composes: 3 bytes become 2."""
+_MOST_SHRINKING = 4
 
 
 class TextTokenizer:
-    """A loaded `tokenizer.json`; safe to use from several threads."""
+    """A loaded `tokenizer.json`. Everything here computes: call it in a text process, not on an event loop."""
 
     def __init__(self, tokenizer_json: bytes, config: Mapping[str, Any]) -> None:
-        """Load the tokenizer. This takes up to a second for large vocabularies: do not call it on an event loop.
+        """Load the tokenizer. This takes up to a second and more for large vocabularies.
 
         `config` is tokenizer_config.json, or the part of it that has the special tokens by name.
         """
         self._json = tokenizer_json.decode()
         self._tokenizer = _load(self._json)
         self.special_tokens = _special_tokens(config)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.vocabulary_data: VocabularyData = vocabulary_of(self._tokenizer)
+        self.control_ids = self.vocabulary_data.control_ids
         self._special_ids = frozenset(self.control_ids.values())
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._control_pattern = "|".join(map(re.escape, longest_first)) or r"(?!)"
         self._control = re.compile(self._control_pattern)
-        self._bytes = TokenBytes(self._tokenizer)
 
-    async def prompt_ids(self, text: str, *, control_tokens: bool = False) -> list[int]:
-        """Encode a prompt, with the special tokens that the tokenizer itself adds.
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for; None if there is no bound."""
+        return _max_token_bytes(json.loads(self._json), self.vocabulary_data)
 
-        With `control_tokens`, names of control tokens in the text become control tokens.
-        """
-        return await _off_the_loop_if_long(len(text), lambda: self.encode_prompt(text, control_tokens=control_tokens))
-
-    async def chat_ids(self, template: ChatTemplate, messages: Messages, tools: Messages = ()) -> list[int]:
-        """Render and encode a chat. No token is added to the template's output."""
-        length = sum(map(len, _strings((messages, tools))))
-        return await _off_the_loop_if_long(length, lambda: self.encode_chat(template, messages, tools))
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocabulary_data)
 
     def encode_prompt(self, text: str, *, control_tokens: bool = False) -> list[int]:
         _require_unicode(text, "prompt")
         as_text = not control_tokens and self._control.search(text)
         tokenizer = self._without_control_tokens if as_text else self._tokenizer
-        return list(tokenizer.encode(text, add_special_tokens=True).ids)
+        return _ids(tokenizer, text, add_special_tokens=True)
 
-    def encode_chat(self, template: ChatTemplate, messages: Messages, tools: Messages = ()) -> list[int]:
+    def encode_chat(
+        self,
+        template: ChatTemplate,
+        messages: Messages,
+        tools: Messages = (),
+        check_text: Callable[[str], None] = lambda text: None,
+    ) -> list[int]:
+        """Render and encode a chat. No token is added to the template's output.
+
+        `check_text` gets the rendered chat, and may refuse it before it is encoded.
+        """
+        strings = []
         for field, value in (("messages", messages), ("tools", tools)):
             for text in _strings(value):
                 _require_unicode(text, field)
-        strings = list(_strings((messages, tools)))
+                strings.append(text)
         if not any(self._control.search(text) for text in strings):
-            return self._encode(template.render(messages, tools=tools or None))
+            rendered = template.render(messages, tools=tools or None)
+            check_text(rendered)
+            return self._encode(rendered)
         start, end = _unused_characters("".join(strings) + template.source)
         mark: Callable[[str], str] = lambda text: self._control.sub(f"{start}\\g<0>{end}", text)  # noqa: E731
         marked, marked_tools = _map_strings(messages, mark), _map_strings(tools, mark)
-        return self._encode_marked(template.render(marked, tools=marked_tools or None), start, end)
+        rendered = template.render(marked, tools=marked_tools or None)
+        check_text(rendered)
+        return self._encode_marked(rendered, start, end)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -96,19 +98,11 @@ class TextTokenizer:
 
         `shown` are control tokens whose names become part of the text.
         """
-        if shown:
-            names = {token_id: name for name, token_id in self.control_ids.items() if token_id in shown}
-            return NamingDetokenizer(self.detokenizer, names, context_ids)
-        if self._bytes.is_byte_level:
-            return ByteLevelDetokenizer(self._visible_bytes)
-        return WindowDetokenizer(self.decode, context_ids)
+        return self.vocabulary.detokenizer(context_ids, shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, or the name of a special token, as logprobs show them."""
-        return self._bytes[token_id]
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._bytes[token_id]
+        return self.vocabulary.token_bytes(token_id)
 
     @cached_property
     def _without_control_tokens(self) -> Tokenizer:
@@ -117,7 +111,7 @@ class TextTokenizer:
         return tokenizer
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return _ids(self._tokenizer, text)
 
     def _encode_marked(self, text: str, start: str, end: str) -> list[int]:
         """Encode a rendered chat. Names between markers are text; single markers, left by a template, are removed."""
@@ -139,11 +133,52 @@ def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode text that follows other text, without the space that some tokenizers add before a first word."""
     if not text:
         return []
-    before = tokenizer.encode("\n", add_special_tokens=False).ids
-    token_ids = list(tokenizer.encode("\n" + text, add_special_tokens=False).ids)
+    before = _ids(tokenizer, "\n")
+    token_ids = _ids(tokenizer, "\n" + text)
     if token_ids[: len(before)] == before:
         return token_ids[len(before) :]
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return _ids(tokenizer, text)
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """Encode a text without the offsets of its tokens; a batch of one, since it gives up the interpreter lock."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def _max_token_bytes(tokenizer_json: Mapping[str, Any], vocabulary: VocabularyData) -> int | None:
+    """Return the bytes of the longest token, if every byte of a text is in a token.
+
+    That is so where unknown characters become bytes, and no part drops characters.
+    """
+    decoder, model = json.loads(vocabulary.decoder or "{}"), tokenizer_json.get("model") or {}
+    has_bytes = model.get("byte_fallback") or "ByteLevel" in [part["type"] for part in _parts(decoder, "decoders")]
+    normalizers = _parts(tokenizer_json.get("normalizer") or {}, "normalizers")
+    strips = any(each.get("lstrip") or each.get("rstrip") for each in tokenizer_json.get("added_tokens") or ())
+    splits = _parts(tokenizer_json.get("pre_tokenizer") or {}, "pretokenizers")
+    if not has_bytes or strips or any(map(_drops, splits)) or not all(map(_grows, normalizers)):
+        return None
+    ends = memoryview(vocabulary.ends).cast("I")
+    starts = (0, *ends[:-1])
+    longest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
+    return longest * (_MOST_SHRINKING if normalizers else 1)
+
+
+def _parts(part: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the parts of a sequence of decoders or normalizers; one that is no sequence is its only part."""
+    return list(part.get(name) or ([part] if part.get("type") not in (None, "Sequence") else []))
+
+
+def _drops(pre_tokenizer: Mapping[str, Any]) -> bool:
+    """Return whether the pre-tokenizer may drop characters between words."""
+    keeps = ("ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts")
+    return pre_tokenizer.get("type") not in keeps or pre_tokenizer.get("behavior") == "Removed"
+
+
+def _grows(normalizer: Mapping[str, Any]) -> bool:
+    """Return whether the normalizer drops nothing, or no more than NFC does."""
+    if normalizer.get("type") == "Replace":
+        return normalizer.get("pattern") == {"String": " "} and bool(normalizer.get("content"))
+    return normalizer.get("type") in _GROWING_NORMALIZERS
 
 
 def _require_unicode(text: str, field: str) -> None:
@@ -171,17 +206,19 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in contents.items() if name.endswith("_token") and isinstance(text, str)}
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, Sequence):
-        for item in value:
-            yield from _strings(item)
+def _strings(value: Any) -> list[str]:
+    """Return every string in a JSON value, keys included; no recursion, so that depth costs nothing."""
+    found: list[str] = []
+    waiting = [value]
+    for each in waiting:  # grows meanwhile
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, Mapping):
+            found += map(str, each)
+            waiting += each.values()
+        elif isinstance(each, Sequence):
+            waiting += each
+    return found
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -199,49 +236,6 @@ def _unused_characters(text: str) -> tuple[str, str]:
     used = set(text)
     unused = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
     return next(unused), next(unused)
-
-
-async def _off_the_loop_if_long(num_characters: int, encode: Callable[[], T]) -> T:
-    return encode() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(encode)
-
-
-class TokenBytes:
-    """The bytes of tokens, as the tokenizer's own decoder joins them. Caches the tokens that were requested."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._kinds = _decoder_kinds(tokenizer)
-        self._known: dict[int, bytes] = {}
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether the decoding of a text is the concatenation of its tokens' bytes."""
-        return self._kinds == ["ByteLevel"]
-
-    def __getitem__(self, token_id: int) -> bytes:
-        if token_id not in self._known:
-            self._known[token_id] = self._of(self._tokenizer.id_to_token(token_id))
-        return self._known[token_id]
-
-    def _of(self, token: str | None) -> bytes:
-        if token is None:  # embeddings are often padded beyond the vocabulary
-            return b""
-        if "ByteLevel" in self._kinds:
-            bytes_ = [_BYTE_OF_CHARACTER.get(character) for character in token]
-            known = [byte for byte in bytes_ if byte is not None]
-            return bytes(known) if len(known) == len(bytes_) else token.encode()
-        if "ByteFallback" in self._kinds and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes.fromhex(token[3:5])
-        return token.replace("\u2581", " ").encode()
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
-    """Return the type names of the tokenizer's decoders, in order."""
-    decoder = tokenizer.decoder
-    if decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(decoder.__getstate__())
-    return [part["type"] for part in state.get("decoders", [state])]
 
 
 class TokenizerCache:
@@ -270,7 +264,12 @@ class TokenizerCache:
 
 
 def _load_tokenizer(model: ModelDescription) -> TextTokenizer:
+    return load_tokenizer(model.model_id, model.tokenizer_json, model.tokenizer_config)
+
+
+def load_tokenizer(model_id: str, tokenizer_json: bytes, config: Mapping[str, Any]) -> TextTokenizer:
+    """Return the tokenizer of a model. Raise InternalError if its files are invalid."""
     try:
-        return TextTokenizer(model.tokenizer_json, model.tokenizer_config)
+        return TextTokenizer(tokenizer_json, config)
     except Exception as error:  # the library raises bare Exception
-        raise InternalError(f"the tokenizer.json of {model.model_id} cannot be read: {error}") from error
+        raise InternalError(f"the tokenizer.json of {model_id} cannot be read: {error}") from error

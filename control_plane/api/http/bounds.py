@@ -7,6 +7,7 @@ texts by characters, JSON values that are passed on by the bytes of their JSON.
 from __future__ import annotations
 
 from tandem_engine.grammar import MAX_GRAMMAR_CHARACTERS
+from tandem_runtime.errors import InvalidRequest
 
 # ------------------------------------------------------------------------------------------------------------- head
 
@@ -93,3 +94,12 @@ MAX_TAGS = 5
 """Tags of a run, as at Cloudflare: more are refused with 400."""
 MAX_TAG_CHARACTERS = 50
 """Characters of a tag, as at Cloudflare: more are refused with 400."""
+
+
+def check_model_name(name: str) -> None:
+    """Raise InvalidRequest if a model's name is longer than any model's."""
+    if len(name) > MAX_MODEL_CHARACTERS:
+        raise InvalidRequest(
+            f"model has {len(name):,} characters, the maximum is {MAX_MODEL_CHARACTERS}; send a model's name",
+            field="model",
+        )

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.prices import Price
-from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_MODEL_CHARACTERS, MAX_SESSION_CHARACTERS
+from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_SESSION_CHARACTERS
 from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.generation import ModelCatalog
 from control_plane.text.text_service import TextService
@@ -95,15 +95,6 @@ def check_name(name: str, text: str, max_characters: int) -> None:
     if len(text) > max_characters or not text.isprintable():
         raise InvalidRequest(
             f"{name} is {text[:max_characters]!r}; a name has up to {max_characters} printable characters", field=name
-        )
-
-
-def check_model_name(name: str) -> None:
-    """Raise InvalidRequest if a model's name is longer than any model's."""
-    if len(name) > MAX_MODEL_CHARACTERS:
-        raise InvalidRequest(
-            f"model has {len(name):,} characters, the maximum is {MAX_MODEL_CHARACTERS}; send a model's name",
-            field="model",
         )
 
 

@@ -5,7 +5,6 @@ They are under /v1 and, with Cloudflare's URLs, under /client/v4/accounts/{accou
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from control_plane.api.chat_fields import messages_for_template
 from control_plane.api.collected_choice import Answer, collect
-from control_plane.api.generation_fields import caller_with
-from control_plane.api.http.body import check, read_json_object
+from control_plane.api.http.body import read_body
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import DONE, EventStream, frame, while_connected
 from control_plane.api.multi_prompt_stream import MultiPromptStream, start_all
+from control_plane.api.openai.bodies import parse
 from control_plane.api.openai.responses import (
     ChatSerializer,
     CompletionSerializer,
@@ -29,14 +27,10 @@ from control_plane.api.openai.responses import (
     PromptEcho,
     ResponseSerializer,
 )
-from control_plane.api.openai.schema import ChatBody, CompletionBody, OpenAIBody
 from control_plane.generation import ModelDescription, Usage
+from control_plane.text.prepared import AnswerForm, TextJob
 from control_plane.text.prompt_logprobs import check_scored
-from control_plane.text.request import ChatRequest, CompletionRequest
 from control_plane.text.text_service import Prompt, TextStream
-from tandem_runtime.errors import InvalidRequest
-
-_MAX_CHOICES_PER_REQUEST = 256
 
 
 def routes(prefix: str) -> list[Route]:
@@ -50,29 +44,40 @@ def routes(prefix: str) -> list[Route]:
 
 
 async def chat_completions(request: Request) -> Response:
-    body = check(ChatBody, await read_json_object(request))
-    body.check_extras()
-    messages, caller = messages_for_template(body.messages), caller_with(request, body.options)
-    chat = ChatRequest(body.model, messages, caller, body.generation_options(), body.tool_use())
-    stream = await while_connected(request, services_of(request).text.start(chat), discard=TextStream.aclose)
-    serializer = ChatSerializer(
-        request_id_of(request), _named(body, stream.model), stream.model, with_usage_chunk=body.wants_usage_chunk
-    )
-    return await _respond(request, body, stream, serializer)
+    starting = _started_chat(request, await read_body(request))
+    form, stream = await while_connected(request, starting, discard=_close)
+    name, usage = _named(form, stream.model), form.with_usage_chunk
+    serializer = ChatSerializer(request_id_of(request), name, stream.model, with_usage_chunk=usage)
+    return await _respond(request, form, stream, serializer)
 
 
 async def completions(request: Request) -> Response:
-    body = check(CompletionBody, await read_json_object(request))
-    body.check_extras()
     text = services_of(request).text
-    prompts = await while_connected(request, _prepared(request, body))
-    echoes, used = await while_connected(request, _echoes(request, body, prompts))
+    preparing = text.prepare_body(TextJob("completions"), await read_body(request), caller_of(request), parse)
+    prepared = await while_connected(request, preparing)
+    form, prompts = prepared.form, prepared.prompts
+    echoes, used = await while_connected(request, _echoes(request, form, prompts))
     starting = start_all([text.start_prepared(prompt) for prompt in prompts], used)
     answer = await while_connected(request, starting, discard=MultiPromptStream.aclose)
-    usage = body.wants_usage_chunk
-    name = _named(body, answer.model)
+    name, usage = _named(form, answer.model), form.with_usage_chunk
     serializer = CompletionSerializer(request_id_of(request), name, answer.model, with_usage_chunk=usage, echoes=echoes)
-    return await _respond(request, body, answer, serializer)
+    return await _respond(request, form, answer, serializer)
+
+
+async def _started_chat(request: Request, raw: bytes) -> tuple[AnswerForm, TextStream]:
+    text = services_of(request).text
+    prepared = await text.prepare_body(TextJob("chat"), raw, caller_of(request), parse)
+    (prompt,) = prepared.prompts
+    return prepared.form, await text.start_prepared(prompt)
+
+
+async def _close(started: tuple[AnswerForm, TextStream]) -> None:
+    await started[1].aclose()
+
+
+def _named(form: AnswerForm, model: ModelDescription) -> str:
+    """Return the model name of an answer: the caller's name for it, or the id of the fallback that answers."""
+    return model.model_id if model.is_fallback else form.model
 
 
 async def list_models(request: Request) -> Response:
@@ -84,37 +89,14 @@ async def get_model(request: Request) -> Response:
     return JSONResponse(_model_json(await services_of(request).catalog.get(request.path_params["model"])))
 
 
-def _named(body: OpenAIBody, model: ModelDescription) -> str:
-    """Return the model name of an answer: the caller's name for it, or the id of the fallback that answers."""
-    return model.model_id if model.is_fallback else body.model
-
-
-async def _prepared(request: Request, body: CompletionBody) -> list[Prompt]:
-    """Tokenize every prompt of the body, so that no prompt starts if one of them is invalid."""
-    if len(body.prompt) * (body.n or 1) > _MAX_CHOICES_PER_REQUEST:
-        raise InvalidRequest(
-            f"{len(body.prompt)} prompts with n = {body.n or 1} are more than {_MAX_CHOICES_PER_REQUEST} answers; "
-            "send several requests",
-            field="prompt",
-        )
-    caller, options = caller_with(request, body.options), body.generation_options()
-    text = services_of(request).text
-    callers = [caller, *(replace(caller, request_id=f"{caller.request_id}-{i}") for i in range(1, len(body.prompt)))]
-    requests = [
-        CompletionRequest(body.model, prompt, each, options, control_tokens=body.raw or False)
-        for prompt, each in zip(body.prompt, callers, strict=True)
-    ]
-    return await asyncio.gather(*(text.prepare(each) for each in requests))
-
-
-async def _respond(request: Request, body: OpenAIBody, answer: Answer, serializer: ResponseSerializer) -> Response:
-    if not body.stream:
+async def _respond(request: Request, form: AnswerForm, answer: Answer, serializer: ResponseSerializer) -> Response:
+    if not form.stream:
         async with aclosing(answer):
             choices = await while_connected(request, collect(answer))
         return Response(msgspec.json.encode(serializer.whole(choices, answer.usage)), media_type="application/json")
     # The header has the price of the prompts' scores only; the last chunk has the total.
     caller_of(request).answer_headers.pop("cf-ai-neurons", None)
-    frames = _frames(answer, serializer, with_usage_chunk=body.wants_usage_chunk)
+    frames = _frames(answer, serializer, with_usage_chunk=form.with_usage_chunk)
     ping_seconds = services_of(request).settings.ping_seconds
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
 
@@ -127,27 +109,24 @@ async def _frames(answer: Answer, serializer: ResponseSerializer, *, with_usage_
     yield DONE
 
 
-async def _echoes(request: Request, body: CompletionBody, prompts: Sequence[Prompt]) -> tuple[list[PromptEcho], Usage]:
-    """Return the echo of every choice, and a usage that has only the price of scoring the prompts.
-
-    Prompts of token ids are decoded.
-    """
+async def _echoes(request: Request, form: AnswerForm, prompts: Sequence[Prompt]) -> tuple[list[PromptEcho], Usage]:
+    """Return the echo of every choice, and a usage that has only the price of scoring the prompts."""
     found: list[PromptEcho] = []
     used = Usage(0, 0, 0, 0)
-    if not body.echo:
+    if not form.echo:
         return found, used
-    if body.logprobs is not None:
+    if form.num_logprobs is not None:
         check_scored(sum(len(prompt.token_ids) for prompt in prompts))
     for prompt in prompts:
         echo = PromptEcho(prompt.text)
-        if body.logprobs is not None:
-            first = prompt.tokenizer.token_bytes(prompt.token_ids[0]).decode(errors="replace")
-            scored, cost = await services_of(request).text.prompt_logprobs(prompt, body.logprobs)
+        if form.num_logprobs is not None:
+            first = prompt.vocabulary.token_bytes(prompt.token_ids[0]).decode(errors="replace")
+            scored, cost = await services_of(request).text.prompt_logprobs(prompt, form.num_logprobs)
             echo = replace(echo, first_token=first, logprobs=scored)
             used += Usage(
                 0, 0, 0, 0, microneurons=cost.microneurons
             )  # the answer's own tokens are counted with the answer
-        found += [echo] * prompt.request.options.num_choices
+        found += [echo] * prompt.num_choices
     return found, used
 
 

@@ -13,13 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from control_plane.api.http.body import read_json_object
+from control_plane.api.http.bounds import check_model_name
 from control_plane.api.http.errors import HeaderMissing
-from control_plane.api.http.request_context import check_model_name
 from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.routes import answer
-from control_plane.api.workers_ai.schema import checked, options_of
-from tandem_runtime.errors import InvalidRequest, Unsupported
+from control_plane.text.prepared import TextJob
+from tandem_runtime.errors import Unsupported
 
 MODEL_HEADER = "cf-consn-model-id"
 
@@ -45,15 +44,7 @@ async def run(request: Request) -> Response:
     if not model:
         raise HeaderMissing(f"the header {MODEL_HEADER} is missing; it names the model", field=MODEL_HEADER)
     check_model_name(model)
-    call = await read_json_object(request)
-    unknown = sorted(set(call) - {"inputs", "options"})
-    if unknown:
-        raise InvalidRequest(
-            f"{unknown[0]} is not a field of this request, which has inputs and options; move it into inputs",
-            field=unknown[0],
-        )
-    options, body = options_of(call.get("options")), checked(call.get("inputs"))
-    return await answer(request, model, body, options, in_envelope=False)
+    return await answer(request, TextJob("binding", model), in_envelope=False)
 
 
 async def run_on_websocket(request: Request) -> Response:

@@ -18,8 +18,8 @@ from control_plane.api.openai.responses import (
     UsageObject,
     usage_json,
 )
-from control_plane.api.workers_ai.schema import TextGenerationBody
 from control_plane.generation import AnswerEnd, ModelDescription, Usage
+from control_plane.text.prepared import AnswerForm
 from tandem_runtime.errors import InvalidRequest
 
 
@@ -164,11 +164,10 @@ class Wire(Protocol):
         """Yield the stream's events, [DONE] included; events of one batch are one piece."""
 
 
-def wire_of(model: ModelDescription, body: TextGenerationBody, request_id: str) -> Wire:
+def wire_of(model: ModelDescription, form: AnswerForm, request_id: str) -> Wire:
     if model.wire_format == "native":
-        return NativeWire(is_json=body.wants_json)
-    # Only chat messages have a field for tool calls.
-    serializer = CompletionSerializer if body.messages is None and not body.tools else ChatSerializer
+        return NativeWire(is_json=form.is_json)
+    serializer = ChatSerializer if form.is_chat else CompletionSerializer
     return OpenAIWire(serializer(request_id, model.model_id, model, with_usage_chunk=False))
 
 

@@ -13,7 +13,7 @@ from control_plane.api.chat_fields import Choice, Messages, Tools, messages_for_
 from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
 from control_plane.api.http.body import Body, check, refuse_extras
 from control_plane.api.http.errors import NoLora
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelFacts
 from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions
 from tandem_engine.sampling_params import MAX_LOGPROBS
 from tandem_runtime.errors import InvalidRequest, Unsupported
@@ -96,7 +96,7 @@ class TextGenerationBody(TextBody):
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
-    def for_model(self, model: ModelDescription, caller: Caller) -> CompletionRequest | ChatRequest:
+    def for_model(self, model: ModelFacts, caller: Caller) -> CompletionRequest | ChatRequest:
         """Return the text request. For a model with a chat template, a prompt that is not `raw` becomes a user message.
 
         Raise Unsupported for options that the model's wire format cannot express.
@@ -115,7 +115,7 @@ class TextGenerationBody(TextBody):
             raise InvalidRequest(f"tools need a chat, and {why}; leave one of them out", field="tools")
         return CompletionRequest(model.model_id, self.prompt, caller, options, control_tokens=self.raw or False)
 
-    def _check_native_answers(self, model: ModelDescription) -> None:
+    def _check_native_answers(self, model: ModelFacts) -> None:
         for name, is_requested in (("n above 1", self.n not in (None, 1)), ("logprobs", self.logprobs)):
             if is_requested:
                 raise Unsupported(

@@ -73,6 +73,11 @@ OFTEN_ABSENT = ("<|python_tag|>",)
 """Openings that are dropped if they are not control tokens of the model."""
 
 
+def form_named(name: str) -> ToolForm:
+    """Return the form with this name, which is one of ours."""
+    return next(form for form in (*FORMS, GENERIC) if form.name == name)
+
+
 def form_written_in(text: str) -> ToolForm | None:
     """Return the form of the call to `probe` in `text`, a rendered template; None if none matches."""
     return next((form for form in FORMS if form.trace is not None and form.trace.search(text)), None)

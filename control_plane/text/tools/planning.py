@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelFacts
 from control_plane.text.request import ChatRequest
 from control_plane.text.structure import GrammarCheck
 from control_plane.text.tokenizer import TextTokenizer
@@ -37,8 +37,8 @@ def call_id(request_id: str, choice_index: int, call_index: int) -> str:
     return f"call_{digest.hexdigest()}"
 
 
-async def plan_tools(
-    request: ChatRequest, model: ModelDescription, tokenizer: TextTokenizer, check: GrammarCheck
+def plan_tools(
+    request: ChatRequest, model: ModelFacts, tokenizer: TextTokenizer, check: GrammarCheck
 ) -> tuple[ChatRequest, ToolPlan | None]:
     """Return the request with messages, tools and grammar for its model, and the plan for its calls.
 
@@ -59,11 +59,11 @@ async def plan_tools(
         return request, None
     known = tokenizer.control_ids
     plan = ToolPlan(traits.form, {name: known[name] for name in CONTROL_TOKENS if name in known})
-    grammar = await _grammar(plan, use, traits, request.options.grammar, check)
+    grammar = _grammar(plan, use, traits, request.options.grammar, check)
     return replace(request, options=replace(request.options, grammar=grammar)), plan
 
 
-async def _grammar(
+def _grammar(
     plan: ToolPlan, use: ToolUse, traits: TemplateTraits, text: Grammar | None, check: GrammarCheck
 ) -> Grammar:
     rules: dict[str, Any] = {
@@ -74,14 +74,14 @@ async def _grammar(
     schemas: ArgumentSchemas = [(tool.name, argument_schema(tool)) for tool in use.callable_tools]
     # The check has a vocabulary of bytes: there, a control token is its name.
     try:
-        await check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+        check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
     except InvalidRequest:  # find the tool at fault; its own check names it
-        schemas = [(tool.name, await _enforceable_schema(tool, use, check)) for tool in use.callable_tools]
-        await check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+        schemas = [(tool.name, _enforceable_schema(tool, use, check)) for tool in use.callable_tools]
+        check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
     return call_grammar(plan.form, schemas, plan.control_ids, **rules)
 
 
-async def _enforceable_schema(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str, Any]:
+def _enforceable_schema(tool: Tool, use: ToolUse, check: GrammarCheck) -> Mapping[str, Any]:
     """Return the schema that the grammar enforces for a tool's arguments.
 
     If the grammar cannot enforce the tool's own schema, and need not, this is the schema without the keywords that most
@@ -89,14 +89,14 @@ async def _enforceable_schema(tool: Tool, use: ToolUse, check: GrammarCheck) -> 
     """
     schema = argument_schema(tool)
     try:
-        await check.check(grammar_of(schema, tool), tool.field)
+        check.check(grammar_of(schema, tool), tool.field)
         return schema
     except InvalidRequest as error:
         if tool.is_strict or use.must_call:
             raise
         first = error
     try:
-        await check.check(grammar_of(loosened(schema), tool), tool.field)
+        check.check(grammar_of(loosened(schema), tool), tool.field)
         return loosened(schema)
     except Unsupported:
         return ANY_OBJECT

@@ -17,7 +17,7 @@ from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
-from control_plane.text.text_service import TextService
+from control_plane.text.text_service import Preparer, TextService
 from tests.control_plane.api.model import OneModel, description
 from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
 
@@ -53,13 +53,14 @@ async def serve(
     accounts: Accounts | None = None,
     listener: socket.socket | None = None,
     limits: ConnectionLimits | None = None,
+    preparer: Preparer | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
     dispatcher, readiness = dispatcher or ScriptedDispatcher(), Ready()
     catalog = OneModel(description(**model_changes))
     meter = accounts.metering if accounts else None
-    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter)
+    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter, preparer=preparer)
     app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
     if listener is None:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own

@@ -142,7 +142,7 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompts_tokens_before_th
         assert logprobs[0] is None and set(logprobs[1:]) == {-0.5}
         assert len(tokens) == len(logprobs) == len(offsets) == len(ids) + len(HELLO) - 1
     scoring = [request for request in dispatcher.requests if request.sampling.logit_bias]
-    assert {request.token_ids for request in scoring} >= {(5,), (5, 6)} and all(
+    assert {tuple(request.token_ids) for request in scoring} >= {(5,), (5, 6)} and all(
         r.sampling.max_tokens == 1 for r in scoring
     )
     assert all(each.closed.is_set() for each in dispatcher.streams)

@@ -31,51 +31,51 @@ def chat(user: str, template: str = CHATML) -> list[int]:
     return tokenizer().encode_chat(ChatTemplate(template, {}), messages)
 
 
-async def num_public(token_ids: list[int], template: str = CHATML, *texts: str) -> int:
+def num_public(token_ids: list[int], template: str = CHATML, *texts: str) -> int:
     public = PublicPrefixes({f"{number}.txt": text for number, text in enumerate(texts or (SYSTEM,))})
-    return await public.num_tokens(description(chat_template=template), tokenizer(), token_ids)
+    return public.num_tokens(description(chat_template=template), tokenizer(), token_ids)
 
 
-async def test_a_chat_is_public_up_to_where_its_user_speaks() -> None:
+def test_a_chat_is_public_up_to_where_its_user_speaks() -> None:
     public = ids_of(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
     for user in ("Hello world", "!", "Ein Vogel"):
         token_ids = chat(user)
-        assert await num_public(token_ids) == len(public) < len(token_ids)
+        assert num_public(token_ids) == len(public) < len(token_ids)
         assert token_ids[: len(public)] == public
 
 
-async def test_a_text_before_the_users_in_one_turn_is_public_too() -> None:
+def test_a_text_before_the_users_in_one_turn_is_public_too() -> None:
     public = ids_of(f"[INST] {SYSTEM}")
-    assert await num_public(chat("Hello", SYSTEM_IN_THE_USERS_TURN), SYSTEM_IN_THE_USERS_TURN) >= len(public)
+    assert num_public(chat("Hello", SYSTEM_IN_THE_USERS_TURN), SYSTEM_IN_THE_USERS_TURN) >= len(public)
 
 
-async def test_a_prompt_that_begins_with_the_text_is_public_as_far_as_it_is_the_same() -> None:
+def test_a_prompt_that_begins_with_the_text_is_public_as_far_as_it_is_the_same() -> None:
     token_ids = tokenizer().encode_prompt(f"{SYSTEM} Once upon a time")
-    assert await num_public(token_ids) == len(tokenizer().encode_prompt(SYSTEM))
-    assert await num_public(token_ids, "") == len(tokenizer().encode_prompt(SYSTEM))  # without a chat template
-    assert await num_public(tokenizer().encode_prompt(SYSTEM[:20])) <= len(ids_of(SYSTEM[:20])) + 1
-    assert await num_public(ids_of("Once upon a time")) == 0
-    assert await num_public([]) == 0
+    assert num_public(token_ids) == len(tokenizer().encode_prompt(SYSTEM))
+    assert num_public(token_ids, "") == len(tokenizer().encode_prompt(SYSTEM))  # without a chat template
+    assert num_public(tokenizer().encode_prompt(SYSTEM[:20])) <= len(ids_of(SYSTEM[:20])) + 1
+    assert num_public(ids_of("Once upon a time")) == 0
+    assert num_public([]) == 0
 
 
-async def test_names_of_control_tokens_in_the_text_are_text_unless_the_prompt_is_raw() -> None:
+def test_names_of_control_tokens_in_the_text_are_text_unless_the_prompt_is_raw() -> None:
     text = f"<|im_start|>system\n{SYSTEM}<|im_end|>"
     for is_raw in (False, True):
         token_ids = tokenizer().encode_prompt(text, control_tokens=is_raw)
-        assert await num_public(token_ids, CHATML, text) == len(token_ids)
+        assert num_public(token_ids, CHATML, text) == len(token_ids)
 
 
-async def test_the_longest_of_several_texts_counts() -> None:
+def test_the_longest_of_several_texts_counts() -> None:
     token_ids = tokenizer().encode_prompt(SYSTEM)
-    assert await num_public(token_ids, CHATML, SYSTEM[:30], SYSTEM, "Ein Vogel") == len(token_ids)
+    assert num_public(token_ids, CHATML, SYSTEM[:30], SYSTEM, "Ein Vogel") == len(token_ids)
 
 
-async def test_a_template_that_takes_no_system_message_leaves_the_text_public_as_a_prompt() -> None:
+def test_a_template_that_takes_no_system_message_leaves_the_text_public_as_a_prompt() -> None:
     token_ids = tokenizer().encode_prompt(SYSTEM)
-    assert await num_public(token_ids, REFUSES_SYSTEM) == len(token_ids)
+    assert num_public(token_ids, REFUSES_SYSTEM) == len(token_ids)
 
 
-async def test_what_a_template_wrote_an_hour_ago_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_template_wrote_an_hour_ago_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now, day = 0.0, 1
 
     class Calendar:
@@ -87,17 +87,17 @@ async def test_what_a_template_wrote_an_hour_ago_is_written_anew(monkeypatch: py
     public = PublicPrefixes({"a.txt": SYSTEM}, clock=lambda: now)
     model, loaded = description(chat_template=DATED), tokenizer()
 
-    async def num_tokens() -> int:
+    def num_tokens() -> int:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
         token_ids = loaded.encode_chat(ChatTemplate(DATED, {}), messages)
-        return await public.num_tokens(model, loaded, token_ids)
+        return public.num_tokens(model, loaded, token_ids)
 
-    whole = await num_tokens()
+    whole = num_tokens()
     assert whole > 10
     day = 2
-    assert await num_tokens() < 10
+    assert num_tokens() < 10
     now = 3601.0
-    assert await num_tokens() == whole
+    assert num_tokens() == whole
 
 
 def test_a_folders_texts_are_read_without_their_last_line_ends(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -100,23 +98,3 @@ def test_private_use_characters_of_a_user_stay_what_they_are() -> None:
         ChatTemplate("{{ messages[0].content }}", {}), [{"role": "user", "content": content}]
     )
     assert tokenizer().decode(token_ids, skip_special_tokens=False) == content
-
-
-async def test_the_loop_goes_on_while_a_long_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    long_text, text_tokenizer = "The quick brown fox. " * 50_000, tokenizer()
-    encode, loop_turned = text_tokenizer.encode_prompt, threading.Event()
-
-    def encode_after_a_turn(text: str, *, control_tokens: bool = False) -> list[int]:
-        assert loop_turned.wait(timeout=30), "the event loop stands still while a text is encoded"
-        return encode(text, control_tokens=control_tokens)
-
-    monkeypatch.setattr(text_tokenizer, "encode_prompt", encode_after_a_turn)
-    encoding = asyncio.ensure_future(text_tokenizer.prompt_ids(long_text))
-    await asyncio.sleep(0)
-    loop_turned.set()
-    assert text_tokenizer.decode(await encoding) == long_text
-
-
-@pytest.mark.parametrize("text", ["", "short"])
-async def test_short_texts_are_encoded_on_the_spot(text: str) -> None:
-    assert await tokenizer().prompt_ids(text) == tokenizer().encode_prompt(text)

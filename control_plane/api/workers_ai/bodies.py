@@ -1,0 +1,82 @@
+"""Turns raw bodies of Workers AI's endpoints into checked requests. Plain code: it runs in text processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from control_plane.api.generation_fields import strictest
+from control_plane.api.http.body import parse_object
+from control_plane.api.http.bounds import check_model_name
+from control_plane.api.workers_ai.schema import TextGenerationBody, checked, options_in_query, options_of
+from control_plane.generation import ModelFacts
+from control_plane.text.prepared import NOBODY, AnswerForm, Asked, AskedOptions, Operation, ParsedBody, TextJob
+from control_plane.text.request import ChatRequest, CompletionRequest
+from tandem_runtime.errors import InvalidRequest
+
+
+def parse(job: TextJob, raw: bytes) -> ParsedBody:
+    """Check a body as far as that is possible without its model. Raise InvalidRequest."""
+    body = parse_object(raw)
+    if job.endpoint == "binding":
+        return _parse_binding(job.model, body)
+    model, inputs = _named_in_body(body) if job.endpoint == "run_named_in_body" else (job.model, body)
+    options = options_in_query(dict(job.query))
+    run = checked(inputs)
+    return _Run(model, run, *strictest(run.options, options))
+
+
+def _named_in_body(body: dict[str, Any]) -> tuple[str, Any]:
+    """Return model and input of `{"model": ..., "input": {...}}`."""
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise InvalidRequest("model is missing; send it in the body or in the path", field="model")
+    check_model_name(model)
+    unknown = sorted(set(body) - {"model", "input"})
+    if unknown:
+        raise InvalidRequest(
+            f"{unknown[0]} is not a field of this request, which has model and input; move it into input",
+            field=unknown[0],
+        )
+    return model, body.get("input")
+
+
+def _parse_binding(model: str, call: dict[str, Any]) -> _Run:
+    unknown = sorted(set(call) - {"inputs", "options"})
+    if unknown:
+        raise InvalidRequest(
+            f"{unknown[0]} is not a field of this request, which has inputs and options; move it into inputs",
+            field=unknown[0],
+        )
+    options, body = options_of(call.get("options")), checked(call.get("inputs"))
+    return _Run(model, body, *strictest(body.options, options))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The inputs of Workers AI's text generation. The model decides whether a prompt becomes a chat."""
+
+    model: str
+    body: TextGenerationBody
+    reject_if_busy: bool
+    timeout_seconds: float | None
+
+    @property
+    def asked(self) -> Asked:
+        # Only the model decides whether a prompt becomes a chat; most models have a chat template.
+        operation: Operation = "text_completion" if self.body.raw else "chat"
+        options = AskedOptions.of(self.body.generation_options())
+        return Asked(self.model, operation, options, 1, self.reject_if_busy, self.timeout_seconds)
+
+    def form(self, model: ModelFacts) -> AnswerForm:
+        return AnswerForm(
+            self.model,
+            stream=bool(self.body.stream),
+            is_json=self.body.wants_json,
+            # Only chat messages have a field for tool calls.
+            is_chat=self.body.messages is not None or bool(self.body.tools),
+        )
+
+    def requests(self, model: ModelFacts) -> Sequence[CompletionRequest | ChatRequest]:
+        return [replace(self.body.for_model(model, NOBODY), model=self.model)]

@@ -1,0 +1,13 @@
+"""Parses the bodies of all endpoints of text generation."""
+
+from __future__ import annotations
+
+from control_plane.api.openai import bodies as openai
+from control_plane.api.workers_ai import bodies as workers_ai
+from control_plane.text.prepared import ParsedBody, TextJob
+
+
+def parse(job: TextJob, raw: bytes) -> ParsedBody:
+    """Check a body as far as that is possible without its model. Raise InvalidRequest."""
+    endpoints = openai if job.endpoint in ("chat", "completions") else workers_ai
+    return endpoints.parse(job, raw)

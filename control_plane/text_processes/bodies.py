@@ -9,5 +9,5 @@ from control_plane.text.prepared import ParsedBody, TextJob
 
 def parse(job: TextJob, raw: bytes) -> ParsedBody:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
-    endpoints = openai if job.endpoint in ("chat", "completions") else workers_ai
-    return endpoints.parse(job, raw)
+    parsed: ParsedBody = (openai if job.endpoint in ("chat", "completions") else workers_ai).parse(job, raw)
+    return parsed

@@ -70,7 +70,7 @@ class ControlPlaneSettings:
     )
     text_cpu_seconds: float = setting(2.0, "processor seconds to prepare a body of any size; more is answered with 400")
     text_cpu_seconds_per_mb: float = setting(3.0, "processor seconds more for each megabyte of the body")
-    text_memory_mb: int = setting(256, "MiB of memory to prepare one body; more is answered with 400")
+    text_memory_mb: int = setting(1024, "MiB of memory to prepare one body; more is answered with 400")
     text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
     text_max_waiting_mb: int = setting(
         128, "megabytes of bodies that may wait to be prepared; more are refused with 429"

@@ -61,7 +61,7 @@ class TextLimits:
     """For bodies above 64 KiB; 0: as many as the cores, at least 3 and at most 8."""
     cpu_seconds: float = 2.0
     cpu_seconds_per_mb: float = 3.0
-    memory_mb: int = 256
+    memory_mb: int = 1024
     """Of one process, beyond the tokenizers that all share."""
     max_waiting: int = 512
     max_waiting_bytes: int = 128_000_000

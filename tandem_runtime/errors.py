@@ -47,6 +47,11 @@ class TandemError(Exception):
     def http_status(self) -> int:
         return STATUSES[self.code][1]
 
+    @property
+    def log_text(self) -> str:
+        """The text for logs: the message, but not that of a caller's mistake, which may quote the caller."""
+        return "the caller's answer has the message" if isinstance(self, InvalidRequest) else self.message
+
     def to_proto(self) -> pb.ErrorDetail:
         retry_after_ms = 0 if self.retry_after_seconds is None else max(1, int(self.retry_after_seconds * 1000))
         return pb.ErrorDetail(code=self.code, message=self.message, field=self.field, retry_after_ms=retry_after_ms)

@@ -1,7 +1,7 @@
 """Logs events with fields: `log.info("kv_pulled", num_blocks=12, seconds=0.004)`.
 
 One line per event on stderr: readable on a terminal, JSON elsewhere. Each line has the request id and the trace of the
-task that logs.
+task that logs. Both forms have plain tracebacks (tandem_runtime.tracebacks): no local variables, no quoted requests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import structlog
 from opentelemetry import trace
+
+from tandem_runtime.tracebacks import format_traceback
 
 Event = MutableMapping[str, Any]
 
@@ -79,7 +81,12 @@ def _add_trace(_: Any, __: str, event: Event) -> Event:
 
 
 def _renderers(as_json: bool) -> list[Any]:
-    drop_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    shared = [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.processors.ExceptionRenderer(format_traceback),
+    ]
     if as_json:
-        return [drop_meta, structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    return [drop_meta, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        return [*shared, structlog.processors.JSONRenderer(default=str)]
+    # The default formatter prints the local variables of each frame: prompts, tokens, keys.
+    plain = structlog.dev.plain_traceback
+    return [*shared, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]

@@ -19,7 +19,7 @@ def main() -> int:
     log.configure("tandem-control", settings.log_json)
     tracing.configure("tandem-control", settings.otlp_endpoint or None)
     metrics.configure("tandem-control", settings.otlp_endpoint or None)
-    return lifecycle.run(lambda drain: Gateway(settings).run(drain))
+    return lifecycle.run(lambda drain: Gateway(settings).run(drain), settings.loop_stall_seconds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def main() -> int:
     async def serve(drain: asyncio.Event) -> int:
         return await KvProcess(settings).run(drain)
 
-    return lifecycle.run(serve)
+    return lifecycle.run(serve, settings.loop_stall_seconds)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ class KvSettings:
     max_handles: int = setting(65_536, "maximum handles at once; more are refused as overload")
     verify_kv: bool = setting(False, "verify the checksum of every block of this host, not only a sample", shared=True)
     drain_seconds: float = setting(120.0, "seconds that handles may take to end after SIGTERM")
+    loop_stall_seconds: float = setting(
+        0.05,
+        "seconds that the event loop may stand still before a log line names the code that stopped it; 0: never",
+        shared=True,
+    )
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 

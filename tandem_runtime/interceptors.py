@@ -22,6 +22,7 @@ from tandem_runtime.calls import DEFAULT_TIMEOUT_SECONDS, REQUEST_ID, TRACEPAREN
 from tandem_runtime.channel import ERROR_METADATA, call_error
 from tandem_runtime.errors import DeadlineExceeded, InternalError, TandemError
 from tandem_runtime.log import get_logger
+from tandem_runtime.loop_lag import name_task
 
 log = get_logger(__name__)
 
@@ -54,7 +55,7 @@ def _wrapped(handler: Any, method: str) -> Any:
 
 def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: Any) -> Any:
-        _take_up(context)
+        _take_up(context, method)
         seconds = DEFAULT_TIMEOUT_SECONDS if context.time_remaining() is None else None
         timeout = asyncio.timeout(seconds)
         try:
@@ -68,7 +69,7 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
 
 def _streaming(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
     async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
-        _take_up(context)
+        _take_up(context, method)
         try:
             result = inner(request, context)
             if hasattr(result, "__aiter__"):
@@ -88,8 +89,9 @@ def _closing(messages: Any) -> AbstractAsyncContextManager[Any]:
     return aclosing(messages) if hasattr(messages, "aclose") else nullcontext()
 
 
-def _take_up(context: Any) -> None:
-    """Bind the caller's trace and request id to this call's task. gRPC starts one task for each call."""
+def _take_up(context: Any, method: str) -> None:
+    """Bind the caller's trace and request id to this call's task, and name it. gRPC starts one task for each call."""
+    name_task(method)
     metadata = dict(context.invocation_metadata() or ())
     tracing.attach(str(metadata.get(TRACEPARENT, "")))
     if request_id := metadata.get(REQUEST_ID):

@@ -68,6 +68,11 @@ class WorkerSettings:
     lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
     drain_seconds: float = setting(120.0, "most seconds for running requests to finish after SIGTERM")
     state_dir: str = setting("", "folder of digests and caches; the XDG state directory if empty", shared=True)
+    loop_stall_seconds: float = setting(
+        0.05,
+        "seconds that the event loop may stand still before a log line names the code that stopped it; 0: never",
+        shared=True,
+    )
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 

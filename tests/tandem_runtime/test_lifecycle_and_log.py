@@ -105,13 +105,68 @@ def test_the_third_signal_ends_a_process_that_will_not() -> None:
 def test_a_failure_is_status_one_and_logged_with_its_traceback() -> None:
     body = """
         async def main(drain):
-            raise KeyError("lost")
+            raise KeyError("lost")  # at the start, no request is the cause
     """
     with process(body) as child:
         status, [entry] = end(child)
     assert status == 1
     assert entry["event"] == "process_failed"
-    assert "KeyError: 'lost'" in str(entry["exception"])
+    assert entry["error"] == "'lost'"
+    assert "raise KeyError" not in str(entry["error"]) and "KeyError (message withheld" in str(entry["exception"])
+
+
+def test_exceptions_that_nobody_catches_are_logged_without_what_they_quote() -> None:
+    body = """
+        import gc, threading
+        async def fails():
+            raise ValueError("MY SECRET PROMPT")
+        def in_callback(prompt):
+            raise ValueError(prompt)
+        class Closes:
+            def __del__(self):
+                raise ValueError("MY SECRET PROMPT")
+        async def main(drain):
+            task = asyncio.ensure_future(fails())
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+            asyncio.get_running_loop().call_soon(in_callback, "MY SECRET PROMPT")
+            await asyncio.sleep(0)
+            thread = threading.Thread(target=in_callback, args=["MY SECRET PROMPT"], name="helper")
+            thread.start()
+            await asyncio.to_thread(thread.join)
+            Closes()
+            return 0
+    """
+    with process(body) as child:
+        status, lines = end(child)
+    assert status == 0
+    assert [entry["event"] for entry in lines] == [
+        *["event_loop_exception"] * 2,
+        "thread_failed",
+        "exception_ignored",
+    ]
+    assert [entry.get("what") for entry in lines[:2]] == ["Task exception was never retrieved", "Exception in callback"]
+    assert "SECRET" not in json.dumps(lines)
+    assert all("ValueError" in str(entry["exception"]) for entry in lines)
+
+
+def test_a_stalled_loop_is_logged() -> None:
+    body = """
+        import time
+        async def main(drain):
+            asyncio.current_task().set_name("POST /run")
+            await asyncio.sleep(0)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                pass
+            return 0
+    """
+    with process(body) as child:
+        status, lines = end(child)
+    assert status == 0
+    stalls = [entry for entry in lines if entry["event"] == "loop_stalled" and entry["task"] == "POST /run"]
+    assert stalls and max(float(str(entry["seconds"])) for entry in stalls) > 0.05
 
 
 def test_a_refused_setting_is_status_two_and_a_sentence() -> None:

@@ -30,6 +30,7 @@ from tandem_runtime.paths import forget_dead_sockets, socket_path
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer, split_address
 from tandem_runtime.settings import describe
+from tandem_runtime.tasks import supervised
 
 log = get_logger(__name__)
 
@@ -91,7 +92,9 @@ class KvProcess:
         if self._host_cache is not None:
             self._host_cache.fetch = self._service.puller.fetch_blocks
             await self._host_cache.open()
-        sweeper = asyncio.create_task(self._sweep())
+        # Without the sweeper no lease would expire: it is restarted at once, whatever has ended it.
+        sweeping = supervised("sweep", self._sweep, longest_pause_seconds=_SWEEP_SECONDS)
+        sweeper = asyncio.create_task(sweeping, name="sweep")
         try:
             bound = await self._server.start()
             self._info.address = self._settings.advertise or bound
@@ -101,8 +104,8 @@ class KvProcess:
             self._registrar.start()
             self._server.set_serving(True)
             log.info("kv_service_listening", address=self._info.address, socket=str(self._regions.path))
-            await _first_of(drain.wait(), sweeper)
-            await _first_of(self._drain(), sweeper)
+            await drain.wait()
+            await self._drain()
         finally:
             sweeper.cancel()
             await self._close()
@@ -186,18 +189,6 @@ def _host_cache(settings: KvSettings, store: HandleStore, incarnation: str) -> H
         quotas=Quotas(settings.account_bytes),
         verify_kv=settings.verify_kv,
     )
-
-
-async def _first_of(wanted: object, sweeper: asyncio.Task[None]) -> None:
-    """Wait for `wanted`. A failure of the sweeper ends the process: without the sweeper no lease would expire."""
-    task = asyncio.ensure_future(wanted)  # type: ignore[call-overload]
-    try:
-        await asyncio.wait({task, sweeper}, return_when=asyncio.FIRST_COMPLETED)
-        if sweeper.done():
-            sweeper.result()
-        await task
-    finally:
-        task.cancel()
 
 
 def _version() -> str:

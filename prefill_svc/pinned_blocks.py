@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
+from functools import partial
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import ReleaseHeld
 from tandem_runtime.errors import TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.log import get_logger
-from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tasks import TaskSet, supervised
 from tandem_worker.engine_link import EngineLink
 from tandem_worker.kv_link import KvLink, lost_is_unavailable
 
@@ -48,7 +49,8 @@ class PinnedBlocks:
 
     def follow(self, region_id: str) -> None:
         """Start following the handles of a region, to release the blocks of each handle that ends."""
-        self._tasks.spawn(self._follow(region_id))
+        follow = supervised("kv-owner", lambda: self._follow(region_id), longest_pause_seconds=1.0)
+        self._tasks.spawn(follow, name="kv-owner")
 
     def handles(self) -> list[pb.KvHandle]:
         """Return the handles whose blocks are pinned."""
@@ -77,10 +79,13 @@ class PinnedBlocks:
     async def _follow(self, region_id: str) -> None:
         while True:
             client, incarnation = await self._link.wait_client()
-            following = self._tasks.spawn(self._follow_service(client, region_id))
-            await self._link.wait_gone(client)
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            follow = partial(self._follow_service, client, region_id)
+            following = self._tasks.spawn(supervised("kv-owner-events", follow, longest_pause_seconds=1.0))
+            try:
+                await self._link.wait_gone(client)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
             self._release_all_of(incarnation)
 
     async def _follow_service(self, client: KvClient, region_id: str) -> None:

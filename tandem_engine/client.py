@@ -112,8 +112,11 @@ class EngineClient:
         while data := await self._process.stderr.read(4096):  # not by line: progress bars end with \r
             text = data.decode(errors="replace")
             self._stderr_tail = (self._stderr_tail + text)[-_KEPT_STDERR_CHARACTERS:]
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            try:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+            except OSError:  # a full disk: read on, or the engine would stop once its pipe is full
+                continue
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

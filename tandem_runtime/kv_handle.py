@@ -56,6 +56,11 @@ class HandleState(IntEnum):
     def to_proto(self) -> kv.HandleState.ValueType:
         return kv.HandleState.ValueType(int(self))
 
+    @classmethod
+    def of(cls, number: int) -> HandleState | None:
+        """Return the state with this number; None for a state of a newer version."""
+        return cls(number) if number in cls._value2member_map_ else None
+
 
 _ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIRED})
 

@@ -29,6 +29,8 @@ GOODBYE_SECONDS = 1.0
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 _DEFAULT_INTERVAL_SECONDS = 1.0
+_JITTER = (0.8, 1.0)
+"""A pause between heartbeats is the interval times a random number of this range: never longer than the interval."""
 
 
 class Registrar:
@@ -244,7 +246,7 @@ class _Replica:
             return
 
     def _pause_seconds(self) -> float:
-        if self._num_failures == 0:
-            return self._interval_seconds if self.is_registered else 0.0
+        if self._num_failures == 0:  # jitter: processes that registered together must not beat together for ever
+            return self._interval_seconds * random.uniform(*_JITTER) if self.is_registered else 0.0
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._num_failures, 10))
         return longest * random.uniform(0.5, 1.0)

@@ -1,20 +1,69 @@
-"""Keeps background tasks alive until they end, and ends them together.
+"""Keeps background tasks alive until they end, ends them together, and restarts loops that fail.
 
 An event loop holds only weak references to its tasks (https://docs.python.org/3/library/asyncio-task.html#asyncio.create_task),
-so each owner of background tasks has a `TaskSet`.
+so each owner of background tasks has a `TaskSet`. A task that loops for as long as its process runs is `supervised`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from tandem_runtime import metrics
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 30.0
+HEALTHY_SECONDS = 60.0
+"""A loop that ran this long before it failed is restarted as after a first failure."""
+
+
+async def supervised(
+    name: str,
+    run: Callable[[], Awaitable[None]],
+    *,
+    longest_pause_seconds: float = LONGEST_PAUSE_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Run `run`; after an exception, log it, count it and run `run` again, until it returns or this is cancelled.
+
+    The pauses are exponential with jitter, from 0.1 s on, and at most `longest_pause_seconds`.
+    """
+    failures = metrics.meter().create_counter(
+        "tandem.background.failures", description="Exceptions that ended a background loop, which was restarted."
+    )
+    num_in_a_row = 0
+    while True:
+        started = clock()
+        try:
+            return await run()
+        except Exception as error:
+            num_in_a_row = 1 if clock() - started >= HEALTHY_SECONDS else num_in_a_row + 1
+            seconds = pause_seconds(num_in_a_row, longest_pause_seconds)
+            failures.add(1, {"tandem.task": name})
+            log.error(
+                "background_loop_failed",
+                task=name,
+                kind=type(error).__name__,
+                num_in_a_row=num_in_a_row,
+                restart_seconds=round(seconds, 3),
+                exc_info=error,
+            )
+        await pause(seconds)
+
+
+def pause_seconds(num_in_a_row: int, longest_seconds: float = LONGEST_PAUSE_SECONDS) -> float:
+    """Return the pause after failure `num_in_a_row`: half of its exponential value to all of it, at random."""
+    longest = min(longest_seconds, FIRST_PAUSE_SECONDS * 2.0 ** min(num_in_a_row - 1, 30))
+    return longest * random.uniform(0.5, 1.0)
 
 
 class TaskSet:

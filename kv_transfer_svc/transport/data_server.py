@@ -25,7 +25,7 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import is_loopback, split_address
-from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tasks import TaskSet, supervised
 
 log = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class DataServer:
                 f"cannot listen on --data-listen {self._listen}: {error}; is the port in use? port 0 takes a free one"
             ) from error
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(), name="data-connections")
+        self._accepting = asyncio.create_task(supervised("data-connections", self._accept), name="data-connections")
         return f"{host}:{self._listener.getsockname()[1]}"
 
     async def stop(self) -> None:

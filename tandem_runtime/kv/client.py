@@ -26,6 +26,7 @@ from tandem_runtime.kv.seal_stream import SealStream, seal_request
 from tandem_runtime.kv.slabs import first_missing_block
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import supervised
 
 log = get_logger(__name__)
 
@@ -84,7 +85,8 @@ class KvClient:
         service has lost comes as EXPIRED. Waits until the region is offered. Raises
         StaleIncarnation.
         """
-        listening = asyncio.create_task(self._listen(region_id))
+        listen = supervised("kv-owner-events", lambda: self._listen(region_id), longest_pause_seconds=1.0)
+        listening = asyncio.create_task(listen, name=f"kv-owner-{region_id}")
         try:
             while True:
                 gone = await self._gone.get()
@@ -193,10 +195,13 @@ class KvClient:
 
     # --------------------------------------------------------------------------------------------------- both
 
-    async def renew(self, handles: Sequence[pb.KvHandle], reader_id: str = "") -> list[HandleState]:
-        """Extend leases, a reader's or (with "") the writer's; AWAITED for a handle that the service does not know."""
+    async def renew(self, handles: Sequence[pb.KvHandle], reader_id: str = "") -> list[HandleState | None]:
+        """Extend leases, a reader's or (with "") the writer's.
+
+        AWAITED for a handle that the service does not know; None for a state that this version does not know.
+        """
         reply = await self._call(self._stub.Renew, kv.RenewRequest(handles=handles, reader_id=reader_id))
-        return [HandleState(state) for state in reply.states]
+        return [HandleState.of(state) for state in reply.states]
 
     async def release(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
         """Release one reader's lease; harmless for a reader that never watches."""
@@ -277,6 +282,10 @@ class KvClient:
                 return
             except TandemError as error:
                 log.debug("kv_own_interrupted", region_id=region_id, reason=error.message)
+            except Exception:
+                if self._is_closed:  # gRPC has an error of its own for calls on a closed channel
+                    return
+                raise
             await asyncio.sleep(next(delays))
 
     def _lost(self, handle: pb.KvHandle, reader_id: str, state: HandleState) -> None:

@@ -11,10 +11,12 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.log import get_logger
+from tandem_runtime.tasks import supervised
 
 log = get_logger(__name__)
 
-Renew = Callable[[Sequence[pb.KvHandle], str], Awaitable[list[HandleState]]]
+Renew = Callable[[Sequence[pb.KvHandle], str], Awaitable[Sequence[HandleState | None]]]
+"""Returns one state per handle; None for a state that this version does not know."""
 Lost = Callable[[pb.KvHandle, str, HandleState], None]
 
 _ENDED = frozenset({HandleState.RELEASED, HandleState.ABORTED, HandleState.EXPIRED})
@@ -31,11 +33,14 @@ class LeaseKeeper:
         self._interval_seconds = interval_seconds
         self._held: dict[tuple[bytes, str], pb.KvHandle] = {}
         self._task: asyncio.Task[None] | None = None
+        self._has_logged_unknown = False
 
     def hold(self, handle: pb.KvHandle, reader_id: str) -> None:
         self._held[handle.handle_id, reader_id] = handle
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            # Restarted within an interval: a lease lasts for a few of them.
+            loop = supervised("lease-renewals", self._run, longest_pause_seconds=self._interval_seconds)
+            self._task = asyncio.get_running_loop().create_task(loop, name="lease-renewals")
 
     def let_go(self, handle: pb.KvHandle, reader_id: str) -> None:
         self._held.pop((handle.handle_id, reader_id), None)
@@ -60,15 +65,31 @@ class LeaseKeeper:
                 by_reader[reader_id].append(handle)
             await asyncio.gather(*(self._renew_all(handles, reader_id) for reader_id, handles in by_reader.items()))
 
+    def _note_unknown(self, states: Sequence[HandleState | None]) -> None:
+        """Log once that a newer KV service reports states which this version cannot read; such leases are kept."""
+        num_unknown = sum(state is None for state in states)
+        if num_unknown and not self._has_logged_unknown:
+            self._has_logged_unknown = True
+            log.warning("kv_lease_state_unknown", num_handles=num_unknown, remedy="update this worker")
+
     async def _renew_all(self, handles: list[pb.KvHandle], reader_id: str) -> None:
+        """Renew the leases of one reader. A failure ends neither the others' renewals nor the next."""
         try:
             states = await self._renew(handles, reader_id)
         except TandemError as error:  # the service may return before the leases expire
             log.warning("kv_leases_not_renewed", num_handles=len(handles), reason=error.message)
             return
+        except Exception:
+            log.exception("kv_leases_not_renewed", num_handles=len(handles))
+            return
+        if len(states) != len(handles):
+            reason = f"the KV service answered with {len(states)} states"
+            log.warning("kv_leases_not_renewed", num_handles=len(handles), reason=reason)
+            return
+        self._note_unknown(states)
         for handle, state in zip(handles, states, strict=True):
             key = handle.handle_id, reader_id
-            if key in self._held and _is_lost(handle, reader_id, state):
+            if key in self._held and state is not None and _is_lost(handle, reader_id, state):
                 del self._held[key]
                 self._lost(handle, reader_id, state)
 

@@ -13,7 +13,7 @@ from tandem_runtime.errors import InvalidRequest, TandemError
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer, region_name, shortened
 from tandem_runtime.log import get_logger
-from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tasks import TaskSet, supervised
 
 log = get_logger(__name__)
 
@@ -51,7 +51,7 @@ class RegionServer:
         unnamed.chmod(0o600)
         self._listener.listen(_BACKLOG)
         unnamed.replace(self.path)
-        self._tasks.spawn(self._accept())
+        self._tasks.spawn(supervised("region-connections", self._accept, longest_pause_seconds=1.0))
 
     async def close(self) -> None:
         """Stop listening, close all connections and remove the socket."""

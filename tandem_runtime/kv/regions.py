@@ -143,6 +143,8 @@ class RegionClient:
         while True:
             try:
                 await _until_closed(connection)
+            except Exception:  # the region must be offered again, whatever went wrong
+                log.exception("kv_region_connection_broken", region_id=offer.region_id)
             finally:
                 connection.close()
             log.info("kv_region_connection_lost", region_id=offer.region_id)
@@ -158,6 +160,8 @@ class RegionClient:
                 return await self._offer_once(offer, fd)
             except TandemError as error:
                 log.debug("kv_region_not_offered", region_id=offer.region_id, reason=error.message)
+            except Exception:
+                log.exception("kv_region_not_offered", region_id=offer.region_id)
 
     async def _offer_once(self, offer: RegionOffer, fd: int) -> PacketSocket:
         connection = await PacketSocket.connect(self._socket_path)

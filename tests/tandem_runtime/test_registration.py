@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,3 +290,20 @@ async def test_a_control_plane_that_is_away_does_not_hold_up_the_end() -> None:
         async with asyncio.timeout(registration.GOODBYE_SECONDS + 5):
             await worker.stop()
         assert worker.num_registered == 0
+
+
+async def test_processes_that_registered_together_do_not_beat_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append(random.uniform(low, high))
+        return drawn[-1]
+
+    monkeypatch.setattr(registration, "random", SimpleNamespace(uniform=uniform))
+    control = ControlPlane()
+    async with registrar(await control.start()):
+        for _ in range(10):
+            await control.more_beats()
+    await control.kill()
+    assert len(drawn) >= 20 and len(set(drawn)) == len(drawn), "each pause between two beats is another one"
+    assert all(0.8 <= share <= 1.0 for share in drawn), "and none is longer than the interval"

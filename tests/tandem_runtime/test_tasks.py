@@ -1,4 +1,4 @@
-"""Tests of background tasks: they are kept, ended together, and their exceptions are logged."""
+"""Tests of background tasks: they are kept, ended together, restarted, and their exceptions are logged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import gc
 
 import pytest
 import structlog.testing
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
-from tandem_runtime.tasks import TaskSet
+from tandem_runtime import metrics
+from tandem_runtime.tasks import TaskSet, supervised
 
 
 async def test_a_task_is_kept_until_it_ends() -> None:
@@ -53,3 +56,89 @@ async def test_an_exception_that_nobody_awaits_is_logged_and_ends_no_other_task(
     assert [(line["event"], line["task"]) for line in lines] == [("background_task_failed", "fails")]
     with pytest.raises(ValueError, match="a defect"):
         failed.result()
+
+
+class Clock:
+    """A clock that only pauses and loops of a test advance."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+async def test_a_loop_that_fails_is_logged_and_runs_again_until_it_is_well() -> None:
+    clock, num_runs = Clock(), 0
+
+    async def loop() -> None:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs < 4:
+            raise KeyError("a prompt")
+
+    with structlog.testing.capture_logs() as lines:
+        await supervised("sweep", loop, clock=clock, pause=clock.pause)
+    assert num_runs == 4
+    assert [(line["event"], line["task"], line["kind"], line["num_in_a_row"]) for line in lines] == [
+        ("background_loop_failed", "sweep", "KeyError", number) for number in (1, 2, 3)
+    ]
+    assert all("a prompt" not in str(value) for line in lines for key, value in line.items() if key != "exc_info")
+
+
+async def test_pauses_grow_to_a_limit_with_jitter_and_start_over_after_a_minute_of_health() -> None:
+    clock, lives = Clock(), [0.0] * 12 + [59.0, 61.0]
+
+    async def loop() -> None:
+        if not lives:
+            return
+        clock.now += lives.pop(0)
+        raise RuntimeError("a defect")
+
+    await supervised("prober", loop, clock=clock, pause=clock.pause)
+    longest = [min(30.0, 0.1 * 2**number) for number in range(12)] + [30.0, 0.1]
+    assert all(most / 2 <= seconds <= most for most, seconds in zip(longest, clock.pauses, strict=True))
+    assert len({seconds / most for most, seconds in zip(longest, clock.pauses, strict=True)}) > 1
+
+
+async def test_a_supervised_loop_can_be_cancelled_while_it_runs_and_while_it_pauses() -> None:
+    started, pausing = asyncio.Event(), asyncio.Event()
+
+    async def endless(_: float = 0.0) -> None:
+        (pausing if _ else started).set()
+        await asyncio.Event().wait()
+
+    async def fails() -> None:
+        raise RuntimeError("a defect")
+
+    running = asyncio.create_task(supervised("runs", endless))
+    waiting = asyncio.create_task(supervised("fails", fails, pause=endless))
+    await asyncio.gather(started.wait(), pausing.wait())
+    for task in (running, waiting):
+        task.cancel()
+    await asyncio.wait([running, waiting])
+    assert running.cancelled() and waiting.cancelled()
+
+
+async def test_a_failure_is_counted_by_the_name_of_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = InMemoryMetricReader()
+    monkeypatch.setattr(metrics, "_meter", MeterProvider([reader]).get_meter("tandem"))
+    clock, failures = Clock(), [RuntimeError("one"), RuntimeError("two")]
+
+    async def loop() -> None:
+        if failures:
+            raise failures.pop()
+
+    await supervised("auditor", loop, clock=clock, pause=clock.pause)
+    data = reader.get_metrics_data()
+    assert data is not None
+    [metric] = data.resource_metrics[0].scope_metrics[0].metrics
+    assert metric.name == "tandem.background.failures"
+    [point] = metric.data.data_points
+    assert isinstance(point, NumberDataPoint)
+    assert (point.attributes, point.value) == ({"tandem.task": "auditor"}, 2)

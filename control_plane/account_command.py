@@ -83,15 +83,7 @@ async def _run(flags: argparse.Namespace, settings: ControlPlaneSettings) -> int
 
 def _state_dir(settings: ControlPlaneSettings) -> Path:
     """Return the gateway's state directory. Create it if the gateway has never started."""
-    if not settings.state_dir:
-        return paths.state_dir()
-    state_dir = Path(settings.state_dir)
-    if not settings.database_url:
-        try:
-            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidRequest(f"cannot create the folder {state_dir}: {error}; set --state-dir") from error
-    return state_dir
+    return paths.state_dir(settings.state_dir or None, "--state-dir")
 
 
 async def _act(flags: argparse.Namespace, store: AccountStore) -> list[str]:

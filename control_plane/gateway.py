@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import grpc
 import uvicorn
@@ -45,6 +44,7 @@ from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
+from tandem_runtime.tasks import supervised
 
 log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ class Gateway:
 
     def __init__(self, settings: ControlPlaneSettings) -> None:
         self._settings = settings
-        state_dir = Path(settings.state_dir) if settings.state_dir else paths.state_dir()
+        state_dir = paths.state_dir(settings.state_dir or None, "--state-dir")
         secret = load_secret(settings.secret, state_dir)
         self._incarnation = incarnation = identity.new_incarnation()
         self._handle_key = handle_key(secret)
@@ -116,7 +116,9 @@ class Gateway:
         """Serve until `drain` is set; then let running requests finish."""
         settings = self._settings
         prices = PriceTable.parse(settings.prices).over(settings.models)
-        accounts = Accounts(self._database_url, self._incarnation, prices, settings.gateway_gone_seconds)
+        accounts = Accounts(
+            self._database_url, self._incarnation, prices, settings.gateway_gone_seconds, settings.report_seconds
+        )
         try:
             return await self._run(drain, accounts)
         finally:
@@ -151,10 +153,10 @@ class Gateway:
         is_checked = is_local or bool(self._settings.allowed_hosts)
         http = _HttpServer(self._http_config(accounts, connections, allowed_hosts if is_checked else None))
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
-        loops = self._sweep(), self.prober.run(), self.auditor.run(), accounts.run()
-        background = [asyncio.create_task(loop) for loop in loops]
+        loops = self.background(accounts)
+        background = [asyncio.create_task(supervised(name, loop), name=name) for name, loop in loops.items()]
         draining = asyncio.create_task(drain.wait())
-        ended, _ = await asyncio.wait([draining, serving, *background], return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await serving
         for task in [draining, *background]:
@@ -166,8 +168,12 @@ class Gateway:
         await self._kv_clients.close()
         await grpc_server.stop(grace_seconds=1.0)
         for task in ended:
-            task.result()  # raises the error of a loop that ended too early
+            task.result()  # raises the error of an HTTP server that ended too early
         return 0
+
+    def background(self, accounts: Accounts) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return what runs beside the servers, by name; supervised: no failure of these ends the gateway."""
+        return {"sweep": self._sweep, "prober": self.prober.run, "auditor": self.auditor.run, **accounts.loops}
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         service = ControlPlaneService(self.registry, self._handle_key, self._settings.replicas)
@@ -209,7 +215,7 @@ class Gateway:
             operator_token=settings.operator_token,
             allowed_hosts=allowed_hosts,
         )
-        fleet = FleetStatus(self.registry, self.auditor.orphans_of)
+        fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of)
         app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
         return server_config(app, connections, timeout_graceful_shutdown=_DRAIN_SECONDS)
 

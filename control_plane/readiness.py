@@ -15,6 +15,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
@@ -97,7 +98,7 @@ class Prober:
             self._failed(model_id, f"a probe of {model_id} did not come back within {_PROBE_SECONDS:g} s")
         except Exception as error:  # our own error in one probe must not end all later ones
             log.exception("unhandled_exception", task="probe", model=model_id)
-            self._failed(model_id, repr(error))
+            self._failed(model_id, message_of(error))
 
     def _failed(self, model_id: str, reason: str) -> None:
         self._last_error = reason

@@ -143,8 +143,16 @@ class ControlPlaneSettings:
         30.0,
         "seconds of silence after which another gateway on the same database closes this one's requests as aborted",
     )
+    report_seconds: float = setting(
+        15.0, "seconds that the database may take for a report of usage; a longer one is answered with 408"
+    )
     operator_token: str = setting(
         "", "a token that may only read the fleet's state; `tandem up` generates its own", secret=True
+    )
+    loop_stall_seconds: float = setting(
+        0.05,
+        "seconds that the event loop may stand still before a log line names the code that stopped it; 0: never",
+        shared=True,
     )
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)

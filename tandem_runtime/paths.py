@@ -13,13 +13,15 @@ MAX_SOCKET_PATH_BYTES = 107
 """sockaddr_un holds 108 bytes, the last of them zero (unix(7))."""
 
 
-def state_dir(configured: str | Path | None = None) -> Path:
+def state_dir(configured: str | Path | None = None, setting: str = "TANDEM_STATE_DIR") -> Path:
     """Return the folder for persistent state. Creates it if missing, readable by its user only.
 
-    The first of `configured`, TANDEM_STATE_DIR, XDG_STATE_HOME/tandem, ~/.local/state/tandem.
+    The first of `configured`, TANDEM_STATE_DIR, XDG_STATE_HOME/tandem, ~/.local/state/tandem. `setting` is the name of
+    the flag or variable that `configured` comes from. Raises InvalidRequest for a folder of another user.
     """
-    chosen = configured or os.environ.get("TANDEM_STATE_DIR")
-    if chosen:
+    if configured:
+        return _own_folder(Path(configured).expanduser(), setting)
+    if chosen := os.environ.get("TANDEM_STATE_DIR"):
         return _own_folder(Path(chosen).expanduser(), "TANDEM_STATE_DIR")
     base = os.environ.get("XDG_STATE_HOME")
     return _own_folder((Path(base) if base else Path.home() / ".local" / "state") / "tandem", "TANDEM_STATE_DIR")

@@ -47,7 +47,7 @@ def main(settings: WorkerSettings, role: pb.WorkerRole.ValueType, make_connector
     log.configure(f"tandem-{name}", settings.log_json)
     for telemetry in (tracing, metrics):
         telemetry.configure(f"tandem-{name}", settings.otlp_endpoint or None, instance_id=worker.incarnation)
-    return run(worker.main)
+    return run(worker.main, settings.loop_stall_seconds)
 
 
 class _Worker:
@@ -66,7 +66,7 @@ class _Worker:
 
     async def main(self, drain: asyncio.Event) -> int:
         settings = self._settings
-        state_dir = settings.state_dir or str(paths.state_dir())
+        state_dir = str(paths.state_dir(settings.state_dir or None, "--state-dir"))
         try:
             config = settings.engine_config(state_dir, self.incarnation)
         except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from sqlalchemy.engine import URL
 
@@ -14,7 +15,7 @@ from control_plane.accounts.metering import Metering
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.store import AccountStore
 from control_plane.accounts.usage import UsageReport
-from control_plane.storage.database import Database
+from control_plane.storage.database import REPORT_SECONDS, Database
 from control_plane.storage.migrate import migrate
 from tandem_runtime import identity
 from tandem_runtime.errors import InvalidRequest, Unavailable
@@ -35,8 +36,9 @@ class Accounts:
         incarnation: str = "",
         prices: PriceTable | None = None,
         gone_seconds: float = 30.0,
+        report_seconds: float = REPORT_SECONDS,
     ) -> None:
-        self.database = Database(url)
+        self.database = Database(url, report_seconds)
         self.store = AccountStore(self.database)
         self.authenticator = Authenticator(self.store)
         incarnation = incarnation or identity.new_incarnation()
@@ -64,9 +66,10 @@ class Accounts:
                 "which prints its token"
             )
 
-    async def run(self) -> None:
-        """Run heartbeats and save the use of tokens, until cancelled."""
-        await asyncio.gather(self.incarnations.run(), self._save_uses_regularly())
+    @property
+    def loops(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What runs in the background until it is cancelled, by name: heartbeats, and saving the use of tokens."""
+        return {"gateway-heartbeats": self.incarnations.run, "token-uses": self._save_uses_regularly}
 
     async def close(self) -> None:
         """Write what is pending. Call this when no request runs."""

@@ -18,6 +18,7 @@ from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
@@ -49,6 +50,7 @@ class ModelCatalog:
         self._gone: dict[str, tuple[float, pb.ModelCard]] = {}
         self._assets: dict[bytes, bytes] = {}
         self._descriptions: dict[Key, ModelDescription] = {}
+        self._problems: dict[str, str] = {}
         self._lock = asyncio.Lock()
         registry.listen(self._changed)
 
@@ -108,13 +110,33 @@ class ModelCatalog:
         known = [description for key, description in self._descriptions.items() if key in keys]
         return sorted(known, key=lambda description: description.model_id)
 
+    def problem_of(self, model_id: str) -> str:
+        """Return why a served model cannot be used, though its workers are there; "" if it can."""
+        return self._problems.get(model_id, "")
+
     async def prefetch(self) -> None:
-        """Fetch the missing descriptions of served models; failures are logged and retried next time."""
-        for model_id in {card.model_id for card in self._cards()}:
+        """Fetch the missing descriptions of served models.
+
+        A model that cannot be described is not listed. The cause is logged when it is new; the next call tries again.
+        """
+        served = {card.model_id for card in self._cards()}
+        self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in served}
+        for model_id in sorted(served):
             try:
                 await self.get(model_id)
             except TandemError as error:
-                log.warning("model_description_failed", model=model_id, error=error.message)
+                if self._is_new_problem(model_id, error.message):
+                    log.warning("model_description_failed", model=model_id, error=error.message)
+            except Exception as error:  # a worker's files must not end the prober, nor keep other models from it
+                if self._is_new_problem(model_id, message_of(error)):
+                    log.exception("model_description_failed", model=model_id, error=message_of(error))
+            else:
+                self._problems.pop(model_id, None)
+
+    def _is_new_problem(self, model_id: str, why: str) -> bool:
+        before = self._problems.get(model_id)
+        self._problems[model_id] = why
+        return why != before
 
     def _cards(self) -> tuple[pb.ModelCard, ...]:
         """Return every worker's card; of each model the preferred card comes first."""
@@ -153,7 +175,7 @@ class ModelCatalog:
             num_parameters=card.num_parameters,
             wire_format=(entry and entry.wire_format) or "native",
             tokenizer_json=assets["tokenizer.json"],
-            tokenizer_config=json.loads(assets.get("tokenizer_config.json", b"{}")),
+            tokenizer_config=_tokenizer_config(card.model_id, assets.get("tokenizer_config.json", b"{}")),
         )
 
     async def _asset(self, asset: pb.Asset) -> bytes:
@@ -178,6 +200,18 @@ class ModelCatalog:
 def _key(card: pb.ModelCard) -> Key:
     """Return the cache key: the same weights with another name or context length are another model to clients."""
     return card.model_id, card.fingerprint.digest, card.context_length
+
+
+def _tokenizer_config(model_id: str, content: bytes) -> dict[str, Any]:
+    """Parse a worker's file; raises Unavailable: the model cannot be served before its operator has mended the file."""
+    remedy = "put the model's own file in its folder and restart its workers"
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"the tokenizer_config.json of {model_id} is not JSON: {error}; {remedy}") from error
+    if not isinstance(config, dict):
+        raise Unavailable(f"the tokenizer_config.json of {model_id} is not a JSON object; {remedy}")
+    return config
 
 
 def _drop_oldest(kept: dict[Any, Any]) -> None:

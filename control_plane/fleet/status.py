@@ -18,22 +18,27 @@ class FleetStatus:
     """Implements the FleetView of the HTTP API."""
 
     def __init__(
-        self, registry: WorkerRegistry, orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: []
+        self,
+        registry: WorkerRegistry,
+        orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: [],
+        problem_of: Callable[[str], str] = lambda model_id: "",
     ) -> None:
+        """`problem_of` returns why a model cannot be used although its workers are there; "" if it can."""
         self._registry = registry
         self._orphans_of = orphans_of
+        self._problem_of = problem_of
 
     def workers(self) -> list[dict[str, Any]]:
         """Return every registered worker as plain values, in a stable order."""
         now = time.monotonic()
         rows = [
-            {**_worker(worker, now), "orphans": self._orphans_of(worker.incarnation)}
+            {**_worker(worker, now, self._problem_of), "orphans": self._orphans_of(worker.incarnation)}
             for worker in self._registry.workers()
         ]
         return sorted(rows, key=lambda row: (row["role"], row["id"]))
 
 
-def _worker(worker: Worker, now: float) -> dict[str, Any]:
+def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dict[str, Any]:
     info, load = worker.info, worker.load
     return {
         "id": info.worker_id,
@@ -52,7 +57,7 @@ def _worker(worker: Worker, now: float) -> dict[str, Any]:
             "num_tokens_in_flight": load.num_tokens_in_flight,
             "load_stage": load.load_stage,
             "load_progress": round(load.load_progress, 3),
-            "error": load.error,
+            "error": load.error or problem_of(info.card.model_id),
             "counters": dict(load.counters),
         },
         "kv": _kv_pool(load.kv) if load.HasField("kv") else None,

@@ -47,6 +47,7 @@ def test_sockets_are_where_they_are_said_to_be_in_order(tmp_path: Path, monkeypa
 
 def test_our_folders_are_closed_to_others(tmp_path: Path) -> None:
     assert mode(state_dir(tmp_path / "new")) == 0o700
+    assert mode(state_dir(tmp_path / "named", "--state-dir")) == 0o700
     (tmp_path / "open").mkdir(mode=0o755)
     assert mode(runtime_dir(tmp_path / "open")) == 0o700
 
@@ -72,6 +73,8 @@ def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
     os.chown(foreign, 12345, 12345)
     with pytest.raises(InvalidRequest, match="12345"):
         runtime_dir(foreign)
+    with pytest.raises(InvalidRequest, match=r"12345.*--state-dir"):
+        state_dir(foreign, "--state-dir")
 
 
 def test_a_socket_path_that_unix_cannot_hold_is_refused_with_the_remedy(tmp_path: Path) -> None:

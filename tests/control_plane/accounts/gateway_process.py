@@ -63,7 +63,7 @@ async def _main(url: str, gone_seconds: float) -> None:
     dispatcher = ScriptedDispatcher()
     dispatcher.choose = _script
     async with serve(dispatcher, accounts=accounts) as gateway:
-        running = asyncio.create_task(accounts.run())
+        running = asyncio.gather(*(loop() for loop in accounts.loops.values()))
         print(gateway.url, flush=True)
         await drain.wait()
         running.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,23 @@ def test_who_stands_beside_the_database_is_told_what_is_wrong_with_it(capsys: py
     assert main(["list", "--database-url", "postgresql://me:secret@127.0.0.1:1/x"]) == 2
     error = capsys.readouterr().err
     assert "me:***@127.0.0.1:1/x cannot be used" in error and "--database-url" in error
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_state_folder_of_somebody_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Finding 28: whoever owns the folder could replace the secret and the database."""
+    (foreign := tmp_path / "foreign").mkdir()
+    os.chown(foreign, 12345, 12345)
+    with pytest.raises(InvalidRequest, match=r"owner: 12345.*--state-dir"):
+        Gateway(ControlPlaneSettings(state_dir=str(foreign)))
+    assert main(["list", "--state-dir", str(foreign)]) == 2
+    assert "owner: 12345" in capsys.readouterr().err
+
+
+def test_a_state_folder_is_closed_to_others(tmp_path: Path) -> None:
+    (folder := tmp_path / "open").mkdir(mode=0o755)
+    Gateway(ControlPlaneSettings(state_dir=str(folder)))
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 async def test_beyond_loopback_a_gateway_needs_an_account(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import RESTART_SECONDS, WorkerRegistry
+from control_plane.fleet.status import FleetStatus
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
@@ -22,10 +24,11 @@ TOKENIZER = b'{"model": {}}'
 
 
 class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
-    """A worker that only serves assets."""
+    """A worker that only serves assets: `content`, and others by their digests."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
+        self.others: dict[bytes, bytes] = {}
         self.num_fetches = 0
 
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Event]:
@@ -40,8 +43,9 @@ class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         self.num_fetches += 1
-        for start in range(0, len(self.content), 4):
-            yield pb.Chunk(offset=start, data=self.content[start : start + 4])
+        content = self.others.get(request.digest, self.content)
+        for start in range(0, len(content), 4):
+            yield pb.Chunk(offset=start, data=content[start : start + 4])
 
 
 @asynccontextmanager
@@ -57,6 +61,10 @@ async def serving(content: bytes = TOKENIZER) -> AsyncIterator[tuple[AssetServer
         await server.stop(0)
 
 
+def digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
 def register(
     registry: WorkerRegistry,
     name: str,
@@ -64,11 +72,14 @@ def register(
     *,
     state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY,
     assets: tuple[str, ...] = ("tokenizer.json",),
+    config: bytes | None = None,
     **card: Any,
 ) -> None:
-    digest = hashlib.blake2b(TOKENIZER, digest_size=16).digest()
+    digest = digest_of(TOKENIZER)
     fields = {"model_id": "m", "fingerprint": pb.Fingerprint(digest=b"f" * 16), "context_length": 512, **card}
     listed = [pb.Asset(name=asset, digest=digest) for asset in assets]
+    if config is not None:
+        listed.append(pb.Asset(name="tokenizer_config.json", digest=digest_of(config)))
     info = pb.WorkerInfo(
         worker_id=name,
         incarnation=name,
@@ -103,6 +114,51 @@ async def test_a_file_that_does_not_match_its_digest_is_not_used() -> None:
             await catalog.get("m")
         await catalog.prefetch()  # logs the failure and continues
     assert catalog.list() == []
+
+
+@pytest.mark.parametrize("config", [b"no JSON", b"[1]", b"\xff\xfe", b"[" * 100_000])
+async def test_a_worker_whose_file_is_malformed_harms_its_own_model_only(config: bytes) -> None:
+    """Finding 6: such a worker ended the gateway."""
+    registry, catalog = new()
+    async with serving() as (assets, address):
+        assets.others[digest_of(config)] = config
+        register(registry, "bad", address, model_id="bad", config=config)
+        register(registry, "good", address, model_id="good", fingerprint=pb.Fingerprint(digest=b"g" * 16))
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                await catalog.prefetch()
+        with pytest.raises(Unavailable, match=r"tokenizer_config\.json of bad is not"):
+            await catalog.get("bad")
+    assert [model.model_id for model in catalog.list()] == ["good"]
+    assert [(line["event"], line["model"]) for line in lines] == [("model_description_failed", "bad")], "once per cause"
+    shown = {
+        row["model"]: row["load"]["error"] for row in FleetStatus(registry, problem_of=catalog.problem_of).workers()
+    }
+    assert shown["good"] == "" and "tokenizer_config.json of bad is not" in shown["bad"]
+    registry.deregister("bad", "bad")
+    await catalog.prefetch()
+    assert catalog.problem_of("bad") == ""
+
+
+async def test_an_exception_that_nobody_expected_harms_one_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, catalog = new()
+    describe = ModelCatalog._describe
+
+    async def fails(self: ModelCatalog, card: pb.ModelCard) -> Any:
+        if card.model_id == "bad":
+            raise KeyError("a defect")
+        return await describe(self, card)
+
+    monkeypatch.setattr(ModelCatalog, "_describe", fails)
+    async with serving() as (_, address):
+        register(registry, "bad", address, model_id="bad")
+        register(registry, "good", address, model_id="good", fingerprint=pb.Fingerprint(digest=b"g" * 16))
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                await catalog.prefetch()
+    assert [model.model_id for model in catalog.list()] == ["good"]
+    assert [line["event"] for line in lines] == ["model_description_failed"]
+    assert "KeyError" in catalog.problem_of("bad")
 
 
 async def test_the_same_weights_under_two_names_are_two_models() -> None:

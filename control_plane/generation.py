@@ -305,6 +305,12 @@ class TokenStream(Protocol):
 
     async def aclose(self) -> None: ...
 
+    async def num_unfinished_tokens(self) -> int:
+        """After `aclose` before the first token: return how many tokens of the prompt workers report as computed.
+
+        Returns within some seconds; 0 if no worker had begun or none reports.
+        """
+
     @property
     def usage(self) -> Usage:
         """Final once iteration has ended; the counts so far before that."""

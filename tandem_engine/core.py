@@ -23,6 +23,7 @@ from tandem_engine.messages import (
     MapRegion,
     Recompute,
     ReleaseHeld,
+    RequestAborted,
     RequestFailed,
     SealedBlocks,
     SlabImported,
@@ -144,8 +145,7 @@ class EngineCore:
             case Recompute(request_id):
                 self.scheduler.recompute(request_id)
             case AbortRequest(request_id):
-                self.scheduler.abort(request_id)
-                return [self._stats_only()]
+                return [self._aborted(request_id, self.scheduler.abort(request_id)), self._stats_only()]
             case ReleaseHeld(request_id):
                 self.scheduler.release_held(request_id)
                 return [self._stats_only()]
@@ -210,6 +210,17 @@ class EngineCore:
             return SlabImported(command.request_id, command.slab_index, 0, str(error))
         self.scheduler.mark_imported(command, len(blocks), num_bytes)
         return SlabImported(command.request_id, command.slab_index, num_bytes)
+
+    def _aborted(self, request_id: str, request: Request | None) -> RequestAborted:
+        if request is None:
+            return RequestAborted(request_id)
+        return RequestAborted(
+            request_id,
+            num_computed_tokens=request.num_prompt_tokens_computed,
+            num_cached_tokens=request.num_cached_tokens,
+            num_loaded_tokens=request.num_loaded_tokens,
+            num_generated_tokens=request.num_generated_tokens,
+        )
 
     def _stats_only(self) -> StepDone:
         return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats(), *self.scheduler.prefixes.take())

@@ -85,7 +85,7 @@ class Recompute(Message, frozen=True):
 
 
 class AbortRequest(Message, frozen=True):
-    """Forget the request in whatever state it is, and free its blocks, held ones too; unknown ids are ignored."""
+    """Forget the request in whatever state it is, and free its blocks, held ones too. RequestAborted answers."""
 
     request_id: str
 
@@ -293,6 +293,16 @@ class StepDone(Message, frozen=True):
     """Requests that left the queue: the blocks in their `AddRequest.prefix` are not needed any more."""
 
 
+class RequestAborted(Message, frozen=True):
+    """Answers AbortRequest with what had been done for the request; zeros if the engine does not have it."""
+
+    request_id: str
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
 class RequestFailed(Message, frozen=True):
     request_id: str
     message: str
@@ -310,4 +320,5 @@ class EngineFailed(Message, frozen=True):
 RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld
 Command = RequestCommand | MapRegion | UnmapRegion | Shutdown
 StepEvent = BlocksSealed | StepDone
-EngineEvent = LoadProgress | Ready | Reserved | Refused | SlabImported | StepEvent | RequestFailed | EngineFailed
+RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed
+EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | EngineFailed

@@ -114,6 +114,17 @@ def ledger(output: messages.RequestOutput, submit: pb.Submit) -> pb.PhaseLedger:
     )
 
 
+def aborted_ledger(aborted: messages.RequestAborted, submit: pb.Submit) -> pb.PhaseLedger:
+    """Return the ledger of a request that the engine did not finish."""
+    return pb.PhaseLedger(
+        num_prompt_tokens=submit.num_prompt_tokens,
+        num_computed_tokens=aborted.num_computed_tokens,
+        num_cached_tokens=aborted.num_cached_tokens,
+        num_loaded_tokens=aborted.num_loaded_tokens,
+        num_generated_tokens=aborted.num_generated_tokens,
+    )
+
+
 def _logprobs(position: messages.PositionLogprobs) -> pb.PositionLogprobs:
     return pb.PositionLogprobs(chosen=_logprob(position.chosen), top=[_logprob(other) for other in position.top])
 

@@ -25,6 +25,7 @@ from tandem_runtime.errors import (
 )
 from tandem_runtime.log import get_logger
 from tandem_runtime.memory import MemoryProbe
+from tandem_runtime.tracebacks import message_of
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
 from tandem_worker.kv_connector import KVConnector
@@ -54,6 +55,8 @@ class WorkerFront:
         self._requests = requests
         self._connector = connector
         self._offload = offload
+        self._aborting: dict[str, tuple[ActiveRequest, TandemError]] = {}
+        """Requests that have ended here; the engine has not reported yet what it had done for them."""
         self._streams: set[GatewayStream] = set()
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
@@ -88,7 +91,7 @@ class WorkerFront:
     def cancel(self, stream: GatewayStream, cancel: pb.Cancel) -> None:
         request = self._requests.get(f"{cancel.request_id}.{cancel.attempt}")
         if request is not None and request.stream is stream:
-            self.abort(request, Cancelled("the gateway cancelled the request"))
+            self._abort_and_report(request, Cancelled("the gateway cancelled the request"))
 
     def attach(self, stream: GatewayStream) -> None:
         self._streams.add(stream)
@@ -108,6 +111,18 @@ class WorkerFront:
         request.stream.fail(request.submit, error)
         self._requests.end(request, error)
 
+    def _abort_and_report(self, request: ActiveRequest, error: TandemError) -> None:
+        """End a request because of its client, who pays for what was computed: the engine reports that."""
+        self._aborting[request.key] = request, error
+        self._engine.send(messages.AbortRequest(request.key))
+        self._requests.end(request, error)
+
+    def _aborted(self, aborted: messages.RequestAborted) -> None:
+        if found := self._aborting.pop(aborted.request_id, None):
+            request, error = found
+            request.ledger.MergeFrom(convert.aborted_ledger(aborted, request.submit))
+            request.stream.fail(request.submit, error, request.ledger)
+
     def _command(self, request: ActiveRequest) -> messages.AddRequest:
         if self.engine_failure is not None:
             raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
@@ -122,7 +137,8 @@ class WorkerFront:
 
     def _watch_deadline(self, request: ActiveRequest) -> None:
         def expire() -> None:
-            self.abort(request, DeadlineExceeded("the request's deadline passed while it ran; ask for fewer tokens"))
+            error = DeadlineExceeded("the request's deadline passed while it ran; ask for fewer tokens")
+            self._abort_and_report(request, error)
 
         timer = asyncio.get_running_loop().call_later(request.seconds_left, expire)
         request.on_end.append(lambda error: timer.cancel())
@@ -143,7 +159,7 @@ class WorkerFront:
             self._fail_worker(error)
         except Exception as error:
             log.exception("engine_event_failed")
-            self._fail_worker(InternalError(f"an event of the engine could not be handled: {error!r}"))
+            self._fail_worker(InternalError(f"an event of the engine could not be handled: {message_of(error)}"))
         finally:
             why = self.engine_failure.message if self.engine_failure else "it was stopped"
             self._fail_all(Unavailable(f"the worker's engine has ended: {why}"))
@@ -162,6 +178,8 @@ class WorkerFront:
                 self._refuse(request, convert.refusal(event))
             case messages.SlabImported():
                 self._connector.on_imported(event)
+            case messages.RequestAborted():
+                self._aborted(event)
             case messages.RequestFailed() if request := self._requests.get(event.request_id):
                 kind = InvalidRequest if event.is_callers_fault else InternalError
                 self.abort(request, kind(event.message))
@@ -229,7 +247,7 @@ class WorkerFront:
         except Exception as error:
             log.exception("startup_failed")
             self._fail_worker(
-                error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {error!r}")
+                error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {message_of(error)}")
             )
             self.stopped.set()
 
@@ -259,6 +277,9 @@ class WorkerFront:
         for request in self._requests:
             request.stream.fail(request.submit, error)
             self._requests.end(request, error)
+        aborting, self._aborting = self._aborting, {}
+        for request, reason in aborting.values():
+            request.stream.fail(request.submit, reason)
 
     # ------------------------------------------------------------------------------------------------- reports
 

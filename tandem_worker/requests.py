@@ -35,8 +35,9 @@ class GatewayStream:
         refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto())
         self.send(pb.Event(refused=refused))
 
-    def fail(self, submit: pb.Submit, error: TandemError) -> None:
-        failed = pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto())
+    def fail(self, submit: pb.Submit, error: TandemError, ledger: pb.PhaseLedger | None = None) -> None:
+        """`ledger`: what this phase had done, if the engine has reported that."""
+        failed = pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=error.to_proto(), ledger=ledger)
         self.send(pb.Event(failed=failed))
 
     def add(self, output: pb.TokenOutput) -> None:

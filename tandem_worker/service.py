@@ -11,6 +11,7 @@ from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.errors import InternalError, StaleIncarnation
 from tandem_runtime.log import get_logger
+from tandem_runtime.tracebacks import message_of
 from tandem_worker.front import WorkerFront
 from tandem_worker.model_card import AssetStore
 from tandem_worker.requests import GatewayStream
@@ -75,7 +76,7 @@ def _submit(front: WorkerFront, stream: GatewayStream, submit: pb.Submit) -> Non
         front.submit(stream, submit)
     except Exception as error:
         log.exception("submit_failed", request_id=submit.request_id)
-        stream.refuse(submit, InternalError(f"the worker could not take the request: {error!r}"))
+        stream.refuse(submit, InternalError(f"the worker could not take the request: {message_of(error)}"))
 
 
 def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> None:

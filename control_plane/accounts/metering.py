@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from control_plane.accounts.limits import NO_LIMITS, Limits, RateLimitStatus
 from control_plane.accounts.prices import Price, PriceTable
 from control_plane.generation import TokenRequest, Usage
 from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.tasks import TaskSet
 
 _MAX_ESTIMATED_ANSWER_TOKENS = 4096
 """Many clients send no max_tokens, and few answers fill a context. Tokens beyond this are counted at the end."""
@@ -59,6 +61,13 @@ class LedgerEntry(Protocol):
     def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
         """Close the row; only the first call counts. `usage` is None if no worker has done any work."""
 
+    def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
+        """Close the row of a request that its client ended before the first token; only the first close counts.
+
+        `num_computed` returns how many tokens of the prompt workers had computed. The row is closed when it returns;
+        until then the estimate counts.
+        """
+
 
 class Meter(Protocol):
     async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
@@ -72,6 +81,7 @@ class Metering:
         self._limiter = limiter
         self._ledger = ledger
         self._prices = prices
+        self._unfinished = TaskSet()
 
     def price_of(self, model_id: str) -> Price:
         return self._prices.of(model_id)
@@ -106,8 +116,22 @@ class Metering:
             self._limiter.settle(admission, used.num_prompt_tokens + used.num_completion_tokens)
         self._ledger.close(closing)
 
+    def close_when_known(self, num_computed: Callable[[], Awaitable[int]], close: Callable[[Usage], None]) -> None:
+        """Call `close` with what workers computed for a request without an answer, once they have said so."""
+
+        async def wait() -> None:
+            usage = NOTHING_USED
+            try:
+                num_tokens = await num_computed()
+                usage = Usage(num_tokens, num_tokens, 0, 0)
+            finally:
+                close(usage)
+
+        self._unfinished.spawn(wait(), name="unfinished-request")
+
     async def drain(self) -> None:
         """Wait until all changes are in the database."""
+        await self._unfinished.join()
         await asyncio.gather(self._limiter.drain(), self._ledger.drain())
 
 
@@ -144,6 +168,17 @@ class _MeteredEntry:
             self._add_price_header(used)
         self._metering.closed(self._admission, Closing(self._opening.request_id, status, used, finish_reasons, error))
 
+    def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+
+        def close(usage: Usage) -> None:
+            closing = Closing(self._opening.request_id, status, self.priced(usage), error=error)
+            self._metering.closed(self._admission, closing)
+
+        self._metering.close_when_known(num_computed, close)
+
     def _add_price_header(self, used: Usage) -> None:
         so_far = float(self._headers.get("cf-ai-neurons", 0))  # from other prompts of the same HTTP request
         self._headers["cf-ai-neurons"] = _neurons(so_far + (used.microneurons or 0) / 1e6)
@@ -164,6 +199,9 @@ class _UnmeteredEntry:
         return usage
 
     def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
+        return
+
+    def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
         return
 
 

@@ -90,7 +90,7 @@ class Recovery:
     # ------------------------------------------------------------------------------------------ a lost prefill
 
     def _prefill_lost(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
-        log.warning("prefill_failed", request_id=state.request.request_id, error=error.message)
+        log.warning("prefill_failed", request_id=state.request.request_id, error=error.log_text)
         waiting = [choice for choice in state.choices if not choice.is_over and not choice.tokens]
         if isinstance(error, Unavailable) and any(self._is_deadly(state, choice, call) for choice in waiting):
             state.fail(self._quarantine.put(state.request))
@@ -111,7 +111,8 @@ class Recovery:
             state.fail(refusal)
         except Exception as exception:
             log.exception("unhandled_exception", task="restart", request_id=state.request.request_id)
-            state.fail(InternalError(f"the request could not go on after its worker was lost: {exception!r}"))
+            kind = type(exception).__name__
+            state.fail(InternalError(f"the request could not go on after its worker was lost: {kind}"))
 
     def _another_prefill_is_sooner(self, state: RequestState) -> bool:
         """Return whether to use another prefill worker; only if every choice still waits for the prompt's cache."""
@@ -167,11 +168,12 @@ class Recovery:
         except Cancelled:
             log.debug("migration_cancelled", request_id=state.request.request_id, choice=choice.index)
         except TandemError as refusal:
-            log.warning("migration_failed", request_id=state.request.request_id, error=refusal.message)
+            log.warning("migration_failed", request_id=state.request.request_id, error=refusal.log_text)
             state.fail(refusal if isinstance(refusal, DeadlineExceeded) else error)
         except Exception as exception:
             log.exception("unhandled_exception", task="migration", request_id=state.request.request_id)
-            state.fail(InternalError(f"the answer could not go on after its worker was lost: {exception!r}"))
+            kind = type(exception).__name__
+            state.fail(InternalError(f"the answer could not go on after its worker was lost: {kind}"))
 
     async def _move_when_there_is_room(
         self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
@@ -210,7 +212,7 @@ class Recovery:
             choice=choice.index,
             num_tokens=len(choice.tokens),
             is_exact=is_exact,
-            error=error.message,
+            error=error.log_text,
         )
         now_ns = time.time_ns()
         attributes = {"tandem.choice": choice.index, "tandem.tokens": len(choice.tokens), "tandem.is_exact": is_exact}
@@ -223,7 +225,7 @@ class Recovery:
             try:
                 await self._submitter.wait_accepted(state, self._submitter.submit_choice(state, choice, worker, route))
             except (Overloaded, Unavailable) as refusal:
-                log.info("migration_refused", worker=worker.worker_id, error=refusal.message)
+                log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
                 last_refusal = refusal
             else:
                 return

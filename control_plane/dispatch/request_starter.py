@@ -18,7 +18,7 @@ from control_plane.routing.router import Route, Router
 from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavailable
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
-from tandem_runtime.tracing import tracer
+from tandem_runtime.tracing import span
 
 log = get_logger(__name__)
 
@@ -90,10 +90,10 @@ class RequestStarter:
     async def _attempt(self, state: RequestState) -> bool:
         """Route and submit both halves; return False if another route should be tried."""
         state.take_permit(self._budget)
-        with tracer().start_as_current_span("route") as span:
+        with span("route") as current:
             route = self._choose_route(state)
             description = route.describe()
-            span.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
+            current.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
         state.route_chosen(description, self._submitter.new_handle(state, route))
         try:
             await self._submit_both_halves(state, route)
@@ -156,7 +156,7 @@ class RequestStarter:
     def _raise_if_final(self, state: RequestState, error: TandemError) -> None:
         """Raise an error that every other worker would answer too, or the last attempt's; else note the error."""
         state.attempt_failed(error)
-        log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.message)
+        log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
         if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
             raise error
         if state.is_last_attempt:

@@ -126,6 +126,9 @@ class RequestState:
         self._prefill_over = asyncio.Event()
         self._phases: dict[WorkerCall, Phase] = {}
         # end
+        self._num_unfinished_tokens = 0
+        self._num_reports_due = 0
+        self._has_all_reports = asyncio.Event()
         self._recoveries: list[asyncio.Task[None]] = []
         self._is_closed = False
 
@@ -246,11 +249,19 @@ class RequestState:
             self.choices[call.choice_index].call = call
 
     def cancel_calls(self) -> bool:
-        """Cancel every open call; return whether one was open."""
+        """Cancel every open call; return whether one was open.
+
+        If the request ends with this, before its client has a token, the workers report what they had computed.
+        """
         calls = [call for call in (*(choice.call for choice in self.choices), self._prefill) if call is not None]
         was_open = any(call.is_open for call in calls)
+        wants_report = self._is_closed and not self.has_delivered
         for call in calls:
-            call.close(cancel=True)
+            if wants_report and call.is_open:
+                self._num_reports_due += 1
+                call.close(cancel=True, on_report=self._report_came)
+            else:
+                call.close(cancel=True)
         self._prefill = None
         self._prefill_over.clear()
         return was_open
@@ -277,6 +288,36 @@ class RequestState:
         await self._prefill_over.wait()
 
     @property
+    def has_delivered(self) -> bool:
+        """Whether the client has a token."""
+        return any(choice.num_delivered for choice in self.choices)
+
+    def worked(self, ledger: pb.PhaseLedger) -> None:
+        """Take in what a worker had done for a call that it does not finish."""
+        self._num_unfinished_tokens = max(self._num_unfinished_tokens, ledger.num_computed_tokens)
+
+    def _report_came(self, ledger: pb.PhaseLedger | None) -> None:
+        if ledger is not None:
+            self.worked(ledger)
+        self._num_reports_due -= 1
+        self._check_reports()
+
+    def _check_reports(self) -> None:
+        if self._is_closed and self._num_reports_due == 0:
+            self._has_all_reports.set()
+
+    async def num_unfinished_tokens(self) -> int:
+        """Return how many tokens of the prompt were computed for a request that ends before its first token.
+
+        Waits for the request's end, and then for the workers' reports, some seconds at most. Tokens that two workers
+        computed count once.
+        """
+        await self._has_all_reports.wait()
+        finished = [self._prefill_ledger, *(choice.prompt_ledger for choice in self.choices)]
+        computed = [ledger.num_computed_tokens for ledger in finished if ledger is not None]
+        return min(self._num_prompt_tokens, max([self._num_unfinished_tokens, *computed]))
+
+    @property
     def usage(self) -> Usage:
         """Return what the phases did; final once all tokens were delivered."""
         return usage_of(
@@ -301,9 +342,9 @@ class RequestState:
         first = output.position - self._num_prompt_tokens
         num_known = len(choice.tokens) - first
         if num_known != 0 and (first < 0 or not _continues(choice.tokens, first, token_ids)):
-            raise Diverged(
-                f"{output.request_id}: tokens {list(token_ids)} came for position {first} of the answer, which has "
-                f"{len(choice.tokens)} tokens, {choice.tokens[max(0, first) :][: len(token_ids)]} there"
+            raise Diverged(  # without the tokens, which are the client's answer: logs have this message
+                f"{output.request_id}: {len(token_ids)} tokens came for position {first} of the answer, which has "
+                f"{len(choice.tokens)} tokens; they leave a gap, or differ from the tokens there"
             )
         fresh = token_ids[num_known:]
         finish_reason = _FINISH_REASONS.get(output.finish_reason)
@@ -400,6 +441,7 @@ class RequestState:
             for task in self._recoveries:
                 task.cancel()
             self._observer.closed(self)
+            self._check_reports()
 
 
 def _continues(tokens: list[int], first: int, token_ids: tuple[int, ...]) -> bool:

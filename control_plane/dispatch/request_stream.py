@@ -60,6 +60,9 @@ class RequestStream:
             timer.cancel()
             await self.aclose()
 
+    async def num_unfinished_tokens(self) -> int:
+        return await self.state.num_unfinished_tokens()
+
     def stop_choice(self, choice_index: int) -> None:
         self.state.stop_choice(choice_index)
 

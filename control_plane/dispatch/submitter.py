@@ -130,6 +130,9 @@ class PrefillSink:
             if output.choice_index == len(state.choices) - 1:
                 state.prefill_ended()
 
+    def worked(self, ledger: pb.PhaseLedger) -> None:
+        self._state.worked(ledger)
+
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)
         self._state.prefill_ended()
@@ -157,6 +160,9 @@ class DecodeSink:
         if has_ledger:
             self._state.choice_ledger_received(self._choice, output.ledger, is_fresh=self._call.is_fresh)
             self._call.close(cancel=False)
+
+    def worked(self, ledger: pb.PhaseLedger) -> None:
+        self._state.worked(ledger)
 
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from control_plane.fleet.worker_links import WorkerLink
+from control_plane.fleet.worker_links import Report, WorkerLink
 from control_plane.generation import PhaseWork, Usage
 from control_plane.routing.cost_model import InFlightEntry, PrefillEstimate
 from tandem.v1 import types_pb2 as pb
@@ -59,15 +59,20 @@ class WorkerCall:
         if self.choice_index is not None:
             self.entry.prompt_read()
 
-    def close(self, *, cancel: bool) -> None:
-        """Stop listening to the worker, and cancel the request there; idempotent."""
+    def close(self, *, cancel: bool, on_report: Report | None = None) -> None:
+        """Stop listening to the worker, and cancel the request there; idempotent.
+
+        `on_report` is called once with what the worker had done for a call that is cancelled here.
+        """
         if not self.is_open:
+            if on_report is not None:
+                on_report(None)
             return
         self.is_open = False
         self.entry.remove()
         if cancel:
             self.answer(Cancelled("the request ended before its worker had answered"))
-            self.link.cancel(self.submit.request_id, self.submit.attempt)
+            self.link.cancel(self.submit.request_id, self.submit.attempt, on_report)
         else:
             self.link.forget(self.submit.request_id, self.submit.attempt)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -12,11 +12,18 @@ from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import InternalError, TandemError, Unavailable, from_proto
 from tandem_runtime.log import get_logger
-from tandem_runtime.tasks import TaskSet
+from tandem_runtime.tasks import TaskSet, supervised
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
 _RECONNECT_SECONDS = 0.2
+_LONGEST_RESTART_SECONDS = 1.0
+_REPORT_SECONDS = 10.0
+"""Longer than a step of an engine: an engine reports between two steps."""
+
+Report = Callable[[pb.PhaseLedger | None], None]
+"""Takes what a worker had done for a cancelled call; None: it does not say."""
 
 
 class Sink(Protocol):
@@ -25,6 +32,9 @@ class Sink(Protocol):
     def accepted(self) -> None: ...
 
     def output(self, output: pb.TokenOutput) -> None: ...
+
+    def worked(self, ledger: pb.PhaseLedger) -> None:
+        """What the worker had done for a request that it does not finish; `ended` follows."""
 
     def ended(self, error: TandemError) -> None:
         """The worker refused the request, failed it, or is gone."""
@@ -39,9 +49,11 @@ class WorkerLink:
             gateway_id=gateway_id, gateway_incarnation=gateway_incarnation, worker_incarnation=worker.incarnation
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
+        self._reports: dict[tuple[str, int], Report] = {}
         self._commands: asyncio.Queue[pb.Command | pb.Submit | None] = asyncio.Queue()
         self._is_retiring = False
-        self._task = asyncio.create_task(self._run())
+        loop = supervised("worker-link", self._run, longest_pause_seconds=_LONGEST_RESTART_SECONDS)
+        self._task = asyncio.create_task(loop, name=f"link-{worker.worker_id}")
 
     @property
     def num_requests(self) -> int:
@@ -57,10 +69,20 @@ class WorkerLink:
         self._sinks[submit.request_id, submit.attempt] = sink
         self._commands.put_nowait(submit)
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Cancel a request and drop its later events; unknown ids are ignored."""
-        if self._sinks.pop((request_id, attempt), None) is not None:
-            self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=request_id, attempt=attempt)))
+    def cancel(self, request_id: str, attempt: int, on_report: Report | None = None) -> None:
+        """Cancel a request and drop its later events; unknown ids are ignored.
+
+        `on_report` is called once, within some seconds, with what the worker had done.
+        """
+        key = request_id, attempt
+        if self._sinks.pop(key, None) is None:
+            if on_report is not None:
+                on_report(None)
+            return
+        if on_report is not None:
+            self._reports[key] = on_report
+            asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report, key, None)
+        self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=request_id, attempt=attempt)))
 
     def forget(self, request_id: str, attempt: int) -> None:
         """Drop the later events of a request that has finished."""
@@ -98,7 +120,7 @@ class WorkerLink:
             return error.message
         except Exception as error:
             log.exception("attach_failed", worker=self.worker.worker_id)
-            return repr(error)
+            return message_of(error)
         return "the worker closed it"
 
     async def _attach(self) -> None:
@@ -125,35 +147,51 @@ class WorkerLink:
             case "refused":
                 self._end(event.refused.request_id, event.refused.attempt, event.refused.error)
             case "failed":
-                self._end(event.failed.request_id, event.failed.attempt, event.failed.error)
+                ledger = event.failed.ledger if event.failed.HasField("ledger") else None
+                self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
 
     def _output(self, output: pb.TokenOutput) -> None:
         """Pass an output on; an output that its request rejects ends that request, not the stream of all others."""
-        sink = self._sinks.get((output.request_id, output.attempt))
+        key = output.request_id, output.attempt
+        sink = self._sinks.get(key)
         if sink is None:
+            if output.HasField("ledger"):  # the phase had finished when the cancel came
+                self._report(key, output.ledger)
             return
         try:
             sink.output(output)
         except Exception as error:
             if not isinstance(error, TandemError):
                 log.exception("output_rejected", request_id=output.request_id)
-                error = InternalError(f"an output of worker {self.worker.worker_id} was rejected: {error!r}")
+                error = InternalError(f"an output of worker {self.worker.worker_id} was rejected: {message_of(error)}")
             self.cancel(output.request_id, output.attempt)
             sink.ended(error)
 
-    def _end(self, request_id: str, attempt: int, detail: pb.ErrorDetail) -> None:
+    def _end(self, request_id: str, attempt: int, detail: pb.ErrorDetail, ledger: pb.PhaseLedger | None = None) -> None:
+        self._report((request_id, attempt), ledger)
         if sink := self._sinks.pop((request_id, attempt), None):
+            if ledger is not None:
+                sink.worked(ledger)
             sink.ended(from_proto(detail))
+
+    def _report(self, key: tuple[str, int], ledger: pb.PhaseLedger | None) -> None:
+        if on_report := self._reports.pop(key, None):
+            on_report(ledger)
 
     def _fail_all(self, error: TandemError) -> None:
         """End every call with `error`, and drop unsent commands: a new stream must not send them."""
         sinks, self._sinks = self._sinks, {}
         self._commands.put_nowait(None)
         self._commands = asyncio.Queue()
-        for sink in sinks.values():
-            sink.ended(error)
+        for key in list(self._reports):
+            self._report(key, None)
+        for (request_id, _), sink in sinks.items():
+            try:
+                sink.ended(error)
+            except Exception:  # one request must not keep the others from their end, nor the link from its next stream
+                log.exception("call_not_ended", request_id=request_id)
 
 
 class LinkPool:

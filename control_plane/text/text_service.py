@@ -420,8 +420,11 @@ class TextStream:
     def _close_entry(self, error: BaseException | None) -> None:
         """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
         status, _, reasons, name = _outcome(error)
-        # Before the first token, the computed part of the prompt is unknown, so nothing is counted.
-        self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
+        if not self._has_tokens and (status == "cancelled" or isinstance(error, DeadlineExceeded)):
+            # The client left, or set a deadline: it pays for what workers report as computed.
+            self._entry.close_unfinished(status, self._tokens.num_unfinished_tokens, name)
+        else:
+            self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
 
     async def _token_batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
         iterator = aiter(self._tokens.batches())

@@ -124,18 +124,19 @@ class Scheduler:
         if request is not None and request.state is RequestState.IMPORTING:
             self._begin_decoding(request)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request in whatever state it is, and free its blocks; unknown ids are ignored."""
+    def abort(self, request_id: str) -> Request | None:
+        """Forget a request in whatever state it is, free its blocks, and return it; None for an unknown id."""
         self._is_stalled = False
         self._early_outputs = [output for output in self._early_outputs if output.request_id != request_id]
         request = self._requests.get(request_id)
         if request is None:
-            return
+            return None
         if request.state in (RequestState.WAITING, RequestState.PREEMPTED):
             self._waiting.remove(request)
         elif request.state is RequestState.RUNNING:
             self._running.remove(request)
         self._finish(request)
+        return request
 
     def release_held(self, request_id: str) -> None:
         """Free a prefill request's blocks, now or once it is done; other requests are ignored."""

@@ -10,7 +10,7 @@ from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
-from tandem_runtime.errors import KvNotFound, StaleIncarnation, TandemError
+from tandem_runtime.errors import Cancelled, KvNotFound, StaleIncarnation, TandemError
 from tandem_runtime.server import GrpcServer
 
 MODEL = "tiny"
@@ -36,9 +36,9 @@ class AttachStream:
         detail = error.to_proto()
         self._put(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
 
-    def fail(self, submit: pb.Submit, error: TandemError) -> None:
+    def fail(self, submit: pb.Submit | pb.Cancel, error: TandemError, ledger: pb.PhaseLedger | None = None) -> None:
         detail = error.to_proto()
-        self._put(failed=pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+        self._put(failed=pb.Failed(request_id=submit.request_id, attempt=submit.attempt, error=detail, ledger=ledger))
 
     def tokens(self, submit: pb.Submit, position: int, token_ids: Sequence[int], **fields: Any) -> None:
         output = pb.TokenOutput(
@@ -122,6 +122,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.cancels: list[pb.Cancel] = []
+        self.num_computed_tokens: int | None = None
+        """What the worker reports as computed when a request is cancelled; None: it reports nothing."""
         self.hellos: list[pb.AttachHello] = []
         self.streams: list[AttachStream] = []
         self.pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)
@@ -201,6 +203,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 task.add_done_callback(self._running.discard)
             case "cancel":
                 self.cancels.append(command.cancel)
+                if self.num_computed_tokens is not None:
+                    ledger = pb.PhaseLedger(num_computed_tokens=self.num_computed_tokens)
+                    attach.fail(command.cancel, Cancelled("the gateway cancelled the request"), ledger)
 
 
 def kv_service(name: str = "kv-0", address: str = "127.0.0.1:1", host_id: str = "host-a") -> pb.WorkerInfo:

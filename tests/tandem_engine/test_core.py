@@ -10,6 +10,7 @@ from tandem_engine.messages import (
     MapRegion,
     Recompute,
     ReleaseHeld,
+    RequestAborted,
     RequestFailed,
     Shutdown,
     SlabImported,
@@ -24,12 +25,30 @@ def test_aborts_and_releases_answer_with_the_new_figures() -> None:
     harness.add("p", [1, 2, 3], mode="prefill")
     harness.add("a", [1, 2, 3], max_tokens=9)
     harness.step()
-    (after_abort,) = harness.core.handle(AbortRequest("a"))
+    aborted, after_abort = harness.core.handle(AbortRequest("a"))
+    assert isinstance(aborted, RequestAborted)
     assert isinstance(after_abort, StepDone)
     assert (after_abort.step, after_abort.outputs, after_abort.stats.num_running) == (1, [], 0)
     (after_release,) = harness.core.handle(ReleaseHeld("p"))
     assert isinstance(after_release, StepDone)
     assert (after_release.stats.num_held_blocks, after_release.stats.num_free_blocks) == (0, 16)
+    harness.assert_nothing_is_left()
+
+
+def test_an_abort_says_what_had_been_computed() -> None:
+    """Whoever leaves in the middle of a prompt pays for that much of it."""
+    harness = EngineHarness(max_num_batched_tokens=8)
+    prompt = list(range(1, 21))
+    harness.add("waits", prompt)
+    assert harness.core.handle(AbortRequest("waits"))[0] == RequestAborted("waits")
+    for mode in ("aggregated", "prefill"):
+        harness.add("a", prompt, mode=mode)
+        harness.step()
+        aborted, _ = harness.core.handle(AbortRequest("a"))
+        assert isinstance(aborted, RequestAborted)
+        assert aborted.num_computed_tokens + aborted.num_cached_tokens == 8
+        assert aborted.num_computed_tokens > 0 and aborted.num_generated_tokens == 0
+    assert harness.core.handle(AbortRequest("nobody's"))[0] == RequestAborted("nobody's")
     harness.assert_nothing_is_left()
 
 

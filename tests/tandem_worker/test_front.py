@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,7 +13,14 @@ import pytest
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply
 from tandem_engine import messages
-from tandem_engine.messages import AbortRequest, AddRequest, EngineFailed, RequestFailed, Reserved
+from tandem_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    RequestAborted,
+    RequestFailed,
+    Reserved,
+)
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.front import WorkerFront
@@ -203,13 +210,46 @@ async def test_what_cannot_be_served_is_refused_before_the_engine_hears_of_it(
 async def test_a_request_ends_at_its_deadline() -> None:
     async with harness() as here:
         stream = GatewayStream()
+        here.engine.answer = answer_aborts(here.engine)
         here.front.submit(stream, submit(seconds=0.05))
-        assert [error_of(event) for event in await received(stream, 1)] == ["DeadlineExceeded"]
+        (failed,) = await received(stream, 1)
+        assert (error_of(failed), failed.failed.ledger.num_computed_tokens) == ("DeadlineExceeded", 2)
         assert here.engine.sent[-1] == AbortRequest("r.0")
         here.engine.emit(step([output("r.0", 3, [7])]))  # sent before the abort: the front drops it
         here.front.submit(stream, submit("next"))
         here.engine.emit(Reserved("next.0", 0))
         assert kinds(await received(stream, 1)) == ["accepted"]
+
+
+def answer_aborts(engine: ScriptedEngine) -> Callable[[messages.Command], None]:
+    def answer(command: messages.Command) -> None:
+        if isinstance(command, AbortRequest):
+            engine.emit(RequestAborted(command.request_id, num_computed_tokens=2, num_cached_tokens=1))
+
+    return answer
+
+
+async def test_a_cancel_is_answered_with_what_was_computed() -> None:
+    async with harness() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit())
+        here.front.cancel(stream, pb.Cancel(request_id="r"))
+        assert [type(error).__name__ for error in here.connector.ends] == ["Cancelled"], "at once, whatever the engine"
+        here.engine.emit(RequestAborted("r.0", num_computed_tokens=2, num_cached_tokens=1))
+        (failed,) = await received(stream, 1)
+        ledger = failed.failed.ledger
+        assert error_of(failed) == "Cancelled"
+        assert (ledger.num_prompt_tokens, ledger.num_computed_tokens, ledger.num_cached_tokens) == (3, 2, 1)
+
+
+async def test_a_cancel_that_the_engine_did_not_live_to_answer_is_answered_without_figures() -> None:
+    async with harness() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit())
+        here.front.cancel(stream, pb.Cancel(request_id="r"))
+        here.engine.end()
+        (failed,) = await received(stream, 1)
+        assert error_of(failed) == "Cancelled" and not failed.failed.HasField("ledger")
 
 
 async def test_only_the_gateway_that_asked_can_cancel() -> None:

@@ -15,7 +15,10 @@ import openai
 import pytest
 import sqlalchemy as sa
 
+from control_plane.accounts.errors import LimitReached
+from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.limits import Limits, Window
+from control_plane.accounts.metering import BilledRequest
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
 from control_plane.storage.database import database_url
@@ -56,14 +59,16 @@ class World:
 
 
 @asynccontextmanager
-async def world(accounts: Accounts, script: Script | None = None, limits: Limits | None = None) -> AsyncIterator[World]:
+async def world(
+    accounts: Accounts, script: Script | None = None, limits: Limits | None = None, timeout_seconds: float = 60.0
+) -> AsyncIterator[World]:
     """A gateway with an account, whose token its client sends."""
     accounts.metering._prices = PRICES
     await accounts.store.create("me", limits or Limits())
     token, secret = await accounts.store.create_token("me", "first", ["inference", "usage"])
     accounts.authenticator.forget()
     dispatcher = ScriptedDispatcher(script or Script(HELLO, num_cached_tokens=2))
-    async with serve(dispatcher, accounts=accounts) as gateway:
+    async with serve(dispatcher, accounts=accounts, timeout_seconds=timeout_seconds) as gateway:
         gateway.client.headers["authorization"] = f"Bearer {secret}"
         yield World(gateway, accounts, token.id)
 
@@ -160,6 +165,66 @@ async def test_what_fails_before_its_first_token_costs_nothing(
         row, window = await here.row(), await here.window()
     assert (row.status, row.error, row.num_prompt_tokens, row.microneurons) == ("failed", error, 0, 0)
     assert row.num_asked_tokens > 0 and window.running == {} and window.num_tokens == 0
+
+
+@pytest.mark.parametrize("ends_by", ["leaving", "its own deadline"])
+async def test_who_ends_a_request_before_its_first_token_pays_for_what_was_computed(
+    accounts: Accounts, ends_by: str
+) -> None:
+    script = Script(HELLO, pause_after=0, num_unfinished_tokens=NUM_PROMPT - 3)
+    seconds = 60.0 if ends_by == "leaving" else 0.2
+    async with world(accounts, script, Limits(None, 1000, 1), timeout_seconds=seconds) as here:
+        body = {"model": "demo", "prompt": PROMPT}
+        if ends_by == "leaving":
+            asking = asyncio.create_task(here.gateway.client.post("/v1/completions", json=body))
+            await here.gateway.dispatcher.waits_for_resume.wait()
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:
+            answer = await here.gateway.client.post("/v1/completions", json=body)
+            assert answer.status_code == 408
+        async with asyncio.timeout(10):
+            await here.gateway.dispatcher.last.closed.wait()
+        row, window = await here.row(), await here.window()
+    assert (row.status, row.num_prompt_tokens, row.num_computed_tokens) == (
+        ("cancelled" if ends_by == "leaving" else "failed"),
+        NUM_PROMPT - 3,
+        NUM_PROMPT - 3,
+    )
+    assert (row.num_asked_tokens, row.num_cached_tokens, row.num_completion_tokens) == (NUM_PROMPT, 0, 0)
+    assert row.microneurons == (NUM_PROMPT - 3) * 1e6, "the price of computed tokens"
+    assert window.running == {} and window.num_tokens == NUM_PROMPT - 3
+
+
+async def test_limits_are_not_avoided_by_leaving_before_the_first_token(accounts: Accounts) -> None:
+    """Finding 13: an account of 130,000 tokens a minute had any number of prompts of 128,000 computed."""
+    caller = Caller("r", "me", identity=Identity("me", limits=Limits(max_tokens_per_minute=130_000)))
+
+    async def leave(request_id: str) -> None:
+        entry = await accounts.metering.admit(caller, BilledRequest(request_id, "m", 1, 128_000, 16))
+        entry.close_unfinished("cancelled", computed)
+        await accounts.metering.drain()
+
+    async def computed() -> int:
+        return 128_000
+
+    await accounts.store.create("me")
+    await leave("first")
+    with pytest.raises(LimitReached):
+        await leave("second")
+
+
+async def test_what_no_worker_had_begun_costs_whoever_leaves_nothing(accounts: Accounts) -> None:
+    async with world(accounts, Script(HELLO, pause_after=0), Limits(None, 1000, 1)) as here:
+        asking = asyncio.create_task(here.gateway.client.post("/v1/chat/completions", json=CHAT))
+        await here.gateway.dispatcher.waits_for_resume.wait()
+        asking.cancel()
+        await asyncio.wait([asking])
+        async with asyncio.timeout(10):
+            await here.gateway.dispatcher.last.closed.wait()
+        row, window = await here.row(), await here.window()
+    assert (row.status, row.num_prompt_tokens, row.microneurons) == ("cancelled", 0, 0)
+    assert window.running == {} and window.num_tokens == 0
 
 
 async def test_what_is_refused_before_it_is_admitted_has_no_row(accounts: Accounts) -> None:

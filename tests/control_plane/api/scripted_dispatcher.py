@@ -19,6 +19,8 @@ class Script:
     finish_reason: FinishReason = "stop"
     tokens_per_delta: int = 1
     num_cached_tokens: int = 0
+    num_unfinished_tokens: int = 0
+    """What workers report as computed if the request is closed before its first token."""
     refuse: Exception | None = None
     fail_after: int | None = None
     """Raise `failure` after that many deltas."""
@@ -36,6 +38,7 @@ class ScriptedStream:
         self.script = script
         self.route: Mapping[str, Any] = {"reason": "scripted"}
         self.closed = asyncio.Event()
+        self.pauses = asyncio.Event()
         self.ended = False
         self.stopped_choices: set[int] = set()
         self.num_generated = 0
@@ -48,6 +51,7 @@ class ScriptedStream:
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         for delta in self._deltas():
             if self._num_deltas == self.script.pause_after:
+                self.pauses.set()
                 await self.script.resume.wait()
             if self._num_deltas == self.script.fail_after and self.script.failure is not None:
                 raise self.script.failure
@@ -65,6 +69,10 @@ class ScriptedStream:
 
     async def aclose(self) -> None:
         self.closed.set()
+
+    async def num_unfinished_tokens(self) -> int:
+        await self.closed.wait()
+        return self.script.num_unfinished_tokens
 
     @property
     def usage(self) -> Usage:
@@ -111,6 +119,8 @@ class ScriptedDispatcher:
         self.streams: list[ScriptedStream] = []
         self.submit_cancelled = asyncio.Event()
         self.submitted = asyncio.Event()
+        self.waits_for_resume = asyncio.Event()
+        """Set once a stream waits at its `pause_after`."""
 
     async def submit(self, request: TokenRequest) -> ScriptedStream:
         self.requests.append(request)
@@ -125,6 +135,7 @@ class ScriptedDispatcher:
         if script.refuse is not None:
             raise script.refuse
         self.streams.append(ScriptedStream(request, script))
+        self.streams[-1].pauses = self.waits_for_resume
         return self.streams[-1]
 
     @property

@@ -150,6 +150,55 @@ async def test_a_caller_cancelled_while_workers_decide_leaves_nothing_behind() -
         await prefill.until(lambda prefill: len(prefill.cancels) == len(prefill.submits))
 
 
+async def test_workers_report_what_they_computed_for_a_client_that_left_before_its_first_token() -> None:
+    """Each of them counts once: two workers that computed the same tokens did so for our sake."""
+    prefill, decode = ScriptedWorker("p", PREFILL, only_accept), ScriptedWorker("d", behave=only_accept)
+    prefill.num_computed_tokens, decode.num_computed_tokens = 32, 16
+    async with harness(prefill, decode) as here:
+        stream = await here.dispatcher.submit(new_request())
+        await stream.aclose()
+        assert await asyncio.wait_for(stream.num_unfinished_tokens(), 5) == 32
+
+
+async def test_a_worker_that_is_lost_before_it_reports_costs_whoever_left_nothing() -> None:
+    decode = ScriptedWorker("d", behave=only_accept)
+    async with harness(decode) as here:
+        stream = await here.dispatcher.submit(new_request())
+        await stream.aclose()
+        await decode.until(lambda decode: len(decode.cancels) == 1)
+        decode.streams[0].events.put_nowait(None)
+        assert await asyncio.wait_for(stream.num_unfinished_tokens(), 5) == 0
+
+
+async def test_the_ledger_of_a_prompt_that_was_done_when_its_client_left_counts() -> None:
+    """Prefill's first token was on its way; no client has it."""
+
+    async def first_token_after_the_cancel(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
+        await worker.until(lambda worker: len(worker.cancels) == 1)
+        await serve(worker, attach, submit)
+
+    prefill = ScriptedWorker("p", PREFILL, first_token_after_the_cancel)
+    decode = ScriptedWorker("d", behave=only_accept)
+    decode.num_computed_tokens = 0
+    async with harness(prefill, decode) as here:
+        stream = await here.dispatcher.submit(new_request())
+        await stream.aclose()
+        assert await asyncio.wait_for(stream.num_unfinished_tokens(), 5) == len(PROMPT)
+
+
+async def test_at_its_deadline_a_request_has_what_its_worker_had_computed() -> None:
+    async def expire(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
+        attach.fail(submit, DeadlineExceeded("its deadline passed"), pb.PhaseLedger(num_computed_tokens=24))
+
+    async with harness(ScriptedWorker("d", behave=expire)) as here:
+        stream = await here.dispatcher.submit(new_request())
+        with pytest.raises(DeadlineExceeded):
+            await tokens_of(stream)
+        assert await asyncio.wait_for(stream.num_unfinished_tokens(), 5) == 24
+
+
 async def test_a_prefill_worker_lost_after_it_accepted_lets_decode_compute() -> None:
     async def wait_for_recompute(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         attach.accept(submit)

@@ -17,7 +17,7 @@ from control_plane.dispatch.submitter import DecodeSink, PrefillSink
 from control_plane.dispatch.wakeups import WakeupScheduler
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.worker_links import WorkerLink
+from control_plane.fleet.worker_links import Report, WorkerLink
 from control_plane.generation import TokenRequest
 from control_plane.routing.cost_model import InFlight
 from control_plane.routing.router import Router
@@ -37,7 +37,7 @@ class RecordedLink:
         self.calls: list[str] = []
         self.worker = Worker(pb.WorkerInfo(incarnation="w-1"), pb.LoadReport(), 0.0)
 
-    def cancel(self, request_id: str, attempt: int) -> None:
+    def cancel(self, request_id: str, attempt: int, on_report: Report | None = None) -> None:
         self.calls.append("cancel")
 
     def forget(self, request_id: str, attempt: int) -> None:

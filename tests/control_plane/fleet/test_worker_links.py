@@ -43,6 +43,9 @@ class Heard:
             raise self.bug
         self._add(f"tokens {len(output.token_ids)}")
 
+    def worked(self, ledger: pb.PhaseLedger) -> None:
+        self._add(f"worked {ledger.num_computed_tokens}")
+
     def ended(self, error: TandemError) -> None:
         self.errors.append(error)
         self._add("ended")

@@ -78,6 +78,8 @@ class Submission:
         if output.HasField("ledger") and (is_last_choice or not self._submit.choice_seeds):
             self._end(None)
 
+    def worked(self, ledger: pb.PhaseLedger) -> None: ...
+
     def ended(self, error: TandemError) -> None:
         self._end(error)
 

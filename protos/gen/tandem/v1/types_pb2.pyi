@@ -1020,27 +1020,33 @@ class Refused(message.Message):
 
 @typing.final
 class Failed(message.Message):
-    """The request failed after it had been accepted."""
+    """The request failed after it had been accepted, or was cancelled."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    LEDGER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     @builtins.property
     def error(self) -> ErrorDetail: ...
+    @builtins.property
+    def ledger(self) -> PhaseLedger:
+        """after a cancel or a passed deadline: what the phase had done"""
+
     def __init__(
         self,
         *,
         request_id: builtins.str = ...,
         attempt: builtins.int = ...,
         error: ErrorDetail | None = ...,
+        ledger: PhaseLedger | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error", "ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "error", b"error", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "error", b"error", "ledger", b"ledger", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from control_plane.storage.database import Database
 from control_plane.storage.tables import ledger
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
@@ -158,7 +159,7 @@ class Ledger:
             error = failure
         except Exception as unexpected:
             log.exception("ledger_failed")
-            error = InternalError(f"the ledger could not be written: {unexpected!r}")
+            error = InternalError(f"the ledger could not be written: {message_of(unexpected)}")
         for _, written in openings:
             _resolve(written, error)
         return error
@@ -187,7 +188,7 @@ class Ledger:
         log.error(
             "ledger_row_refused",
             rows=[*(row for row, _ in openings), *closings],
-            error=str(getattr(refusal, "orig", refusal)),
+            error=type(getattr(refusal, "orig", None) or refusal).__name__,
         )
         for _, written in openings:
             _resolve(written, error)

@@ -24,6 +24,7 @@ from control_plane.storage.database import Database
 from control_plane.storage.tables import windows
 from tandem_runtime.errors import InternalError, TandemError, Unavailable
 from tandem_runtime.log import get_logger
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
@@ -202,7 +203,7 @@ class AccountLimiter:
                     await self._failed(batch, error)
                 except Exception as unexpected:
                     log.exception("limits_failed", account=self._account)
-                    await self._failed(batch, InternalError(f"the limits could not be read: {unexpected!r}"))
+                    await self._failed(batch, InternalError(f"the limits could not be read: {message_of(unexpected)}"))
                 else:
                     for change, result in zip(batch, results, strict=True):
                         if change.answer is not None and not change.answer.done():

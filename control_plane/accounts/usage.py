@@ -1,4 +1,4 @@
-"""Sums the ledger by day, model and account."""
+"""Sums the ledger by day, model and account, beside the requests and without delaying them."""
 
 from __future__ import annotations
 
@@ -50,10 +50,13 @@ class UsageReport:
         ]
         sums = [sa.cast(sa.func.sum(column), sa.BigInteger).label(column.name) for column in _SUMMED]
         found = sa.select(*by, sa.func.count().label("num_requests"), *sums).where(*is_wanted).group_by(*by)
-        async with self._database.each() as connection:
-            total = await connection.scalar(sa.select(sa.func.count()).select_from(found.subquery()))
-            rows = await connection.execute(found.order_by(*by).offset(offset).limit(count))
+
+        def read(connection: sa.Connection) -> tuple[list[dict[str, Any]], int]:
+            total = connection.scalar(sa.select(sa.func.count()).select_from(found.subquery()))
+            rows = connection.execute(found.order_by(*by).offset(offset).limit(count))
             return [_json(row) for row in rows.mappings()], total or 0
+
+        return await self._database.report(read)
 
 
 _SUMMED = [*(ledger.c[f"num_{name}_tokens"] for name in _COUNTS), ledger.c.microneurons]

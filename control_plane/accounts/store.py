@@ -20,6 +20,7 @@ from control_plane.storage.database import Database
 from control_plane.storage.tables import accounts, tokens
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
+from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
@@ -93,9 +94,15 @@ class AccountStore:
         row = await self._database.run(lambda connection: connection.execute(any_one).first(), single=True)
         return row is not None
 
-    async def change(self, account_id: str, *, limits: Limits | None = None, disabled: bool | None = None) -> Account:
-        """Replace an account's limits, or disable or enable it. Raise NoSuchThing."""
-        values: dict[str, Any] = vars(limits).copy() if limits is not None else {}
+    async def change(
+        self, account_id: str, *, limits: Mapping[str, int | None] | None = None, disabled: bool | None = None
+    ) -> Account:
+        """Change some limits of an account, by their fields in `Limits`, or disable or enable it. Raise NoSuchThing.
+
+        One statement changes the named columns only, so that two changes of different limits at once keep both.
+        """
+        values: dict[str, Any] = dict(limits or {})
+        Limits(**values)  # raises InvalidRequest for a value that is no limit
         if disabled is not None:
             values["disabled_ms"] = now_ms() if disabled else None
         if values:
@@ -244,7 +251,7 @@ class Lookup(Generic[T]):
             _fail(batch, error)
         except Exception as unexpected:
             log.exception("account_lookup_failed")
-            _fail(batch, InternalError(f"the database could not be read: {unexpected!r}"))
+            _fail(batch, InternalError(f"the database could not be read: {message_of(unexpected)}"))
         else:
             for digest, found in batch.items():
                 found.set_result(holders.get(digest))

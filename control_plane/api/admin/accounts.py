@@ -6,7 +6,7 @@ Paths and envelope are Cloudflare's where Cloudflare has them: accounts, account
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -96,8 +96,7 @@ class Administration:
 
     async def create_account(self, request: Request) -> Response:
         body = await _checked(request, AccountBody)
-        limits = _changed(Limits(), body.limits)
-        account = await self._store.create(body.name, limits)
+        account = await self._store.create(body.name, Limits(**_limits_in(body.limits)))
         return _envelope(_account_json(account))
 
     async def get_account(self, request: Request) -> Response:
@@ -106,8 +105,7 @@ class Administration:
     async def change_account(self, request: Request) -> Response:
         body = await _checked(request, AccountChange)
         account_id = request.path_params["account"]
-        limits = _changed((await self._store.get(account_id)).limits, body.limits)
-        account = await self._store.change(account_id, limits=limits, disabled=body.disabled)
+        account = await self._store.change(account_id, limits=_limits_in(body.limits), disabled=body.disabled)
         self._authenticator.forget()
         return _envelope(_account_json(account))
 
@@ -145,11 +143,12 @@ async def _checked(request: Request, kind: type[Checked]) -> Checked:
     return body
 
 
-def _changed(limits: Limits, body: LimitsBody | None) -> Limits:
+def _limits_in(body: LimitsBody | None) -> dict[str, int | None]:
+    """Return the limits that the body has, by their fields in `Limits`."""
     if body is None:
-        return limits
+        return {}
     refuse_extras(body, at="limits.")
-    return replace(limits, **{f"max_{name}": getattr(body, name) for name in body.model_fields_set})
+    return {f"max_{name}": getattr(body, name) for name in body.model_fields_set & LimitsBody.model_fields.keys()}
 
 
 def _identity(request: Request) -> Identity:

@@ -43,12 +43,12 @@ async def test_of_many_who_make_an_account_at_once_one_succeeds(accounts: Accoun
     assert sorted(type(result).__name__ for result in results) == ["Account"] + ["AlreadyThere"] * 7
 
 
-async def test_limits_are_replaced_and_accounts_shut(accounts: Accounts) -> None:
+async def test_a_named_limit_is_changed_and_an_account_shut(accounts: Accounts) -> None:
     await accounts.store.create("me", Limits(1, 2, 3))
-    changed = await accounts.store.change("me", limits=Limits(max_tokens_per_minute=5), disabled=True)
-    assert changed.limits == Limits(None, 5, None) and changed.disabled_ms is not None
+    changed = await accounts.store.change("me", limits={"max_tokens_per_minute": 5}, disabled=True)
+    assert changed.limits == Limits(1, 5, 3) and changed.disabled_ms is not None
     again = await accounts.store.change("me", disabled=False)
-    assert again.limits == Limits(None, 5, None) and again.disabled_ms is None
+    assert again.limits == Limits(1, 5, 3) and again.disabled_ms is None
     with pytest.raises(NoSuchThing):
         await accounts.store.change("nobody", disabled=True)
 
@@ -118,3 +118,22 @@ def _digest(secret: str) -> bytes:
     digest = digest_of(secret)
     assert digest is not None
     return digest
+
+
+async def test_two_changes_of_different_limits_at_once_lose_none(accounts: Accounts) -> None:
+    """Finding 28: each read all limits, changed one, and wrote all."""
+    await accounts.store.create("me", Limits(1, 2, 3))
+    for number in range(10, 20):
+        await asyncio.gather(
+            accounts.store.change("me", limits={"max_requests_per_minute": number}),
+            accounts.store.change("me", limits={"max_tokens_per_minute": number}),
+            accounts.store.change("me", limits={"max_concurrent_requests": None}),
+        )
+        assert (await accounts.store.get("me")).limits == Limits(number, number, None)
+
+
+async def test_a_limit_that_makes_no_sense_changes_nothing(accounts: Accounts) -> None:
+    await accounts.store.create("me", Limits(1, 2, 3))
+    with pytest.raises(InvalidRequest, match="max_tokens_per_minute is 0"):
+        await accounts.store.change("me", limits={"max_tokens_per_minute": 0, "max_requests_per_minute": 9})
+    assert (await accounts.store.get("me")).limits == Limits(1, 2, 3)

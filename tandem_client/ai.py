@@ -73,8 +73,8 @@ class AI:
         """Run `model` and return its result, or, with `"stream": True`, an iterator of its tokens.
 
         `timeout` is in seconds: until the result, or between two tokens of a stream. A call that does not stream is
-        retried twice at most, if the server did not answer or was busy. Raises TandemAPIError if the server refuses
-        the call, streamed or not. The iterator raises errors that occur later.
+        retried twice at most, if the server could not be reached or was busy. Raises TandemAPIError if the server
+        refuses the call, streamed or not. The iterator raises errors that occur later.
         """
         options = self._connection.request_options(model, inputs, extra_headers, timeout)
         return self._stream(options) if inputs.get("stream") else self._result(options)

@@ -58,21 +58,34 @@ class Connection:
         return {"method": "GET", "url": "/v1/models", "headers": request_headers(self.token, None)}
 
     def failed(self, error: httpx.TransportError) -> TandemConnectionError:
-        """Return the exception for a transport error."""
+        """Return the exception for a transport error. Only while connecting is it certain that nothing was sent."""
+        failed = self._failed(error)
+        failed.was_sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        return failed
+
+    def _failed(self, error: httpx.TransportError) -> TandemConnectionError:
         if isinstance(error, httpx.TimeoutException):
             return TandemTimeoutError(None, 0, f"no answer in time from {self.base_url} ({type(error).__name__})")
+        reason = str(error) or type(error).__name__
+        if isinstance(error, httpx.ConnectError):
+            return TandemConnectionError(None, 0, f"no answer from {self.base_url}: {reason}; is Tandem running there?")
         return TandemConnectionError(
-            None, 0, f"no answer from {self.base_url}: {error or type(error).__name__}; is Tandem running there?"
+            None,
+            0,
+            f"the connection to {self.base_url} broke before the whole answer was here: {reason}; the call may have "
+            "run and is not repeated by itself, because it would be billed twice",
         )
 
 
 def retry_delay_seconds(error: TandemAPIError, num_tries: int) -> float | None:
     """Return the seconds to wait before a retry, or None for no retry.
 
-    Retried are errors that can pass: no connection, too busy, draining. If the server asks for a longer wait than
-    MAX_RETRY_DELAY_SECONDS, there is no retry, and the caller gets the error with `retry_after`.
+    Retried are errors that can pass: no connection, too busy, draining. A connection that broke after the call was sent
+    is not: the call may have run. If the server asks for a longer wait than MAX_RETRY_DELAY_SECONDS, there is no retry,
+    and the caller gets the error with `retry_after`.
     """
-    passing = isinstance(error, RateLimitError | TandemConnectionError) or error.status == 503
+    never_sent = isinstance(error, TandemConnectionError) and not error.was_sent
+    passing = isinstance(error, RateLimitError) or never_sent or error.status == 503
     if num_tries > MAX_RETRIES or not passing or isinstance(error, TandemTimeoutError):
         return None
     delay = error.retry_after if error.retry_after is not None else 0.25 * 2**num_tries

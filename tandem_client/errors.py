@@ -49,7 +49,12 @@ class StreamTruncated(TandemAPIError):
 
 
 class TandemConnectionError(TandemAPIError):
-    """Nothing listens at the address, or the connection broke before an answer."""
+    """Nothing listens at the address, or the connection broke before an answer.
+
+    `was_sent`: the request may have run, and may have been billed. Such a call is not repeated.
+    """
+
+    was_sent = False
 
 
 class TandemTimeoutError(TandemConnectionError):

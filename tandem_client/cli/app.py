@@ -22,6 +22,7 @@ from tandem_client.cli import chat as chat_command
 from tandem_client.cli import dev as dev_command
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
+from tandem_client.cli.bounded_log import MAX_LOG_BYTES
 from tandem_client.cli.chat import ChatOptions
 from tandem_client.cli.plan import UpOptions
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
@@ -90,6 +91,9 @@ def up(
         bool, typer.Option("--insecure", help="Allow a --host other than loopback, without TLS.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of all processes.")] = False,
+    max_log_bytes: Annotated[
+        int, typer.Option(help="Largest log of one process; what is older is kept once, in NAME.log.1.", min=65_536)
+    ] = MAX_LOG_BYTES,
 ) -> None:
     """Start Tandem on this machine: control plane, KV service, prefill and decode workers.
 
@@ -107,6 +111,7 @@ def up(
         config=config,
         insecure=insecure,
         verbose=verbose,
+        max_log_bytes=max_log_bytes,
         operator_token=secrets.token_urlsafe(32),
     )
     try:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_client.cli.bounded_log import MAX_LOG_BYTES
+
 MAX_KV_BYTES_PER_WORKER = 2 << 30
 KV_SHARE_OF_FREE_MEMORY = 0.2
 
@@ -35,6 +37,7 @@ class UpOptions:
     config: Path | None = None
     insecure: bool = False
     verbose: bool = False
+    max_log_bytes: int = MAX_LOG_BYTES
     operator_token: str = field(default="", repr=False)
     """The token for GET /v1/workers, needed if there are accounts."""
 

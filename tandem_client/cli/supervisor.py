@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_client.cli.bounded_log import MAX_LOG_BYTES, bound_log
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.plan import ProcessSpec
 
@@ -41,7 +42,10 @@ class Supervisor:
         log_folder: Path,
         announce: Announce,
         policy: RestartPolicy | None = None,
+        max_log_bytes: int = MAX_LOG_BYTES,
     ) -> None:
+        """A log of more than `max_log_bytes` is moved to NAME.log.1; the log before that is deleted."""
+        self._max_log_bytes = max_log_bytes
         self.children = [Child(spec, log_folder / f"{spec.name}.log") for spec in specs]
         self._announce = announce
         self._policy = policy or RestartPolicy()
@@ -73,17 +77,18 @@ class Supervisor:
         """Keep all processes running until `stop`; return the exit code of the command."""
         keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
         stopped = asyncio.create_task(self._stop.wait())
+        bounding = asyncio.create_task(self._bound_logs())
         try:
             # A keeper ends only if it gave up. An exception in a keeper is a programming error, and is raised here.
-            waiting = {stopped, *keepers}
+            waiting = {stopped, bounding, *keepers}
             while not stopped.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopped}:
                     task.result()
         finally:
-            for task in (stopped, *keepers):
+            for task in (stopped, bounding, *keepers):
                 task.cancel()
-            await asyncio.gather(stopped, *keepers, return_exceptions=True)
+            await asyncio.gather(stopped, bounding, *keepers, return_exceptions=True)
             await self._stop_all()
         return self._exit_code
 
@@ -100,6 +105,18 @@ class Supervisor:
             delay = self._policy.delay_seconds(child.num_quick_deaths)
             self._announce(child.spec.name, f"{describe_exit(code)}; starting again in {delay:g} s{_tail(child)}")
             await asyncio.sleep(delay)
+
+    async def _bound_logs(self) -> None:
+        failed: set[str] = set()
+        while True:
+            await asyncio.sleep(self._policy.log_check_seconds)
+            for child in self.children:
+                try:
+                    await asyncio.to_thread(bound_log, child.log_path, self._max_log_bytes)
+                except OSError as error:  # such as a full disk: the processes go on
+                    if child.spec.name not in failed:
+                        self._announce(child.spec.name, f"its log cannot be bounded: {error}")
+                    failed.add(child.spec.name)
 
     def _give_up(self, child: Child, code: int) -> None:
         child.gave_up = True
@@ -150,6 +167,7 @@ class RestartPolicy:
     quick_death_seconds: float = 10.0
     max_quick_deaths: int = 5
     drain_seconds: float = 30.0
+    log_check_seconds: float = 5.0
 
     def delay_seconds(self, num_quick_deaths: int) -> float:
         return min(self.max_delay_seconds, float(self.first_delay_seconds * 2 ** max(0, num_quick_deaths - 1)))

@@ -17,6 +17,7 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
+from tandem_client.cli.bounded_log import older_log
 from tandem_client.cli.fleet import FleetMember
 from tandem_client.cli.plan import (
     ProcessSpec,
@@ -80,7 +81,7 @@ def prepare_logs(specs: Sequence[ProcessSpec], port: int) -> Path:
     for spec in specs:
         log = folder / f"{spec.name}.log"
         if log.exists():
-            log.replace(log.with_suffix(".log.1"))
+            log.replace(older_log(log))
     return folder
 
 
@@ -108,7 +109,7 @@ async def _up(options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path
     def announce(name: str, what: str) -> None:
         console.print(Text.assemble((name, "bold"), "  ", what), soft_wrap=True)
 
-    supervisor = Supervisor(specs, log_folder, announce)
+    supervisor = Supervisor(specs, log_folder, announce, max_log_bytes=options.max_log_bytes)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, supervisor, console)
     helpers = [asyncio.create_task(_show_start(options, supervisor, log_folder, console))]
@@ -217,6 +218,8 @@ class LogReader:
         if not self.path.exists():
             return []
         with self.path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._offset:  # the log was moved and emptied
+                self._offset = 0
             log.seek(self._offset)
             complete = log.read().rpartition(b"\n")[0]
         if not complete:

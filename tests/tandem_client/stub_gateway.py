@@ -78,6 +78,8 @@ class StubGateway:
             return _error(401, 10000, "Authentication error")
         if model == "proxy-page":
             return Response("<html>Bad Gateway</html>", status_code=502)
+        if model == "cut" and not body.get("stream"):  # the server then closes the connection, as it would if it died
+            return StreamingResponse(_cut(), headers={"content-length": "1000"}, media_type="application/json")
         if body.get("stream"):
             return StreamingResponse(_STREAMS.get(model, _tokens)(self, body), media_type="text/event-stream")
         return _envelope({"response": f"You said {body.get('prompt', body.get('messages'))}", "usage": USAGE})
@@ -100,6 +102,11 @@ def last_event(body: Any) -> bytes:
     """Return the finish reason and the usage of an answer of three tokens."""
     reason = "length" if body.get("max_tokens") == USAGE["completion_tokens"] else "stop"
     return _event({"response": "", "finish_reason": reason, "usage": USAGE})
+
+
+async def _cut() -> AsyncIterator[bytes]:
+    yield b'{"result": '
+    raise ConnectionAbortedError("the stub cuts this answer")
 
 
 async def _tokens(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import httpx
 import pytest
 
 from tandem_client import (
@@ -16,6 +17,7 @@ from tandem_client import (
     TandemConnectionError,
     TokenStream,
 )
+from tandem_client.connection import Connection, retry_delay_seconds
 from tests.tandem_client.stub_gateway import USAGE, StubGateway
 
 STREAM = {"prompt": "count", "stream": True}
@@ -176,6 +178,20 @@ def test_a_server_that_wants_much_patience_is_left_to_the_caller(gateway: StubGa
         ai.run("busy-for-long", {"prompt": "x"})
     assert caught.value.retry_after == 120.0
     assert len(gateway.calls) == 1
+
+
+def test_a_call_that_may_have_run_is_not_repeated(gateway: StubGateway) -> None:
+    with AI(gateway.url) as ai, pytest.raises(TandemConnectionError, match="may have run") as caught:
+        ai.run("cut", {"prompt": "x"})
+    assert caught.value.was_sent
+    assert len(gateway.calls) == 1
+
+
+def test_a_call_that_was_never_sent_is_tried_again() -> None:
+    refused = httpx.ConnectError("connection refused")
+    failed = Connection.resolve(None, None, None).failed(refused)
+    assert not failed.was_sent
+    assert [retry_delay_seconds(failed, num_tries) is not None for num_tries in (1, 2, 3)] == [True, True, False]
 
 
 def test_nobody_listening_is_a_connection_error() -> None:

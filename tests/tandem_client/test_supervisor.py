@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem_client.cli.bounded_log import MAX_LOG_BYTES, bound_log, older_log
 from tandem_client.cli.plan import ProcessSpec
 from tandem_client.cli.supervisor import RestartPolicy, Supervisor, last_lines, readable
+from tandem_client.cli.up import LogReader
 
 FAST = RestartPolicy(first_delay_seconds=0.01, max_delay_seconds=0.02)
 
@@ -26,6 +28,11 @@ signal.signal(signal.SIGTERM, drain)
 print("up", flush=True)
 while True:
     signal.pause()
+"""
+
+CHATTER = """
+for number in range(1_000_000):
+    print(f"line {number} " + "x" * 200, flush=True)
 """
 
 IGNORE_SIGTERM = """
@@ -44,10 +51,12 @@ def spec(name: str, role: str, script: str) -> ProcessSpec:
 class Harness:
     """A running supervisor, and its announcements."""
 
-    def __init__(self, folder: Path, *specs: ProcessSpec, policy: RestartPolicy = FAST) -> None:
+    def __init__(
+        self, folder: Path, *specs: ProcessSpec, policy: RestartPolicy = FAST, max_log_bytes: int = MAX_LOG_BYTES
+    ) -> None:
         self.announced: list[tuple[str, str]] = []
         self.folder = folder
-        self.supervisor = Supervisor(specs, folder, self._announce, policy)
+        self.supervisor = Supervisor(specs, folder, self._announce, policy, max_log_bytes)
         self.running = asyncio.create_task(self.supervisor.run())
 
     def _announce(self, name: str, what: str) -> None:
@@ -164,3 +173,38 @@ def test_json_log_lines_are_read_as_words() -> None:
     assert readable(line) == "model refused, error: no tokenizer.json in /m"
     assert readable("plain words") == "plain words"
     assert readable("[1, 2]") == "[1, 2]"
+
+
+async def test_a_log_is_bounded_while_its_process_writes(tmp_path: Path) -> None:
+    policy = RestartPolicy(first_delay_seconds=0.01, log_check_seconds=0.01)
+    harness = Harness(tmp_path, spec("decode-0", "decode", CHATTER), policy=policy, max_log_bytes=100_000)
+    older = tmp_path / "decode-0.log.1"
+    await harness.until(older.exists)
+    first = older.stat()
+    await harness.until(lambda: older.stat().st_ino != first.st_ino)  # it was replaced: the bound holds again and again
+    await harness.until(lambda: any(line.startswith("line ") for line in harness.log("decode-0")))
+    await harness.end()
+
+
+def test_a_log_that_is_moved_loses_its_oldest_part_only(tmp_path: Path) -> None:
+    log = tmp_path / "decode-0.log"
+    with log.open("ab", buffering=0) as writer:
+        assert not bound_log(log, 30)  # an empty log
+        writer.write(b"".join(b"line %03d\n" % number for number in range(10)))
+        assert bound_log(log, 30)
+        assert older_log(log).read_bytes().endswith(b"line 008\nline 009\n")
+        assert len(older_log(log).read_bytes()) == 30
+        writer.write(b"line 010\n")  # as a process does that has the log open
+    assert log.read_bytes() == b"line 010\n"
+    assert not bound_log(tmp_path / "none.log", 30)
+
+
+def test_whoever_follows_a_log_goes_on_at_its_new_start(tmp_path: Path) -> None:
+    log = tmp_path / "kv.log"
+    reader = LogReader(log)
+    log.write_bytes(b"one\ntwo\n")
+    assert reader.new_lines() == ["one", "two"]
+    assert bound_log(log, 4)
+    with log.open("ab") as writer:
+        writer.write(b"six\n")
+    assert reader.new_lines() == ["six"]

@@ -6,7 +6,8 @@ Until `configure` finds an endpoint, only OpenTelemetry's API is imported and no
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry import context as otel_context
@@ -48,6 +49,34 @@ def is_configured() -> bool:
 def tracer() -> trace.Tracer:
     """Return the tracer of this process; its spans are no-ops until `configure`."""
     return _tracer
+
+
+@contextmanager
+def span(
+    name: str,
+    *,
+    context: Context | None = None,
+    kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+    attributes: Mapping[str, AttributeValue] | None = None,
+) -> Iterator[trace.Span]:
+    """Make a new span the current one inside the block. An exception sets its `error.type` and the status.
+
+    OpenTelemetry's own way to do this would record the exception's message and traceback, which may quote a request.
+    """
+    with tracer().start_as_current_span(
+        name,
+        context=context,
+        kind=kind,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as current:
+        try:
+            yield current
+        except Exception as error:
+            current.set_attribute("error.type", type(error).__name__)
+            current.set_status(trace.StatusCode.ERROR)
+            raise
 
 
 def current_traceparent() -> str:

@@ -33,6 +33,8 @@ class OtlpSink:
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
         self.metric_names: set[str] = set()
+        self.texts: list[str] = []
+        """All that came, as protobuf text."""
         self.endpoint = ""
         self._changed = asyncio.Condition()
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -82,6 +84,7 @@ class _Traces(trace_service_pb2_grpc.TraceServiceServicer):
             for scope_spans in resource_spans.scope_spans
             for span in scope_spans.spans
         ]
+        self._sink.texts.append(str(request))
         await self._sink.receive(spans, set())
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -99,6 +102,7 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
             for scope_metrics in resource_metrics.scope_metrics
             for metric in scope_metrics.metrics
         }
+        self._sink.texts.append(str(request))
         await self._sink.receive([], names)
         return metrics_service_pb2.ExportMetricsServiceResponse()
 

@@ -48,8 +48,8 @@ def trace_from(spans: Sequence[ReceivedSpan]) -> Trace:
 
 
 def _is_whole(span: ReceivedSpan) -> bool:
-    """Whether it is the gateway's span around everything; only that one knows the URL."""
-    return "url.path" in span.attributes
+    """Whether it is the gateway's span around everything; only that one knows the route."""
+    return "http.route" in span.attributes
 
 
 def _interval(span: ReceivedSpan) -> Interval:

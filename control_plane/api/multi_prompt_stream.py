@@ -95,10 +95,14 @@ def _next(iterator: AsyncIterator[Iterator[TextDelta]]) -> asyncio.Future[Iterat
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel `tasks` and wait until all have ended."""
+    """Cancel `tasks` and wait until all have ended. The client has the first failure; others are not reported."""
+    tasks = list(tasks)
     running = [task for task in tasks if not task.done()]
     for task in running:
         task.cancel()
     if running:
         with anyio.CancelScope(shield=True):
             await asyncio.wait(running)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved

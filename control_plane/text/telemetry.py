@@ -1,7 +1,8 @@
 """Traces and metrics of a generation.
 
 Names follow OpenTelemetry's semantic conventions for generative AI. The cached part of the prompt has its own token
-type, `cached_input`.
+type, `cached_input`. The requested model is `unknown` unless it is a name of a served model: a label must not hold a
+caller's text, and a metric's labels are bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from opentelemetry import trace
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.prepared import Asked
 from tandem_runtime import metrics
+
+UNKNOWN_MODEL = "unknown"
 
 
 class GenerationMeter:
@@ -43,8 +46,10 @@ class GenerationRecord:
         self._span = trace.get_current_span()
         self._started = time.perf_counter()
         self._first_token: float | None = None
-        self._labels = {"gen_ai.operation.name": operation, "gen_ai.request.model": request.model}
-        self._span.update_name(f"{operation} {request.model}")
+        self._operation = operation
+        self._requested_model = request.model
+        self._labels = {"gen_ai.operation.name": operation, "gen_ai.request.model": UNKNOWN_MODEL}
+        self._span.update_name(operation)
         self._span.set_attributes({**self._labels, "gen_ai.provider.name": "tandem"})
         self._describe_options(request)
 
@@ -60,8 +65,12 @@ class GenerationRecord:
         self._span.set_attributes({name: value for name, value in sent.items() if value is not None})
 
     def model_found(self, model: ModelDescription) -> None:
+        """Take in the model that answers: its names may be labels. A fallback answers for names that nobody knows."""
         self._labels["gen_ai.response.model"] = model.model_id
-        self._span.set_attribute("gen_ai.response.model", model.model_id)
+        if self._requested_model in (model.model_id, *model.aliases):
+            self._labels["gen_ai.request.model"] = self._requested_model
+            self._span.update_name(f"{self._operation} {self._requested_model}")
+        self._span.set_attributes(self._labels)
 
     def text_arrived(self) -> None:
         if self._first_token is None:

@@ -85,7 +85,7 @@ async def test_requests_that_were_handed_over_are_not_called_aggregated() -> Non
 
 
 def _spans(steps: Any) -> list[ReceivedSpan]:
-    whole = ReceivedSpan("chat", "t", "0", "", 0, 1_000_000_000, {"url.path": "/run"})
+    whole = ReceivedSpan("chat", "t", "0", "", 0, 1_000_000_000, {"http.route": "/run"})
     return [whole, *(ReceivedSpan(step, "t", step, "0", 0, 1_000_000) for step in steps)]
 
 

@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.errors import AlreadyThere, LimitReached, NoSuchThing, NotAllowed
+from control_plane.api.http.route_names import name_of
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
@@ -253,7 +254,7 @@ _PRIVATE = re.compile(
 async def on_tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     if not isinstance(error, InvalidRequest | Cancelled):
-        log.warning("request_failed", path=request.url.path, kind=type(error).__name__, error=error.message)
+        log.warning("request_failed", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
     return error_response(request, error)
 
 
@@ -272,7 +273,7 @@ async def on_client_left(request: Request, error: Exception) -> Response:
 
 def unhandled_exception_response(request: Request, error: Exception) -> Response:
     """Return a 500 for an exception that no handler expects, and log the traceback."""
-    log.error("unhandled_exception", path=request.url.path, exc_info=error)
+    log.error("unhandled_exception", route=name_of(request.scope), exc_info=error)
     return error_response(
         request, InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
     )

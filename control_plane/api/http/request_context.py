@@ -19,10 +19,12 @@ from control_plane.accounts.identity import Caller, Identity
 from control_plane.accounts.prices import Price
 from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_SESSION_CHARACTERS
 from control_plane.api.http.errors import unhandled_exception_response
+from control_plane.api.http.route_names import method_of, name_of, route_of
 from control_plane.generation import ModelCatalog
 from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
 from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.loop_lag import name_task
 
 _SESSION_HEADER = "x-session-affinity"
 _SERVED_SECONDS = 1.0
@@ -143,13 +145,15 @@ class RequestContext:
         state["request_id"] = request_id
         exchange = _Exchange(request_id, send, state.get("response_starts"))
         started = time.perf_counter()
-        with tracing.tracer().start_as_current_span(
-            f"{scope['method']} {scope['path']}",
+        method, name = method_of(scope), name_of(scope)
+        name_task(name)
+        with tracing.span(
+            name,
             context=propagate.extract(Headers(scope=scope)),
             kind=SpanKind.SERVER,
             attributes={
-                "http.request.method": scope["method"],
-                "url.path": scope["path"],
+                "http.request.method": method,
+                "http.route": route_of(scope),
                 "tandem.request_id": request_id,
             },
         ) as span:
@@ -163,7 +167,7 @@ class RequestContext:
                 span.set_attribute("http.response.status_code", exchange.status)
                 if exchange.status >= 500:
                     span.set_status(trace.StatusCode.ERROR)
-                labels = {"http.request.method": scope["method"], "http.response.status_code": exchange.status}
+                labels: dict[str, Any] = {"http.request.method": method, "http.response.status_code": exchange.status}
                 self._durations.record(time.perf_counter() - started, labels)
 
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from control_plane.api.http.errors import error_event, error_format_of
 from control_plane.api.http.request_context import request_id_of
+from control_plane.api.http.route_names import name_of
 from tandem_runtime.errors import Cancelled, InternalError, TandemError
 from tandem_runtime.log import get_logger
 
@@ -77,11 +78,11 @@ async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> 
                 if piece:
                     yield piece
     except TandemError as error:
-        log.warning("stream_failed", path=request.url.path, kind=type(error).__name__, error=error.message)
+        log.warning("stream_failed", route=name_of(request.scope), kind=type(error).__name__, error=error.log_text)
         yield error_event(error_format_of(request.url.path), error, request_id_of(request))
         raise _StreamBroken from error
     except Exception as error:  # without an error event, the cut answer would look complete to some clients
-        log.exception("stream_failed", path=request.url.path)
+        log.exception("stream_failed", route=name_of(request.scope))
         internal = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
         yield error_event(error_format_of(request.url.path), internal, request_id_of(request))
         raise _StreamBroken from error
@@ -94,7 +95,7 @@ async def while_connected(
 
     Call this after the body has been read. `discard` releases a result that arrives after the disconnect.
     """
-    worker = asyncio.ensure_future(work)
+    worker = asyncio.create_task(work, name=name_of(request.scope))
     watcher = asyncio.ensure_future(_disconnected(request))
     taken = False
     try:

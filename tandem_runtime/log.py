@@ -17,6 +17,18 @@ from opentelemetry import trace
 
 from tandem_runtime.tracebacks import format_traceback
 
+_PACKAGES = frozenset(
+    {
+        "control_plane",
+        "decode_svc",
+        "kv_transfer_svc",
+        "prefill_svc",
+        "tandem_engine",
+        "tandem_runtime",
+        "tandem_worker",
+    }
+)
+
 Event = MutableMapping[str, Any]
 
 
@@ -36,8 +48,14 @@ def configure(
         cache_logger_on_first_use=False,  # a module's logger outlives a second configure
     )
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_is_for_the_log)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=_renderers(as_json), foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def _is_for_the_log(record: logging.LogRecord) -> bool:
+    """Return whether a line is ours, or not a debug line: libraries' debug lines quote what passes through them."""
+    return record.levelno >= logging.INFO or record.name.partition(".")[0] in _PACKAGES
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -19,6 +19,8 @@ async def test_who_leaves_in_the_middle_of_a_prompt_pays_for_what_was_computed(
     demo_fleet: Fleet, prefill: str | None
 ) -> None:
     computes = prefill or "decode-0"
+    await demo_fleet.proven()  # the gateway's own probe is over: it would be counted, too
+    await demo_fleet.pools_are_full()
     before = (await demo_fleet.stats(computes)).counters["prompt_tokens_computed"]
 
     async def has_begun() -> bool:

@@ -40,9 +40,16 @@ async def test_no_secret_is_in_any_log_span_or_metric_of_any_service(tmp_path: P
     async with OtlpSink() as sink, httpx.AsyncClient(timeout=60, headers=HEADERS) as http:
         ports = free_ports(2)
         http.base_url = httpx.URL(f"http://127.0.0.1:{ports[0]}")
-        control = ("--control", f"127.0.0.1:{ports[1]}", "--log-json")
+        control = ("--control", f"127.0.0.1:{ports[1]}", "--log-json", "true")
         try:
-            listen = ("--listen", f"127.0.0.1:{ports[0]}", "--grpc-listen", f"127.0.0.1:{ports[1]}", "--no-log-json")
+            listen = (
+                "--listen",
+                f"127.0.0.1:{ports[0]}",
+                "--grpc-listen",
+                f"127.0.0.1:{ports[1]}",
+                "--log-json",
+                "false",
+            )
             start("control_plane", *listen, "--queue-seconds", "1")
             start("decode_svc", *control, *SMALL)
 

@@ -189,18 +189,20 @@ async def send(gateway: Gateway, method: str, path: str, body: dict[str, Any] | 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "console"])
 async def test_no_secret_of_a_request_is_in_logs_spans_or_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
     statuses: set[int] = set()
     with collected(monkeypatch, as_json=as_json) as telemetry:
-        async with world(tmp_path) as (gateway, accounts):
+        async with world(tmp_path_factory.mktemp("one")) as (gateway, accounts):
             for method, path, body in bodies():
                 statuses.add(await send(gateway, method, path, body))
             await _wrong_tokens(gateway)
             await _leave(gateway)
             await _fail_database(gateway, accounts, monkeypatch)
             await accounts.metering.drain()
-        async with world(tmp_path / "other", chat_template="{{ raise_exception(messages[0].content) }}") as (
+        async with world(
+            tmp_path_factory.mktemp("other"), chat_template="{{ raise_exception(messages[0].content) }}"
+        ) as (
             gateway,
             _,
         ):

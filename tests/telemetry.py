@@ -62,6 +62,8 @@ def collected(monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> Iterator[Tel
         patch.setattr(tracing, "_tracer", provider.get_tracer("tandem"))
         patch.setattr(metrics, "_meter", MeterProvider([reader]).get_meter("tandem"))
         log.configure("tandem-control", as_json, level="debug")
+        client = logging.getLogger("httpx")  # the test's client, which logs URLs; no service uses httpx
+        patch.setattr(client, "disabled", True)
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lifecycle.on_loop_exception)
         try:

@@ -4,9 +4,9 @@ python -m benchmarks.ab --old DIR --new DIR --bench NAME [--runs 5] [--old-argum
 python -m benchmarks.ab --old DIR --new DIR --bench NAME --turns [N] [--json FILE]
 
 With `--turns` the processes of both checkouts are up together and take turns of seconds; without it whole runs
-alternate. NAME is engine, gateway, handover or speculation. The ratio of medians is new/old for rates and old/new for
-times, so below 1 is worse. An interval wider than 0.10 is no result: repeat with more runs. `--old-arguments` replaces
-the options of the old side, for a checkout without today's options.
+alternate. NAME is engine, gateway, handover, speculation or (by turns) ttft. The ratio of medians is new/old for rates
+and old/new for times, so below 1 is worse. An interval wider than 0.10 is no result: repeat with more runs.
+`--old-arguments` replaces the options of the old side, for a checkout without today's options.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ Runs = Mapping[str, Sequence[Figures]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, save; return 1 if a figure is worse."""
     options = _parser().parse_args(arguments)
-    part = PARTS[options.bench]
     if options.turns is not None:
         return _by_turns(options)
+    if options.bench not in PARTS:
+        raise SystemExit(f"{options.bench} is measured by turns only; add --turns")
+    part = PARTS[options.bench]
     own = ["--quick"] if options.quick else list(part.arguments)
     sides = {
         "old": (options.old.resolve(), own if options.old_arguments is None else shlex.split(options.old_arguments)),
@@ -75,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     options = parser("ab", __doc__, "the benchmark's own quick form on both sides")
     options.add_argument("--old", type=Path, required=True, metavar="DIR", help="the checkout to compare with")
     options.add_argument("--new", type=Path, default=Path(), metavar="DIR", help="the checkout to judge; default: this")
-    options.add_argument("--bench", required=True, choices=list(PARTS), help="the benchmark")
+    options.add_argument(
+        "--bench", required=True, choices=[*PARTS, *sorted(turns.MEASURES.keys() - PARTS.keys())], help="the benchmark"
+    )
     options.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side (default: 5)")
     options.add_argument(
         "--turns",

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -41,6 +44,9 @@ _OLD_STAND_IN = "benchmarks/stand_in_worker.py"
 _HANDOVER_TURNS = {32: 40, 128: 40, 512: 24, 2048: 12}
 """Requests to each side by the length of the prompt, in tokens."""
 _NUM_OUTPUT_TOKENS = 16
+_NUM_SHORT_TOKENS = 4
+_NUM_WARM_UPS = 50
+_TEXT = re.compile(rb'"content":"[^"]')
 _ENGINE_CORES = (0, 1)
 
 
@@ -67,16 +73,7 @@ async def engine(roots: Roots, num_turns: int, folder: Path, progress: Progress)
 async def gateway(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
     """Return tokens per CPU second of 256 streams; a turn is 4 seconds."""
     values = _no_values()
-    os.sched_setaffinity(0, OTHER_CORES)
-    with ExitStack() as stack:
-        up: dict[str, tuple[Processes, Child, Child]] = {}
-        for side, root in roots.items():
-            module = "benchmarks.gateway.stand_in_worker"
-            if (root / _OLD_STAND_IN).exists():
-                module = "benchmarks.stand_in_worker"
-            processes = Processes(folder / side, variables=imports_from(root), stand_in_module=module)
-            stack.enter_context(processes)
-            up[side] = processes, processes.gateway(), processes.stand_in()
+    with _gateways(roots, folder) as up:
         for turn, sides in enumerate(_orders(roots, num_turns), 1):
             progress(f"turn {turn} of {num_turns}")
             for name, request in (("native", native_request), ("chat", chat_request)):
@@ -89,6 +86,55 @@ async def gateway(roots: Roots, num_turns: int, folder: Path, progress: Progress
                         )
                     await asyncio.sleep(0.5)  # for what the streams' end leaves to do
     return values
+
+
+async def ttft(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+    """Return the milliseconds from a short chat to the first text, from a stand-in worker; a turn is one request."""
+    values = _no_values()
+    with _gateways(roots, folder) as up:
+        connections = {side: socket.create_connection(processes.address) for side, (processes, *_) in up.items()}
+        for turn, sides in enumerate(_orders(roots, num_turns + _NUM_WARM_UPS), 1):
+            if turn % 100 == 0:
+                progress(f"turn {turn} of {num_turns + _NUM_WARM_UPS}")
+            for side in sides:
+                seconds = _seconds_to_text(connections[side])
+                if turn > _NUM_WARM_UPS:
+                    values["chat.ttft_ms"][side].append(1000 * seconds)
+        for connection in connections.values():
+            connection.close()
+    return values
+
+
+def _seconds_to_text(connection: socket.socket) -> float:
+    """Ask one short chat on a connection and read its whole answer; return the seconds to its first text."""
+    answer, seconds = b"", 0.0
+    started = time.perf_counter()
+    connection.sendall(chat_request(_NUM_SHORT_TOKENS))
+    while not answer.endswith(b"\r\n0\r\n\r\n"):
+        piece = connection.recv(1 << 16)
+        if not piece:
+            raise RuntimeError(f"the gateway closed the connection:\n{answer.decode(errors='replace')}")
+        answer += piece
+        if not seconds and _TEXT.search(answer):
+            seconds = time.perf_counter() - started
+    if not seconds:
+        raise RuntimeError(f"an answer without text:\n{answer.decode(errors='replace')}")
+    return seconds
+
+
+@contextmanager
+def _gateways(roots: Roots, folder: Path) -> Iterator[dict[str, tuple[Processes, Child, Child]]]:
+    """Start a gateway and a stand-in worker of each checkout; yield them, gateway and worker last, by side."""
+    os.sched_setaffinity(0, OTHER_CORES)
+    with ExitStack() as stack:
+        up: dict[str, tuple[Processes, Child, Child]] = {}
+        for side, root in roots.items():
+            is_old = (root / _OLD_STAND_IN).exists()
+            module = "benchmarks.stand_in_worker" if is_old else "benchmarks.gateway.stand_in_worker"
+            processes = Processes(folder / side, variables=imports_from(root), stand_in_module=module)
+            stack.enter_context(processes)
+            up[side] = processes, processes.gateway(), processes.stand_in()
+        yield up
 
 
 async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
@@ -159,5 +205,6 @@ MEASURES: dict[str, tuple[Callable[[Roots, int, Path, Progress], Awaitable[Value
     "engine": (engine, 15, False),
     "gateway": (gateway, 15, False),
     "handover": (handover, 0, True),
+    "ttft": (ttft, 1000, True),
 }
 """By benchmark: its measurement, the usual number of turns, and whether its values are times."""

@@ -29,11 +29,14 @@ class KvServiceAddress(message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     HOST_ID_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
+    WORKER_ID_FIELD_NUMBER: builtins.int
     address: builtins.str
     incarnation: builtins.str
     host_id: builtins.str
     socket: builtins.str
     """Unix socket, for workers of the same host"""
+    worker_id: builtins.str
+    """of the KV service; with certificates, the id that a caller expects"""
     def __init__(
         self,
         *,
@@ -41,10 +44,11 @@ class KvServiceAddress(message.Message):
         incarnation: builtins.str = ...,
         host_id: builtins.str = ...,
         socket: builtins.str = ...,
+        worker_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "host_id", b"host_id", "incarnation", b"incarnation", "socket", b"socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "host_id", b"host_id", "incarnation", b"incarnation", "socket", b"socket", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -55,8 +59,11 @@ class RegisterRequest(message.Message):
     INFO_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     INFO_VERSION_FIELD_NUMBER: builtins.int
+    DENY_LIST_NUMBER_FIELD_NUMBER: builtins.int
     info_version: builtins.int
     """of this incarnation's info; a version older than the known one arrived late and is ignored"""
+    deny_list_number: builtins.int
+    """the largest `number` of a deny list that the sender has got"""
     @builtins.property
     def info(self) -> types_pb2.WorkerInfo: ...
     @builtins.property
@@ -67,10 +74,11 @@ class RegisterRequest(message.Message):
         info: types_pb2.WorkerInfo | None = ...,
         load: types_pb2.LoadReport | None = ...,
         info_version: builtins.int = ...,
+        deny_list_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["info", b"info", "info_version", b"info_version", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "info", b"info", "info_version", b"info_version", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -82,9 +90,17 @@ class RegisterReply(message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     HANDLE_KEY_FIELD_NUMBER: builtins.int
     KV_SERVICES_FIELD_NUMBER: builtins.int
+    HANDLE_PUBLIC_KEYS_FIELD_NUMBER: builtins.int
+    LINK_KEY_FIELD_NUMBER: builtins.int
+    DENY_LIST_FIELD_NUMBER: builtins.int
+    BUNDLE_NUMBER_FIELD_NUMBER: builtins.int
     heartbeat_interval_ms: builtins.int
     handle_key: builtins.bytes
-    """verifies handles' MACs"""
+    """KV services, until --hmac-handles-until: makes and verifies the MACs of release 0.2"""
+    link_key: builtins.bytes
+    """KV services only: signs and verifies OpenLink"""
+    bundle_number: builtins.int
+    """of the trust bundle; a process with a smaller one renews its certificate at once"""
     @builtins.property
     def replicas(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
         """gRPC addresses of all control-plane processes"""
@@ -93,6 +109,12 @@ class RegisterReply(message.Message):
     def kv_services(self) -> containers.RepeatedCompositeFieldContainer[KvServiceAddress]:
         """of the sender's host"""
 
+    @builtins.property
+    def handle_public_keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Ed25519, 32 bytes each: verify the signatures of handles"""
+
+    @builtins.property
+    def deny_list(self) -> DenyList: ...
     def __init__(
         self,
         *,
@@ -100,10 +122,40 @@ class RegisterReply(message.Message):
         replicas: abc.Iterable[builtins.str] | None = ...,
         handle_key: builtins.bytes = ...,
         kv_services: abc.Iterable[KvServiceAddress] | None = ...,
+        handle_public_keys: abc.Iterable[builtins.bytes] | None = ...,
+        link_key: builtins.bytes = ...,
+        deny_list: DenyList | None = ...,
+        bundle_number: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["deny_list", b"deny_list"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bundle_number", b"bundle_number", "deny_list", b"deny_list", "handle_key", b"handle_key", "handle_public_keys", b"handle_public_keys", "heartbeat_interval_ms", b"heartbeat_interval_ms", "kv_services", b"kv_services", "link_key", b"link_key", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DenyList(message.Message):
+    """Members whose certificates are refused although they have not expired."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the last row that this gateway knows; numbers only grow"""
+    @builtins.property
+    def ids(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of the rows above the sender's number, or of all rows if that is larger than `number`"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        ids: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["handle_key", b"handle_key", "heartbeat_interval_ms", b"heartbeat_interval_ms", "kv_services", b"kv_services", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["ids", b"ids", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,11 +168,14 @@ class HeartbeatRequest(message.Message):
     LOAD_FIELD_NUMBER: builtins.int
     KV_ADDRESS_FIELD_NUMBER: builtins.int
     INFO_VERSION_FIELD_NUMBER: builtins.int
+    DENY_LIST_NUMBER_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     kv_address: builtins.str
     info_version: builtins.int
     """of the info that the sender has registered"""
+    deny_list_number: builtins.int
+    """the largest `number` of a deny list that the sender has got"""
     @builtins.property
     def load(self) -> types_pb2.LoadReport: ...
     def __init__(
@@ -131,10 +186,11 @@ class HeartbeatRequest(message.Message):
         load: types_pb2.LoadReport | None = ...,
         kv_address: builtins.str = ...,
         info_version: builtins.int = ...,
+        deny_list_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "info_version", b"info_version", "kv_address", b"kv_address", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deny_list_number", b"deny_list_number", "incarnation", b"incarnation", "info_version", b"info_version", "kv_address", b"kv_address", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,21 +201,29 @@ class HeartbeatReply(message.Message):
     KNOWN_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     KV_SERVICES_FIELD_NUMBER: builtins.int
+    DENY_LIST_FIELD_NUMBER: builtins.int
+    BUNDLE_NUMBER_FIELD_NUMBER: builtins.int
     known: builtins.bool
+    bundle_number: builtins.int
+    """of the trust bundle; a process with a smaller one renews its certificate at once"""
     @builtins.property
     def replicas(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @builtins.property
     def kv_services(self) -> containers.RepeatedCompositeFieldContainer[KvServiceAddress]: ...
+    @builtins.property
+    def deny_list(self) -> DenyList: ...
     def __init__(
         self,
         *,
         known: builtins.bool = ...,
         replicas: abc.Iterable[builtins.str] | None = ...,
         kv_services: abc.Iterable[KvServiceAddress] | None = ...,
+        deny_list: DenyList | None = ...,
+        bundle_number: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["deny_list", b"deny_list"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["known", b"known", "kv_services", b"kv_services", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bundle_number", b"bundle_number", "deny_list", b"deny_list", "known", b"known", "kv_services", b"kv_services", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,9 +131,12 @@ class ReserveRequest(message.Message):
     REGION_ID_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
     region_id: builtins.str
     lease_ms: builtins.int
     """from the reservation to the first seal, and from each seal to the next"""
+    time_left_ms: builtins.int
+    """until the handle's deadline, when this was sent; absent: of release 0.2"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     @builtins.property
@@ -145,12 +148,15 @@ class ReserveRequest(message.Message):
         region_id: builtins.str = ...,
         layout: types_pb2.KvLayout | None = ...,
         lease_ms: builtins.int = ...,
+        time_left_ms: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "layout", b"layout", "lease_ms", b"lease_ms", "region_id", b"region_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "lease_ms", b"lease_ms", "region_id", b"region_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 @typing.final
 class ReserveReply(message.Message):
@@ -233,11 +239,17 @@ class WatchRequest(message.Message):
     READER_INCARNATION_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
+    ACKNOWLEDGES_FIELD_NUMBER: builtins.int
     reader_id: builtins.str
     """the decode request"""
     reader_incarnation: builtins.str
     first_block: builtins.int
     """earlier blocks are not needed"""
+    time_left_ms: builtins.int
+    """as in ReserveRequest"""
+    acknowledges: builtins.bool
+    """the reader acknowledges windows; false: of release 0.2, which needs the whole prompt at once"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     @builtins.property
@@ -252,12 +264,16 @@ class WatchRequest(message.Message):
         reader_incarnation: builtins.str = ...,
         layout: types_pb2.KvLayout | None = ...,
         first_block: builtins.int = ...,
+        time_left_ms: builtins.int | None = ...,
+        acknowledges: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["first_block", b"first_block", "handle", b"handle", "layout", b"layout", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "acknowledges", b"acknowledges", "first_block", b"first_block", "handle", b"handle", "layout", b"layout", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 @typing.final
 class Closed(message.Message):
@@ -291,8 +307,11 @@ class WatchEvent(message.Message):
     CLOSED_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
+    IS_WINDOW_FIELD_NUMBER: builtins.int
     transport: builtins.str
     """how the bytes of the slab reached this host: "shm", "grpc" """
+    is_window: builtins.bool
+    """the slab's memory is used again once every reader has acknowledged the slab"""
     @builtins.property
     def slab(self) -> Slab: ...
     @builtins.property
@@ -308,14 +327,53 @@ class WatchEvent(message.Message):
         closed: Closed | None = ...,
         error: types_pb2.ErrorDetail | None = ...,
         transport: builtins.str = ...,
+        is_window: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["closed", b"closed", "error", b"error", "kind", b"kind", "slab", b"slab"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["closed", b"closed", "error", b"error", "kind", b"kind", "slab", b"slab", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["closed", b"closed", "error", b"error", "is_window", b"is_window", "kind", b"kind", "slab", b"slab", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["slab", "closed", "error"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class AcknowledgeRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    READER_ID_FIELD_NUMBER: builtins.int
+    NUM_SLABS_FIELD_NUMBER: builtins.int
+    reader_id: builtins.str
+    num_slabs: builtins.int
+    """copied so far: all slabs with a smaller index"""
+    @builtins.property
+    def handle(self) -> types_pb2.KvHandle: ...
+    def __init__(
+        self,
+        *,
+        handle: types_pb2.KvHandle | None = ...,
+        reader_id: builtins.str = ...,
+        num_slabs: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "num_slabs", b"num_slabs", "reader_id", b"reader_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AcknowledgeReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class RenewRequest(message.Message):
@@ -365,9 +423,12 @@ class ReleaseRequest(message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     READER_ID_FIELD_NUMBER: builtins.int
     ALL_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
     reader_id: builtins.str
     """"" with all"""
     all: builtins.bool
+    time_left_ms: builtins.int
+    """as in ReserveRequest"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     def __init__(
@@ -376,12 +437,15 @@ class ReleaseRequest(message.Message):
         handle: types_pb2.KvHandle | None = ...,
         reader_id: builtins.str = ...,
         all: builtins.bool = ...,
+        time_left_ms: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["all", b"all", "handle", b"handle", "reader_id", b"reader_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "all", b"all", "handle", b"handle", "reader_id", b"reader_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 @typing.final
 class ReleaseReply(message.Message):
@@ -406,6 +470,9 @@ class AbortRequest(message.Message):
 
     HANDLE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
+    time_left_ms: builtins.int
+    """as in ReserveRequest"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     @builtins.property
@@ -415,12 +482,15 @@ class AbortRequest(message.Message):
         *,
         handle: types_pb2.KvHandle | None = ...,
         reason: types_pb2.ErrorDetail | None = ...,
+        time_left_ms: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "reason", b"reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "reason", b"reason", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "reason", b"reason", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 @typing.final
 class AbortReply(message.Message):
@@ -447,10 +517,13 @@ class ReadRequest(message.Message):
     READER_ID_FIELD_NUMBER: builtins.int
     SLAB_INDEX_FIELD_NUMBER: builtins.int
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
     reader_id: builtins.str
     slab_index: builtins.int
     first_block: builtins.int
     """in the request's block table; earlier blocks of the slab are left out"""
+    num_blocks: builtins.int
+    """at most so many blocks; 0: all"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     def __init__(
@@ -460,10 +533,11 @@ class ReadRequest(message.Message):
         reader_id: builtins.str = ...,
         slab_index: builtins.int = ...,
         first_block: builtins.int = ...,
+        num_blocks: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["first_block", b"first_block", "handle", b"handle", "reader_id", b"reader_id", "slab_index", b"slab_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["first_block", b"first_block", "handle", b"handle", "num_blocks", b"num_blocks", "reader_id", b"reader_id", "slab_index", b"slab_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +646,7 @@ class LoadRequest(message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     SOURCE_ADDRESS_FIELD_NUMBER: builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
+    SOURCE_ID_FIELD_NUMBER: builtins.int
     layout_digest: builtins.bytes
     group: builtins.int
     reader_id: builtins.str
@@ -581,6 +656,8 @@ class LoadRequest(message.Message):
     source_address: builtins.str
     """another host's KV service that may have more blocks; "" for none"""
     bytes_per_block: builtins.int
+    source_id: builtins.str
+    """id in the certificate of the KV service at source_address"""
     @builtins.property
     def block_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """a chain, from the prompt's first block on"""
@@ -596,10 +673,11 @@ class LoadRequest(message.Message):
         lease_ms: builtins.int = ...,
         source_address: builtins.str = ...,
         bytes_per_block: builtins.int = ...,
+        source_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "source_address", b"source_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_hashes", b"block_hashes", "bytes_per_block", b"bytes_per_block", "group", b"group", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "reader_id", b"reader_id", "reader_incarnation", b"reader_incarnation", "source_address", b"source_address", "source_id", b"source_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -771,22 +849,26 @@ class OpenLinkRequest(message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     HOLDER_ADDRESS_FIELD_NUMBER: builtins.int
     MAC_FIELD_NUMBER: builtins.int
+    LINK_MAC_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """of the requesting service"""
     holder_address: builtins.str
     """of the requested service"""
     mac: builtins.bytes
-    """HMAC-SHA256 with the handle key over both fields, cut to 16 bytes. Only services of the fleet have the key."""
+    """HMAC-SHA256 with the handle key over both fields, cut to 16 bytes: for KV services of release 0.2."""
+    link_mac: builtins.bytes
+    """the same with the link key, which only KV services of the fleet have"""
     def __init__(
         self,
         *,
         incarnation: builtins.str = ...,
         holder_address: builtins.str = ...,
         mac: builtins.bytes = ...,
+        link_mac: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["holder_address", b"holder_address", "incarnation", b"incarnation", "mac", b"mac"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["holder_address", b"holder_address", "incarnation", b"incarnation", "link_mac", b"link_mac", "mac", b"mac"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -800,6 +882,7 @@ class OpenLinkReply(message.Message):
     TCP_ADDRESS_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     TOKEN_MS_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     host_id: builtins.str
     kv_socket: builtins.str
@@ -810,6 +893,8 @@ class OpenLinkReply(message.Message):
     """for data connections, of this incarnation"""
     token_ms: builtins.int
     """the validity of the token"""
+    identity: builtins.str
+    """The URI of the certificate that the service presents on data connections; "": they are in plain text."""
     def __init__(
         self,
         *,
@@ -819,10 +904,11 @@ class OpenLinkReply(message.Message):
         tcp_address: builtins.str = ...,
         token: builtins.bytes = ...,
         token_ms: builtins.int = ...,
+        identity: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "kv_socket", b"kv_socket", "tcp_address", b"tcp_address", "token", b"token", "token_ms", b"token_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["host_id", b"host_id", "identity", b"identity", "incarnation", b"incarnation", "kv_socket", b"kv_socket", "tcp_address", b"tcp_address", "token", b"token", "token_ms", b"token_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,11 @@ class KvTransferServiceStub:
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.WatchEvent.FromString,
                 _registered_method=True)
+        self.Acknowledge = channel.unary_unary(
+                '/tandem.v1.KvTransferService/Acknowledge',
+                request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeReply.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/tandem.v1.KvTransferService/Renew',
                 request_serializer=tandem_dot_v1_dot_kv__transfer__pb2.RenewRequest.SerializeToString,
@@ -150,6 +155,13 @@ class KvTransferServiceServicer:
     def Watch(self, request, context):
         """Yields slabs when they are sealed, to one reader on this service's host. Allowed before Reserve.
         Slabs of another host's service are pulled into this service's arena first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Acknowledge(self, request, context):
+        """Says which windows a reader has copied, so that their memory serves the next ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,6 +279,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.WatchRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.WatchEvent.SerializeToString,
+            ),
+            'Acknowledge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acknowledge,
+                    request_deserializer=tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeReply.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -442,6 +459,33 @@ class KvTransferService:
             '/tandem.v1.KvTransferService/Watch',
             tandem_dot_v1_dot_kv__transfer__pb2.WatchRequest.SerializeToString,
             tandem_dot_v1_dot_kv__transfer__pb2.WatchEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Acknowledge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvTransferService/Acknowledge',
+            tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeRequest.SerializeToString,
+            tandem_dot_v1_dot_kv__transfer__pb2.AcknowledgeReply.FromString,
             options,
             channel_credentials,
             insecure,

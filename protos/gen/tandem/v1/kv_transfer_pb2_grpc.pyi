@@ -48,6 +48,8 @@ class KvTransferServiceStub:
     """Yields slabs when they are sealed, to one reader on this service's host. Allowed before Reserve.
     Slabs of another host's service are pulled into this service's arena first.
     """
+    Acknowledge: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcknowledgeRequest, _kv_transfer_pb2.AcknowledgeReply]
+    """Says which windows a reader has copied, so that their memory serves the next ones."""
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewReply]
     """Extends leases."""
     Release: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseReply]
@@ -87,6 +89,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     """Yields slabs when they are sealed, to one reader on this service's host. Allowed before Reserve.
     Slabs of another host's service are pulled into this service's arena first.
     """
+    Acknowledge: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcknowledgeRequest, _kv_transfer_pb2.AcknowledgeReply]  # type: ignore[assignment]
+    """Says which windows a reader has copied, so that their memory serves the next ones."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewReply]  # type: ignore[assignment]
     """Extends leases."""
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseReply]  # type: ignore[assignment]
@@ -147,6 +151,14 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Yields slabs when they are sealed, to one reader on this service's host. Allowed before Reserve.
         Slabs of another host's service are pulled into this service's arena first.
         """
+
+    @_abc_1.abstractmethod
+    def Acknowledge(
+        self,
+        request: _kv_transfer_pb2.AcknowledgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.AcknowledgeReply, _abc.Awaitable[_kv_transfer_pb2.AcknowledgeReply]]:
+        """Says which windows a reader has copied, so that their memory serves the next ones."""
 
     @_abc_1.abstractmethod
     def Renew(

@@ -55,6 +55,10 @@ class _ErrorCodeEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_ErrorCode.Va
     """no such handle, slab or region, or no longer"""
     ERROR_CODE_KV_CORRUPT: _ErrorCode.ValueType  # 16
     """a checksum or a slot's generation did not match"""
+    ERROR_CODE_PEER_UNAUTHENTICATED: _ErrorCode.ValueType  # 17
+    """the calling process has no valid certificate of this fleet"""
+    ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 18
+    """the role or the id in the caller's certificate does not permit the call"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------
@@ -93,6 +97,10 @@ ERROR_CODE_KV_NOT_FOUND: ErrorCode.ValueType  # 15
 """no such handle, slab or region, or no longer"""
 ERROR_CODE_KV_CORRUPT: ErrorCode.ValueType  # 16
 """a checksum or a slot's generation did not match"""
+ERROR_CODE_PEER_UNAUTHENTICATED: ErrorCode.ValueType  # 17
+"""the calling process has no valid certificate of this fleet"""
+ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 18
+"""the role or the id in the caller's certificate does not permit the call"""
 
 class _KvGroupKind:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -635,6 +643,8 @@ class KvHandle(message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_READERS_FIELD_NUMBER: builtins.int
     DEADLINE_UNIX_MS_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    HOLDER_ID_FIELD_NUMBER: builtins.int
     MAC_FIELD_NUMBER: builtins.int
     handle_id: builtins.bytes
     """16 random bytes"""
@@ -650,8 +660,12 @@ class KvHandle(message.Message):
     num_readers: builtins.int
     """the number of choices; each releases the handle once"""
     deadline_unix_ms: builtins.int
+    signature: builtins.bytes
+    """version (1 byte), key id (8 bytes), Ed25519 over all fields but this one and the MAC (64 bytes)"""
+    holder_id: builtins.str
+    """the worker id of that KV service: the id in its certificate, which readers expect"""
     mac: builtins.bytes
-    """HMAC-SHA256 over the fields above, cut to 16 bytes"""
+    """HMAC-SHA256 over the fields above, cut to 16 bytes: for KV services of release 0.2, until --hmac-handles-until."""
     @builtins.property
     def model(self) -> ModelRef: ...
     def __init__(
@@ -668,11 +682,13 @@ class KvHandle(message.Message):
         num_tokens: builtins.int = ...,
         num_readers: builtins.int = ...,
         deadline_unix_ms: builtins.int = ...,
+        signature: builtins.bytes = ...,
+        holder_id: builtins.str = ...,
         mac: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "deadline_unix_ms", b"deadline_unix_ms", "handle_id", b"handle_id", "holder_address", b"holder_address", "holder_incarnation", b"holder_incarnation", "layout_digest", b"layout_digest", "mac", b"mac", "model", b"model", "num_readers", b"num_readers", "num_tokens", b"num_tokens", "prefill_incarnation", b"prefill_incarnation", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "deadline_unix_ms", b"deadline_unix_ms", "handle_id", b"handle_id", "holder_address", b"holder_address", "holder_id", b"holder_id", "holder_incarnation", b"holder_incarnation", "layout_digest", b"layout_digest", "mac", b"mac", "model", b"model", "num_readers", b"num_readers", "num_tokens", b"num_tokens", "prefill_incarnation", b"prefill_incarnation", "request_id", b"request_id", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,6 +833,8 @@ class Submit(message.Message):
     MAX_FOUND_BLOCKS_FIELD_NUMBER: builtins.int
     MAX_LEFT_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_PUBLIC_BLOCKS_FIELD_NUMBER: builtins.int
+    PREFIX_SOURCE_ID_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -839,6 +857,10 @@ class Submit(message.Message):
     """Leading blocks that other requests may read from caches. Absent: all, those of the answer included. 0: none."""
     num_public_blocks: builtins.int
     """leading blocks that all accounts share; they count towards no account's quota"""
+    prefix_source_id: builtins.str
+    """id in the certificate of the KV service at prefix_source"""
+    time_left_ms: builtins.int
+    """Until the deadline, when this was sent: needs no two clocks to agree. Absent: of release 0.2, see deadline_unix_ms."""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -882,19 +904,25 @@ class Submit(message.Message):
         max_found_blocks: builtins.int | None = ...,
         max_left_blocks: builtins.int | None = ...,
         num_public_blocks: builtins.int = ...,
+        prefix_source_id: builtins.str = ...,
+        time_left_ms: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "handle", b"handle", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "handle", b"handle", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_found_blocks: _TypeAlias = typing.Literal["max_found_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015
     _WhichOneofReturnType__max_left_blocks: _TypeAlias = typing.Literal["max_left_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_left_blocks: _TypeAlias = typing.Literal["_max_left_blocks", b"_max_left_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_found_blocks) -> _WhichOneofReturnType__max_found_blocks | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_left_blocks) -> _WhichOneofReturnType__max_left_blocks | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 @typing.final
 class Cancel(message.Message):
@@ -925,20 +953,50 @@ class AttachHello(message.Message):
     GATEWAY_ID_FIELD_NUMBER: builtins.int
     GATEWAY_INCARNATION_FIELD_NUMBER: builtins.int
     WORKER_INCARNATION_FIELD_NUMBER: builtins.int
+    TAKES_CHOICES_FIELD_NUMBER: builtins.int
     gateway_id: builtins.str
     gateway_incarnation: builtins.str
     worker_incarnation: builtins.str
     """the incarnation that the gateway expects"""
+    takes_choices: builtins.bool
+    """in the worker's answer: it takes Command.choices"""
     def __init__(
         self,
         *,
         gateway_id: builtins.str = ...,
         gateway_incarnation: builtins.str = ...,
         worker_incarnation: builtins.str = ...,
+        takes_choices: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "takes_choices", b"takes_choices", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SubmitChoices(message.Message):
+    """Requests with one prompt: each is `shared` with the fields of one of `choices` merged over it. The prompt's token ids
+    and block hashes come first, those of an answer that has begun after them.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SHARED_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def shared(self) -> Submit: ...
+    @builtins.property
+    def choices(self) -> containers.RepeatedCompositeFieldContainer[Submit]: ...
+    def __init__(
+        self,
+        *,
+        shared: Submit | None = ...,
+        choices: abc.Iterable[Submit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["shared", b"shared"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["choices", b"choices", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,24 +1007,30 @@ class Command(message.Message):
     HELLO_FIELD_NUMBER: builtins.int
     SUBMIT_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     @builtins.property
     def hello(self) -> AttachHello: ...
     @builtins.property
     def submit(self) -> Submit: ...
     @builtins.property
     def cancel(self) -> Cancel: ...
+    @builtins.property
+    def choices(self) -> SubmitChoices:
+        """only to a worker whose hello has takes_choices"""
+
     def __init__(
         self,
         *,
         hello: AttachHello | None = ...,
         submit: Submit | None = ...,
         cancel: Cancel | None = ...,
+        choices: SubmitChoices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cancel", b"cancel", "choices", b"choices", "hello", b"hello", "kind", b"kind", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "submit", "cancel", "choices"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from tandem_runtime import errors, log, tracing
+from tandem_runtime.method_channel import MethodChannel, MethodKind
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 """The deadline of a unary call without a timeout (law 5)."""
@@ -22,24 +23,24 @@ REQUEST_ID = "tandem-request-id"
 Translate = Callable[[grpc.aio.AioRpcError], errors.TandemError]
 
 
-class TracedChannel(grpc.aio.Channel):
+def cut(call: Any, reason: errors.TandemError) -> None:
+    """End a running call: its owner gets `reason`, not the CancelledError of a call that it cancelled itself."""
+    call.tandem_reason = reason
+    call.cancel()
+
+
+class TracedChannel(MethodChannel):
     """A channel whose calls carry trace and request id, and raise what `translate` makes of a failure."""
 
     def __init__(self, channel: grpc.aio.Channel, translate: Translate) -> None:
         self._channel = channel
         self._translate = translate
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._caller(self._channel.unary_unary(*args, **kwargs), _UnaryCall, DEFAULT_TIMEOUT_SECONDS)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._caller(self._channel.stream_unary(*args, **kwargs), _UnaryCall, DEFAULT_TIMEOUT_SECONDS)
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._caller(self._channel.unary_stream(*args, **kwargs), _StreamCall, None)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._caller(self._channel.stream_stream(*args, **kwargs), _StreamCall, None)
+    def _method(self, kind: MethodKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        start = getattr(self._channel, kind)(*args, **kwargs)
+        if kind.endswith("stream"):
+            return self._caller(start, _StreamCall, None)
+        return self._caller(start, _UnaryCall, DEFAULT_TIMEOUT_SECONDS)
 
     def _caller(self, start: Any, wrap: type[_Call], default_timeout: float | None) -> Callable[..., Any]:
         def call(request: Any = None, *, timeout: float | None = None, metadata: Any = None, **kwargs: Any) -> _Call:
@@ -60,12 +61,6 @@ class TracedChannel(grpc.aio.Channel):
     async def channel_ready(self) -> None:
         await self._channel.channel_ready()
 
-    async def __aenter__(self) -> TracedChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
 
 class _Call:
     """A running call. Translates failures; everything else is the wrapped call's."""
@@ -83,6 +78,9 @@ class _Call:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
         except asyncio.InvalidStateError as error:  # gRPC raises this for a write to a call that has ended
             raise errors.Unavailable(f"the stream has ended: {error}") from error
 
@@ -91,6 +89,16 @@ class _Call:
             await self._call.wait_for_connection()
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
+
+    def _raise_reason(self) -> None:
+        """Raise why the call was cut, unless it was not, or the waiting task itself is being cancelled."""
+        reason: errors.TandemError | None = getattr(self._call, "tandem_reason", None)
+        task = asyncio.current_task()
+        if reason is not None and task is not None and not task.cancelling():
+            raise reason from None
 
 
 class _UnaryCall(_Call):
@@ -99,6 +107,9 @@ class _UnaryCall(_Call):
             return (yield from self._call.__await__())
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
 
 
 class _StreamCall(_Call):
@@ -116,6 +127,9 @@ class _StreamCall(_Call):
             return await self._messages.__anext__()
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
 
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF; as with gRPC, a call is read or iterated, not both."""
@@ -123,6 +137,9 @@ class _StreamCall(_Call):
             return await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+        except asyncio.CancelledError:
+            self._raise_reason()
+            raise
 
 
 def _metadata(metadata: Any) -> tuple[tuple[str, Any], ...]:

@@ -8,12 +8,17 @@ from google.protobuf.message import DecodeError
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import errors
 from tandem_runtime.calls import TracedChannel
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.certificates.names import Identity, Role, is_id
+from tandem_runtime.either_channel import EitherChannel
+from tandem_runtime.message_sizes import LARGEST
+from tandem_runtime.renewed_channel import RenewedChannel
 
 ERROR_METADATA = "tandem-error-bin"
 
 _OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", LARGEST.request_bytes),
+    ("grpc.max_receive_message_length", LARGEST.reply_bytes),
     ("grpc.max_metadata_size", 64 * 1024),
     ("grpc.absolute_max_metadata_size", 128 * 1024),
     ("grpc.keepalive_time_ms", 10_000),
@@ -27,13 +32,36 @@ _OPTIONS: list[tuple[str, int]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(
+    address: str, member: FleetMember | None = None, expect: Identity | Role | None = None
+) -> grpc.aio.Channel:
     """Return a channel to `address` (host:port, unix:PATH, dns:///name:port); it connects with its first call.
+
+    With a `member` the connection is encrypted, shows this process's certificate and takes an answer of `expect` only:
+    a process, or any process of a role where the id is not known. Without one it is plain text, for a fleet of one
+    machine or of the release before. While the member's `plaintext` allows it, a server of release 0.2 is called in
+    plain text where the id is not known.
 
     Calls carry the current trace and request id, and raise `TandemError`s instead of `grpc.aio.AioRpcError`. A unary
     call without a timeout gets one of `tandem_runtime.calls.DEFAULT_TIMEOUT_SECONDS`.
     """
-    return TracedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), call_error)
+    if member is None:
+        return TracedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), call_error)
+    assert expect is not None, "with certificates, a channel expects a process or a role"
+    if not isinstance(expect, Identity) and member.plaintext.is_allowed:
+        return TracedChannel(EitherChannel(address, member, expect, _OPTIONS), call_error)
+    return TracedChannel(RenewedChannel(address, member, expect, _OPTIONS), call_error)
+
+
+def open_worker_channel(info: pb.WorkerInfo, member: FleetMember | None) -> grpc.aio.Channel:
+    """Return a channel to the server of a registered worker or KV service, which must prove the registered id.
+
+    With a member, a worker that has registered without a certificate is called in plain text while the member's
+    `plaintext` allows it; then Unavailable is raised. No process without one can register under an id of certificates.
+    """
+    if member is not None and member.plaintext.is_allowed and not is_id(info.worker_id):
+        return open_channel(info.address)
+    return open_channel(info.address, member, member.worker(info) if member is not None else None)
 
 
 def call_error(error: grpc.aio.AioRpcError) -> errors.TandemError:
@@ -63,6 +91,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.TandemError]] = {
     grpc.StatusCode.ABORTED: errors.Aborted,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.UNAUTHENTICATED: errors.PeerUnauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
 }

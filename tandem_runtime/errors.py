@@ -14,6 +14,8 @@ TandemError
 ├── Cancelled               the caller left
 ├── Aborted                 we stopped it
 ├── Unavailable             cannot be reached
+├── PeerUnauthenticated     the calling process has no valid certificate of this fleet
+├── PermissionDenied        its role or id does not permit the call
 ├── KvNotFound
 ├── KvCorrupt
 └── InternalError
@@ -109,6 +111,14 @@ class Unavailable(TandemError):
     code = pb.ERROR_CODE_UNAVAILABLE
 
 
+class PeerUnauthenticated(TandemError):
+    code = pb.ERROR_CODE_PEER_UNAUTHENTICATED
+
+
+class PermissionDenied(TandemError):
+    code = pb.ERROR_CODE_PERMISSION_DENIED
+
+
 class KvNotFound(TandemError):
     code = pb.ERROR_CODE_KV_NOT_FOUND
 
@@ -119,6 +129,15 @@ class KvCorrupt(TandemError):
 
 class InternalError(TandemError):
     code = pb.ERROR_CODE_INTERNAL
+
+
+def note_work(error: BaseException) -> None:
+    """Note that work was done, and is billed, before `error` ended the request: a repeated request does it again."""
+    error.__dict__["has_work"] = True
+
+
+def has_work(error: BaseException) -> bool:
+    return bool(error.__dict__.get("has_work"))
 
 
 STATUSES: dict[pb.ErrorCode.ValueType, tuple[grpc.StatusCode, int]] = {
@@ -139,6 +158,9 @@ STATUSES: dict[pb.ErrorCode.ValueType, tuple[grpc.StatusCode, int]] = {
     pb.ERROR_CODE_KV_NOT_FOUND: (grpc.StatusCode.NOT_FOUND, 503),
     pb.ERROR_CODE_KV_CORRUPT: (grpc.StatusCode.DATA_LOSS, 500),
     pb.ERROR_CODE_INTERNAL: (grpc.StatusCode.INTERNAL, 500),
+    # Between processes of the fleet only. A tenant whose request fails for it did nothing wrong: 503.
+    pb.ERROR_CODE_PEER_UNAUTHENTICATED: (grpc.StatusCode.UNAUTHENTICATED, 503),
+    pb.ERROR_CODE_PERMISSION_DENIED: (grpc.StatusCode.PERMISSION_DENIED, 503),
 }
 
 

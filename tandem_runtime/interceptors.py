@@ -4,13 +4,14 @@
 - Gives a unary call without a deadline the default one.
 - Turns a `TandemError` into its status, with the whole error in the trailing metadata.
 - Logs any other exception and answers INTERNAL with an incident id.
+- Gives the reason to a caller whose call was cut because its certificate expired or was revoked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ import structlog
 
 from tandem_runtime import tracing
 from tandem_runtime.calls import DEFAULT_TIMEOUT_SECONDS, REQUEST_ID, TRACEPARENT
+from tandem_runtime.certificates.access import reason_of_cut
 from tandem_runtime.channel import ERROR_METADATA, call_error
 from tandem_runtime.errors import DeadlineExceeded, InternalError, TandemError
 from tandem_runtime.log import get_logger
@@ -61,27 +63,54 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
         try:
             async with timeout:
                 return await inner(request, context)
+        except asyncio.CancelledError:
+            if (reason := _taken_reason_of_cut()) is None:
+                raise
+            await _abort(context, method, reason)
         except Exception as error:  # noqa: BLE001 - every exception becomes the call's status
             await _abort(context, method, _too_slow(method) if timeout.expired() else error)
 
     return answer
 
 
-def _streaming(inner: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[Any]]:
-    async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+def _streaming(inner: Callable[..., Any], method: str) -> Callable[..., Awaitable[None]]:
+    """Return a handler that writes what `inner` yields.
+
+    It writes each message itself, as gRPC would: so a call that is cut while a slow reader holds up a write ends here,
+    with the reason, and `inner` is closed at once.
+    """
+
+    async def answer(request: Any, context: Any) -> None:
         _take_up(context, method)
+        is_writing = False
         try:
             result = inner(request, context)
             if hasattr(result, "__aiter__"):
                 async with _closing(result):
                     async for message in result:
-                        yield message
+                        is_writing = True
+                        await context.write(message)
+                        is_writing = False
             else:
                 await result  # the handler writes to the context itself
-        except Exception as error:  # noqa: BLE001 - every exception becomes the call's status
+        except asyncio.CancelledError:
+            if (reason := _taken_reason_of_cut()) is None:
+                raise
+            await _abort(context, method, reason)
+        except Exception as error:
+            if is_writing:
+                raise  # gRPC's own: the call or its connection has ended
             await _abort(context, method, error)
 
     return answer
+
+
+def _taken_reason_of_cut() -> TandemError | None:
+    """Return why this call was cut, and let its task go on to say so; None for any other cancellation."""
+    reason = reason_of_cut()
+    if reason is not None and (task := asyncio.current_task()) is not None:
+        task.uncancel()
+    return reason
 
 
 def _closing(messages: Any) -> AbstractAsyncContextManager[Any]:

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from tandem_runtime import loop_lag, metrics, tracing
+from tandem_machine.limits import with_remedy
+from tandem_runtime import frozen, loop_lag, metrics, tracing
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.log import get_logger
 
@@ -23,7 +24,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = loop_lag.STALL_SECONDS) -> int:
     """Run `main` until it returns the process's exit status.
 
-    Logs each time that the event loop stands still for longer than `stall_seconds`; 0: never.
+    Logs each time that the event loop stands still for longer than `stall_seconds`; 0: never. Ends the process if its
+    interpreter is frozen (`tandem_runtime.frozen`).
 
     The first SIGTERM or SIGINT sets the event passed to `main`: finish running work, take none. The second cancels
     `main` (status 128 + signal), the third ends the process at once. An exception of `main` is logged and gives status
@@ -31,14 +33,14 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
     """
     _forget_what_is_loaded()
     try:
-        with _exceptions_logged():
+        with _exceptions_logged(), frozen.watched():
             return asyncio.run(_run(main, stall_seconds))
     except InvalidRequest as error:
         log.error("refused_to_start", reason=error.message)
         return 2
     except Exception as error:
         # No request is the cause: their exceptions end in their answers. So the message may be shown.
-        log.exception("process_failed", error=str(error) or type(error).__name__)
+        log.exception("process_failed", error=with_remedy(str(error) or type(error).__name__))
         return 1
     finally:
         tracing.shutdown()

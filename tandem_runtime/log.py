@@ -24,6 +24,7 @@ _PACKAGES = frozenset(
         "kv_transfer_svc",
         "prefill_svc",
         "tandem_engine",
+        "tandem_machine",
         "tandem_runtime",
         "tandem_worker",
     }

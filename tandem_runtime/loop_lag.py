@@ -48,6 +48,7 @@ _PACKAGES = frozenset(
         "prefill_svc",
         "tandem_client",
         "tandem_engine",
+        "tandem_machine",
         "tandem_runtime",
         "tandem_worker",
     }

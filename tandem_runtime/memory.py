@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 
@@ -13,7 +14,7 @@ from tandem_runtime.nvml import Nvml, NvmlUnavailable
 log = get_logger(__name__)
 
 FRESH_SECONDS = 0.5
-"""Heartbeats to several control-plane replicas share one reading."""
+"""A reading of this age is followed by the next one."""
 
 
 class MemoryProbe:
@@ -26,16 +27,29 @@ class MemoryProbe:
         self._own_pids = own_pids
         self._nvml = Nvml()
         self._report = pb.MemoryReport()
-        self._read_at = float("-inf")
+        self._read_at: float | None = None
+        self._thread: threading.Thread | None = None
 
-    def report(self) -> pb.MemoryReport:
-        """Return a reading at most FRESH_SECONDS old. A new one takes some milliseconds."""
-        if time.monotonic() - self._read_at > FRESH_SECONDS:
-            self._report = self._read()
-            self._read_at = time.monotonic()
+    def read(self) -> pb.MemoryReport:
+        """Take a reading: some milliseconds, and 0.1 s to start NVML. An event loop leaves it to a thread."""
+        self._report = self._take()
+        self._read_at = time.monotonic()
         return self._report
 
-    def _read(self) -> pb.MemoryReport:
+    def report(self) -> pb.MemoryReport:
+        """Return the latest reading at once. If it is FRESH_SECONDS old, a thread takes the next one.
+
+        Without a reading this takes the first one: a process calls `read` before it serves.
+        """
+        if self._read_at is None:
+            return self.read()
+        is_reading = self._thread is not None and self._thread.is_alive()
+        if not is_reading and time.monotonic() - self._read_at > FRESH_SECONDS:
+            self._thread = threading.Thread(target=self.read, name="memory-probe", daemon=True)
+            self._thread.start()
+        return self._report
+
+    def _take(self) -> pb.MemoryReport:
         own_pids = self._pids()
         host = host_memory(own_pids)
         try:

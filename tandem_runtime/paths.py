@@ -7,6 +7,7 @@ import socket
 import stat
 from pathlib import Path
 
+from tandem_machine.folders import home_folder
 from tandem_runtime.errors import InvalidRequest
 
 MAX_SOCKET_PATH_BYTES = 107
@@ -23,8 +24,14 @@ def state_dir(configured: str | Path | None = None, setting: str = "TANDEM_STATE
         return _own_folder(Path(configured).expanduser(), setting)
     if chosen := os.environ.get("TANDEM_STATE_DIR"):
         return _own_folder(Path(chosen).expanduser(), "TANDEM_STATE_DIR")
-    base = os.environ.get("XDG_STATE_HOME")
-    return _own_folder((Path(base) if base else Path.home() / ".local" / "state") / "tandem", "TANDEM_STATE_DIR")
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return _own_folder(Path(base) / "tandem", "TANDEM_STATE_DIR")
+    if (home := home_folder()) is None:
+        raise InvalidRequest(
+            f"user {os.getuid()} has no home folder (no HOME, no entry in passwd) for the state of this process; "
+            "set TANDEM_STATE_DIR to a folder that can be written"
+        )
+    return _own_folder(home / ".local" / "state" / "tandem", "TANDEM_STATE_DIR")
 
 
 def runtime_dir(configured: str | Path | None = None) -> Path:
@@ -80,5 +87,10 @@ def _own_folder(path: Path, variable: str) -> Path:
             f"{path} is not a folder of user {os.getuid()} (owner: {folder.st_uid}); set {variable} to another one"
         )
     if stat.S_IMODE(folder.st_mode) & 0o077:
-        path.chmod(0o700)
+        try:
+            path.chmod(0o700)
+        except OSError as error:
+            raise InvalidRequest(
+                f"cannot close {path} to other users: {error}; set {variable} to one that can be written"
+            ) from error
     return path

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceStub
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import TandemError
+from tandem_runtime.errors import PeerUnauthenticated, TandemError
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -46,6 +48,7 @@ class Registrar:
         load: Callable[[], pb.LoadReport],
         *,
         on_registered: Callable[[cp.RegisterReply], None] | None = None,
+        member: FleetMember | None = None,
     ) -> None:
         """`control` are gRPC addresses; `dns:///name:port` reaches one replica, whose reply names the others."""
         self._given = tuple(control)
@@ -53,9 +56,10 @@ class Registrar:
         self._info.CopyFrom(info)
         self._load = load
         self._on_registered = on_registered
+        self.member = member
         self._replicas: dict[str, _Replica] = {}
         self._registered = asyncio.Event()
-        self._handle_key = b""
+        self._kv_keys = KvKeys()
         self._stopped = False
         self.info_version = 0
 
@@ -71,9 +75,9 @@ class Registrar:
         return self._info
 
     @property
-    def handle_key(self) -> bytes:
-        """The key that verifies the MACs of handles; b"" before the first registration."""
-        return self._handle_key
+    def kv_keys(self) -> KvKeys:
+        """The keys of all replicas that have answered: while their secret is changed, handles of both are valid."""
+        return self._kv_keys
 
     @property
     def num_registered(self) -> int:
@@ -107,7 +111,12 @@ class Registrar:
         await asyncio.gather(*(replica.stop() for replica in replicas))
 
     def register_request(self) -> cp.RegisterRequest:
-        return cp.RegisterRequest(info=self._info, load=self._load(), info_version=self.info_version)
+        return cp.RegisterRequest(
+            info=self._info,
+            load=self._load(),
+            info_version=self.info_version,
+            deny_list_number=self._deny_list_number,
+        )
 
     def heartbeat_request(self) -> cp.HeartbeatRequest:
         return cp.HeartbeatRequest(
@@ -116,13 +125,16 @@ class Registrar:
             load=self._load(),
             kv_address=self._info.kv_address,
             info_version=self.info_version,
+            deny_list_number=self._deny_list_number,
         )
+
+    @property
+    def _deny_list_number(self) -> int:
+        return self.member.denied.number if self.member is not None else 0
 
     def accepted(self, reply: cp.RegisterReply) -> None:
         """Apply a replica's answer to Register. Called by that replica's task."""
-        if self._handle_key and reply.handle_key != self._handle_key:
-            log.warning("handle_keys_differ", remedy="give every control-plane replica the same secret")
-        self._handle_key = reply.handle_key
+        self._merge_keys()
         self._registered.set()
         if self._on_registered is not None:
             self._on_registered(reply)
@@ -133,6 +145,17 @@ class Registrar:
         self._follow(named)
         for address in self._replicas.keys() - named:
             self._replicas.pop(address).leave()
+            self._merge_keys()
+
+    def _merge_keys(self) -> None:
+        keys = [replica.keys for replica in self._replicas.values() if replica.keys.public_keys or replica.keys.mac_key]
+        keys.sort(key=lambda each: (each.link_key, each.mac_key), reverse=True)  # the same choice in every KV service
+        public_keys = tuple(sorted({key for each in keys for key in each.public_keys}))
+        if len({(each.link_key, each.public_keys) for each in keys if each.public_keys}) > 1:
+            log.warning("handle_keys_differ", remedy="give every control-plane replica the same secret")
+        link_key = next((each.link_key for each in keys if each.link_key), b"")
+        mac_key = next((each.mac_key for each in keys if each.mac_key), b"")
+        self._kv_keys = KvKeys(public_keys, link_key, mac_key)
 
     def _follow(self, addresses: Iterable[str]) -> None:
         for address in addresses:
@@ -147,6 +170,8 @@ class _Replica:
         self.is_registered = False
         self.named: tuple[str, ...] = ()
         self.kv_services: tuple[cp.KvServiceAddress, ...] = ()
+        self.keys = KvKeys()
+        """Of the last accepted registration; kept while the replica is away: its handles are still in use."""
         self.answered_at = 0.0
         self._address = address
         self._owner = owner
@@ -155,7 +180,7 @@ class _Replica:
         self._num_failures = 0
         self._left = False
         self._woken = asyncio.Event()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, owner.member, "gateway")
         self._stub = ControlPlaneServiceStub(self._channel)
         self._task = asyncio.create_task(self._run(), name=f"registration-{address}")
 
@@ -181,6 +206,8 @@ class _Replica:
             try:
                 await self._call()
             except TandemError as error:
+                if isinstance(error, PeerUnauthenticated) and self._owner.member is not None:
+                    self._owner.member.refused()
                 self._failed(error.message)
             except Exception as error:
                 log.exception("registration_failed", control_plane=self._address)
@@ -205,6 +232,7 @@ class _Replica:
         self._interval_seconds = reply.heartbeat_interval_ms / 1000 or _DEFAULT_INTERVAL_SECONDS
         self._heard(reply)
         self.is_registered = True
+        self.keys = KvKeys.of(reply)
         self._owner.accepted(reply)
 
     async def _beat(self) -> None:
@@ -228,6 +256,8 @@ class _Replica:
         self.named = tuple(reply.replicas)
         self.kv_services = tuple(reply.kv_services)
         self.answered_at = asyncio.get_running_loop().time()
+        if self._owner.member is not None:
+            self._owner.member.heard(reply)
 
     def _failed(self, reason: str) -> None:
         self._num_failures += 1

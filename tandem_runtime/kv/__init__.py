@@ -1,1 +1,1 @@
-"""Shared by all parties of a KV hand-over: layouts, MACs, regions and the client of the KV service."""
+"""Shared by all parties of a KV hand-over: layouts, keys, signatures, regions and the client of the KV service."""

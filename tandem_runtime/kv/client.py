@@ -17,6 +17,8 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import errors
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.certificates.names import Identity, Role
 from tandem_runtime.channel import open_channel
 from tandem_runtime.errors import KvCorrupt, StaleIncarnation, TandemError, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
@@ -24,6 +26,7 @@ from tandem_runtime.kv.leases import LeaseKeeper
 from tandem_runtime.kv.receiving import checksums_in, fill_blocks, messages_of, split_blocks
 from tandem_runtime.kv.seal_stream import SealStream, seal_request
 from tandem_runtime.kv.slabs import first_missing_block
+from tandem_runtime.kv.time_left import milliseconds
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import supervised
@@ -32,6 +35,8 @@ log = get_logger(__name__)
 
 Reply = TypeVar("Reply")
 
+MAX_BLOCKS_PER_CALL = 4096
+"""Of a Load, a slab and a Seal; a KV service refuses more, because gRPC limits the size of messages."""
 CALL_SECONDS = 5.0
 LEASE_SECONDS = 10.0
 _RETRY_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -47,25 +52,39 @@ class KvClient:
         *,
         call_seconds: float = CALL_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
+        member: FleetMember | None = None,
+        expect: Identity | Role = "kv",
     ) -> None:
+        """With a `member`, the service must prove that it is `expect`: one service where the id is known."""
         self.address = address
         self.incarnation = incarnation
         self._call_seconds = call_seconds
         self._is_closed = False
         self._lease_seconds = lease_seconds
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, member, expect)
         self._stub = kv_grpc.KvTransferServiceStub(self._channel)
         self._gone: asyncio.Queue[kv.OwnerEvent.Ended | StaleIncarnation] = asyncio.Queue()
         self._leases = LeaseKeeper(self.renew, self._lost, lease_seconds / 3)
 
     # ---------------------------------------------------------------------------------------------- the writer
 
-    async def reserve(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> kv.ReserveReply:
-        """Open a handle that this worker fills from its region, and keep renewing it until it is sealed or ends."""
+    async def reserve(
+        self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout, seconds_left: float | None = None
+    ) -> kv.ReserveReply:
+        """Open a handle that this worker fills from its region, and keep renewing it until it is sealed or ends.
+
+        `seconds_left`: until the handle's deadline, here and in the other calls; None: by the wall clocks.
+        """
         lease_ms = int(self._lease_seconds * 1000)
-        request = kv.ReserveRequest(handle=handle, region_id=region_id, layout=layout, lease_ms=lease_ms)
+        request = kv.ReserveRequest(
+            handle=handle,
+            region_id=region_id,
+            layout=layout,
+            lease_ms=lease_ms,
+            time_left_ms=milliseconds(seconds_left),
+        )
         reply = await self._call(self._stub.Reserve, request)
-        self._leases.hold(handle, "")
+        self._leases.hold(handle, "", seconds_left)
         return reply
 
     async def seal(self, handle: pb.KvHandle, slabs: Sequence[kv.Slab], closed: kv.Closed | None = None) -> HandleState:
@@ -99,12 +118,20 @@ class KvClient:
     # ---------------------------------------------------------------------------------------------- the reader
 
     async def watch(
-        self, handle: pb.KvHandle, reader_id: str, layout: pb.KvLayout, first_block: int = 0
+        self,
+        handle: pb.KvHandle,
+        reader_id: str,
+        layout: pb.KvLayout,
+        first_block: int = 0,
+        *,
+        seconds_left: float | None = None,
+        acknowledges: bool = False,
     ) -> AsyncGenerator[kv.WatchEvent, None]:
         """Yield slabs as they are sealed, from `first_block` of the block table on; the last event is `closed`.
 
-        May be called before the handle is reserved. Renews the reader's lease until `release`. Raises
-        what ended the handle, KvCorrupt if a block was left out, Unavailable when the service goes away,
+        May be called before the handle is reserved. A reader that `acknowledges` is sent the blocks of another host in
+        windows, and calls `acknowledge` for each slab that `is_window`. Renews the reader's lease until `release`.
+        Raises what ended the handle, KvCorrupt if a block was left out, Unavailable when the service goes away,
         DeadlineExceeded at the handle's deadline.
         """
         request = kv.WatchRequest(
@@ -113,9 +140,11 @@ class KvClient:
             reader_incarnation=self.incarnation,
             layout=layout,
             first_block=first_block,
+            time_left_ms=milliseconds(seconds_left),
+            acknowledges=acknowledges,
         )
-        self._leases.hold(handle, reader_id)
-        seconds = max(0.0, handle.deadline_unix_ms / 1000 - time.time()) + self._call_seconds
+        self._leases.hold(handle, reader_id, seconds_left)
+        seconds = max(0.0, self._leases.seconds_left(handle, reader_id)) + self._call_seconds
         slabs: list[kv.Slab] = []
         async with aclosing(messages_of(self._stub.Watch(request, timeout=seconds))) as events:
             async for event in events:
@@ -129,6 +158,11 @@ class KvClient:
                 slabs.append(event.slab)
                 yield event
         raise Unavailable(f"the KV service at {self.address} ended a watch before it was closed")
+
+    async def acknowledge(self, handle: pb.KvHandle, reader_id: str, num_slabs: int) -> None:
+        """Report that a watch's leading `num_slabs` slabs were copied; raises KvNotFound without a lease on a copy."""
+        request = kv.AcknowledgeRequest(handle=handle, reader_id=reader_id, num_slabs=num_slabs)
+        await self._call(self._stub.Acknowledge, request)
 
     async def read(
         self,
@@ -152,8 +186,10 @@ class KvClient:
         self, handle: pb.KvHandle, reader_id: str, slab: kv.Slab, blocks: Sequence[memoryview], first_block: int
     ) -> list[int]:
         """As `read`, with one buffer per block; return the blocks' checksums, which have been verified."""
-        request = kv.ReadRequest(handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block)
-        remaining = max(self._call_seconds, handle.deadline_unix_ms / 1000 - time.time())
+        request = kv.ReadRequest(
+            handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block, num_blocks=len(blocks)
+        )
+        remaining = max(self._call_seconds, self._leases.seconds_left(handle, reader_id))
         call = self._stub.Read(request, timeout=remaining)
         async with aclosing(messages_of(call)) as chunks:
             num_filled = await fill_blocks(blocks, chunks)
@@ -203,22 +239,22 @@ class KvClient:
         reply = await self._call(self._stub.Renew, kv.RenewRequest(handles=handles, reader_id=reader_id))
         return [HandleState.of(state) for state in reply.states]
 
-    async def release(self, handle: pb.KvHandle, reader_id: str) -> HandleState:
+    async def release(self, handle: pb.KvHandle, reader_id: str, seconds_left: float | None = None) -> HandleState:
         """Release one reader's lease; harmless for a reader that never watches."""
         self._leases.let_go(handle, reader_id)
-        request = kv.ReleaseRequest(handle=handle, reader_id=reader_id)
+        request = kv.ReleaseRequest(handle=handle, reader_id=reader_id, time_left_ms=milliseconds(seconds_left))
         return HandleState((await self._call(self._stub.Release, request)).state)
 
-    async def release_all(self, handle: pb.KvHandle) -> HandleState:
+    async def release_all(self, handle: pb.KvHandle, seconds_left: float | None = None) -> HandleState:
         """End the handle for all readers."""
         self._leases.forget(handle)
-        request = kv.ReleaseRequest(handle=handle, all=True)
+        request = kv.ReleaseRequest(handle=handle, all=True, time_left_ms=milliseconds(seconds_left))
         return HandleState((await self._call(self._stub.Release, request)).state)
 
-    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> HandleState:
+    async def abort(self, handle: pb.KvHandle, reason: TandemError, seconds_left: float | None = None) -> HandleState:
         """End a handle that will not be filled or read; its readers receive `reason` at once."""
         self._leases.forget(handle)
-        request = kv.AbortRequest(handle=handle, reason=reason.to_proto())
+        request = kv.AbortRequest(handle=handle, reason=reason.to_proto(), time_left_ms=milliseconds(seconds_left))
         return HandleState((await self._call(self._stub.Abort, request)).state)
 
     async def stats(self) -> pb.StatsReply:
@@ -235,9 +271,9 @@ class KvClient:
             async for _ in chunks:
                 pass
 
-    def hold(self, handle: pb.KvHandle, reader_id: str) -> None:
+    def hold(self, handle: pb.KvHandle, reader_id: str, seconds_left: float | None = None) -> None:
         """Keep renewing a reader's lease without watching, until `release`."""
-        self._leases.hold(handle, reader_id)
+        self._leases.hold(handle, reader_id, seconds_left)
 
     def let_go(self, handle: pb.KvHandle, reader_id: str) -> None:
         """Stop renewing a reader's lease; the lease then expires."""

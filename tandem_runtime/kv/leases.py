@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
+from tandem_runtime.kv.time_left import seconds_left_by_wall_clock
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import supervised
@@ -24,6 +26,13 @@ WRITER = ""
 """The reader id of a writer's renewals."""
 
 
+@dataclass(frozen=True)
+class _Held:
+    handle: pb.KvHandle
+    until: float
+    """The handle's deadline, by `time.monotonic`."""
+
+
 class LeaseKeeper:
     """Renews every held lease each `interval_seconds`; drops those that have ended and calls `lost`."""
 
@@ -31,16 +40,24 @@ class LeaseKeeper:
         self._renew = renew
         self._lost = lost
         self._interval_seconds = interval_seconds
-        self._held: dict[tuple[bytes, str], pb.KvHandle] = {}
+        self._held: dict[tuple[bytes, str], _Held] = {}
         self._task: asyncio.Task[None] | None = None
         self._has_logged_unknown = False
 
-    def hold(self, handle: pb.KvHandle, reader_id: str) -> None:
-        self._held[handle.handle_id, reader_id] = handle
+    def hold(self, handle: pb.KvHandle, reader_id: str, seconds_left: float | None = None) -> None:
+        """Start to renew. `seconds_left`: until the handle's deadline; None: by the wall clocks."""
+        if seconds_left is None:
+            seconds_left = seconds_left_by_wall_clock(handle)
+        self._held[handle.handle_id, reader_id] = _Held(handle, time.monotonic() + seconds_left)
         if self._task is None:
             # Restarted within an interval: a lease lasts for a few of them.
             loop = supervised("lease-renewals", self._run, longest_pause_seconds=self._interval_seconds)
             self._task = asyncio.get_running_loop().create_task(loop, name="lease-renewals")
+
+    def seconds_left(self, handle: pb.KvHandle, reader_id: str) -> float:
+        """Return the time until a handle's deadline, as told to `hold`; by the wall clocks if the lease is not held."""
+        held = self._held.get((handle.handle_id, reader_id))
+        return seconds_left_by_wall_clock(handle) if held is None else held.until - time.monotonic()
 
     def let_go(self, handle: pb.KvHandle, reader_id: str) -> None:
         self._held.pop((handle.handle_id, reader_id), None)
@@ -49,7 +66,7 @@ class LeaseKeeper:
         self.forget_id(handle.handle_id)
 
     def forget_id(self, handle_id: bytes) -> None:
-        self._held = {key: handle for key, handle in self._held.items() if key[0] != handle_id}
+        self._held = {key: held for key, held in self._held.items() if key[0] != handle_id}
 
     async def close(self) -> None:
         self._held.clear()
@@ -61,8 +78,8 @@ class LeaseKeeper:
         while True:
             await asyncio.sleep(self._interval_seconds)
             by_reader = defaultdict(list)
-            for (_, reader_id), handle in self._held.items():
-                by_reader[reader_id].append(handle)
+            for (_, reader_id), held in self._held.items():
+                by_reader[reader_id].append(held.handle)
             await asyncio.gather(*(self._renew_all(handles, reader_id) for reader_id, handles in by_reader.items()))
 
     def _note_unknown(self, states: Sequence[HandleState | None]) -> None:
@@ -89,13 +106,14 @@ class LeaseKeeper:
         self._note_unknown(states)
         for handle, state in zip(handles, states, strict=True):
             key = handle.handle_id, reader_id
-            if key in self._held and state is not None and _is_lost(handle, reader_id, state):
+            held = self._held.get(key)
+            if held is not None and state is not None and _is_lost(held, reader_id, state):
                 del self._held[key]
                 self._lost(handle, reader_id, state)
 
 
-def _is_lost(handle: pb.KvHandle, reader_id: str, state: HandleState) -> bool:
+def _is_lost(held: _Held, reader_id: str, state: HandleState) -> bool:
     """Return whether a renewal's answer means loss: AWAITED is normal for a reader, and a loss for a writer."""
     if state is HandleState.AWAITED:
-        return reader_id == WRITER or time.time() * 1000 > handle.deadline_unix_ms
+        return reader_id == WRITER or time.monotonic() > held.until
     return state in _ENDED

@@ -1,4 +1,7 @@
-"""Signs and verifies KV handles: HMAC-SHA256 over the fields, cut to 16 bytes (RFC 2104, section 5)."""
+"""The MACs of KV handles of release 0.2: HMAC-SHA256 over the fields, cut to 16 bytes (RFC 2104, section 5).
+
+Since then handles are signed (signatures.py). The MACs are for the upgrade of a fleet, until `--hmac-handles-until`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ MAC_BYTES = 16
 
 
 def sign_handle(handle: pb.KvHandle, key: bytes) -> pb.KvHandle:
-    """Return a copy of `handle` with its MAC; only the control plane mints handles."""
+    """Return a copy of `handle` with its MAC, which covers a signature too."""
     signed = pb.KvHandle()
     signed.CopyFrom(handle)
     signed.mac = _mac(handle, key)

@@ -13,7 +13,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tandem_runtime.errors import InvalidRequest, Unavailable
+from tandem_runtime.errors import InvalidRequest, Unauthenticated, Unavailable
+from tandem_runtime.peer_credentials import check_own_user
 
 MAX_PACKET_BYTES = 16 * 1024
 
@@ -27,7 +28,7 @@ class PacketSocket:
 
     @classmethod
     async def connect(cls, path: str) -> PacketSocket:
-        """Connect to the listener at `path`; raises Unavailable if nobody listens there."""
+        """Connect to the listener at `path`; raises Unavailable if nobody of this user or root listens there."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
@@ -38,6 +39,11 @@ class PacketSocket:
         except BaseException:
             sock.close()
             raise
+        try:
+            check_own_user(sock, path)
+        except Unauthenticated as error:
+            sock.close()
+            raise Unavailable(f"no KV service of ours answers at {path}: {error.message}") from error
         return cls(sock)
 
     async def send(self, message: dict[str, Any], fd: int | None = None) -> None:

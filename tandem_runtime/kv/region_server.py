@@ -9,15 +9,18 @@ import socket
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem_runtime.errors import InvalidRequest, TandemError
+from tandem_runtime.errors import InvalidRequest, TandemError, Unauthenticated
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer, region_name, shortened
 from tandem_runtime.log import get_logger
+from tandem_runtime.peer_credentials import check_own_user
 from tandem_runtime.tasks import TaskSet, supervised
 
 log = get_logger(__name__)
 
 _BACKLOG = 64
+_ACCEPT_PAUSE_SECONDS = 0.5
+_ACCEPT_REMEDY = "allow the KV service more open files (ulimit -n, LimitNOFILE=)"
 
 
 class RegionKeeper(Protocol):
@@ -62,7 +65,19 @@ class RegionServer:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._listener)
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # out of descriptors or memory: workers try again
+                log.warning("kv_region_connection_not_accepted", error=str(error), remedy=_ACCEPT_REMEDY)
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            try:
+                peer = check_own_user(sock, str(self.path))
+            except (Unauthenticated, OSError) as error:
+                log.warning("kv_region_peer_refused", reason=str(error))
+                sock.close()
+                continue
+            log.debug("kv_region_peer_accepted", pid=peer.pid, uid=peer.uid)
             self._tasks.spawn(self._serve(PacketSocket(sock)))
 
     async def _serve(self, connection: PacketSocket) -> None:

@@ -15,10 +15,14 @@ import os
 import struct
 
 from tandem.v1 import types_pb2 as pb
+from tandem_machine.memfd import memory_file
 from tandem_runtime.errors import InvalidRequest, KvCorrupt
 
 _PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not named in Python's mmap
+_POPULATE_BYTES = 16 << 20
+"""Per call: Python holds the interpreter lock in madvise, and this much takes some milliseconds."""
+_STEP_BYTES = 4 << 20
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -26,6 +30,7 @@ class SharedRegion:
     """A mapped region: `create` for the owner, `map_read_only` for other processes."""
 
     def __init__(self, fd: int, mapping: mmap.mmap, num_slots: int, generations_offset: int) -> None:
+        self._taken_bytes = len(mapping)
         self.fd = fd
         self.num_slots = num_slots
         self.generations_offset = generations_offset
@@ -33,12 +38,16 @@ class SharedRegion:
 
     @classmethod
     def create(cls, name: str, num_bytes: int, num_slots: int) -> SharedRegion:
-        """Make a memfd of `num_bytes` and a generation table. Allocates its memory now and fixes its size."""
+        """Make a memfd of `num_bytes` and a generation table. Allocates its memory now and fixes its size.
+
+        This takes up to a second per GB: a process that serves calls it in a thread.
+        """
         generations_offset = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
         total_bytes = generations_offset + 8 * num_slots
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memory_file(name)
         try:
-            # Taken now, a lack of memory is an error here and not a SIGBUS in the middle of a transfer.
+            # Taken now: a lack of memory shows here (as an error, or as a kill by the kernel where a cgroup has a
+            # limit) and not as a SIGBUS in the middle of a transfer.
             os.posix_fallocate(fd, 0, total_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             mapping = mmap.mmap(fd, total_bytes)
@@ -46,8 +55,35 @@ class SharedRegion:
             os.close(fd)
             raise
         with contextlib.suppress(OSError):  # an older kernel: pages are then mapped at their first use
-            mapping.madvise(_MADV_POPULATE_WRITE)
+            for start in range(0, total_bytes, _POPULATE_BYTES):
+                mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, total_bytes - start))
         return cls(fd, mapping, num_slots, generations_offset)
+
+    @classmethod
+    def reserve(cls, name: str, num_bytes: int, num_slots: int) -> SharedRegion:
+        """Make a region as `create` does, whose memory `take` allocates as it is needed."""
+        generations_offset = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        fd = memory_file(name)
+        try:
+            os.ftruncate(fd, generations_offset + 8 * num_slots)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            region = cls(fd, mmap.mmap(fd, generations_offset + 8 * num_slots), num_slots, generations_offset)
+        except OSError:
+            os.close(fd)
+            raise
+        region._taken_bytes = 0
+        return region
+
+    def take(self, end: int) -> None:
+        """Allocate the memory up to `end`, some megabytes ahead. Owner only, before it writes there.
+
+        Raises OSError if memory is short. The first use of each step takes a millisecond or two.
+        """
+        if end <= self._taken_bytes:
+            return
+        taken = min(-(-end // _STEP_BYTES) * _STEP_BYTES, self.generations_offset)
+        os.posix_fallocate(self.fd, self._taken_bytes, taken - self._taken_bytes)
+        self._taken_bytes = taken
 
     @classmethod
     def map_read_only(cls, fd: int, num_slots: int, generations_offset: int) -> SharedRegion:
@@ -103,7 +139,7 @@ class SharedRegion:
             )
 
     def close(self) -> None:
-        """Unmap the region; while a thread still uses a view, the last view unmaps it."""
+        """Unmap the region; while a thread still uses a view, the last view unmaps it. A GB takes some 0.1 s."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
         os.close(self.fd)

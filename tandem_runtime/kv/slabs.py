@@ -14,20 +14,27 @@ def first_handed_over(group: pb.KvGroup, num_tokens: int) -> int:
     return max(0, num_tokens - group.window + 1) // group.tokens_per_block if group.window else 0
 
 
-def trim_slab(slab: kv.Slab, first_block: int) -> kv.Slab | None:
-    """Return `slab` without the blocks before `first_block` (in the block table); None if nothing is left."""
+def trim_slab(slab: kv.Slab, first_block: int, max_blocks: int = 0) -> kv.Slab | None:
+    """Return `slab` without the blocks before `first_block` (in the block table); None if nothing is left.
+
+    With `max_blocks`, at most so many blocks are left.
+    """
     num_dropped = max(0, first_block - slab.first_block)
-    if num_dropped == 0:
-        return slab
     if num_dropped >= slab.num_blocks:
         return None
-    trimmed = kv.Slab()
-    trimmed.CopyFrom(slab)
-    trimmed.first_block += num_dropped
-    trimmed.num_blocks -= num_dropped
-    del trimmed.extents[:num_dropped]
-    del trimmed.checksums[:num_dropped]
-    return trimmed
+    end = min(slab.num_blocks, num_dropped + max_blocks) if max_blocks else slab.num_blocks
+    if end - num_dropped == slab.num_blocks:
+        return slab
+    return kv.Slab(
+        index=slab.index,
+        group=slab.group,
+        first_block=slab.first_block + num_dropped,
+        num_blocks=end - num_dropped,
+        first_layer=slab.first_layer,
+        num_layers=slab.num_layers,
+        extents=slab.extents[num_dropped:end],
+        checksums=slab.checksums[num_dropped:end],
+    )
 
 
 def first_missing_block(

@@ -192,7 +192,7 @@ async def test_a_handler_may_still_abort_with_a_status_of_its_own() -> None:
         raise AssertionError
 
     async with decode_stub(Decode(stats=abort)) as stub:
-        with pytest.raises(errors.Unauthenticated, match="no token"):
+        with pytest.raises(errors.PeerUnauthenticated, match="no token"):
             await stub.Stats(pb.StatsRequest())
 
 

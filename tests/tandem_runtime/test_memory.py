@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 from google.protobuf import json_format
 
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime import host_memory as host_memory_module
+from tandem_machine import cgroups
+from tandem_runtime import memory
 from tandem_runtime.host_memory import host_memory
 from tandem_runtime.memory import MemoryProbe
 from tandem_runtime.nvml import Nvml, NvmlUnavailable, throttle_reasons
@@ -30,10 +32,9 @@ PROBE = """
 import ctypes, json, os, sys
 from google.protobuf import json_format
 from tandem_runtime import memory, nvml
-memory.FRESH_SECONDS = -1
 os.environ["NVML_STUB_OWN_PID"] = str(os.getpid())
 probe = memory.MemoryProbe(lambda: [os.getpid()])
-reports = [json_format.MessageToDict(probe.report(), preserving_proto_field_name=True) for _ in range(int(sys.argv[1]))]
+reports = [json_format.MessageToDict(probe.read(), preserving_proto_field_name=True) for _ in range(int(sys.argv[1]))]
 stub = ctypes.CDLL("libnvidia-ml.so.1")
 counts = [ctypes.c_int.in_dll(stub, name).value for name in ("stub_num_starts", "stub_num_shutdowns")]
 print(json.dumps([reports, counts]))
@@ -181,6 +182,30 @@ def test_reports_within_half_a_second_are_one_reading() -> None:
     assert num_readings == [1]
 
 
+def test_a_report_never_waits_for_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[threading.Thread] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def own_pids() -> list[int]:
+        readers.append(threading.current_thread())
+        if len(readers) == 2:
+            has_begun.set()
+            assert may_end.wait(10)
+        return [os.getpid()]
+
+    probe = MemoryProbe(own_pids)
+    first = probe.read()
+    monkeypatch.setattr(memory, "FRESH_SECONDS", -1.0)  # every reading is old
+    assert probe.report() is first
+    assert has_begun.wait(10)
+    assert probe.report() is first and len(readers) == 2  # one reading at a time
+    may_end.set()
+    readers[1].join(10)
+    monkeypatch.setattr(memory, "FRESH_SECONDS", 60.0)
+    assert probe.report() is not first
+    assert readers[0] is threading.current_thread() is not readers[1]
+
+
 def test_the_memory_of_our_processes_is_summed_and_ended_ones_count_nothing() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -241,8 +266,8 @@ def test_a_cgroups_limit_is_the_hosts_memory(
         (root / name).write_text(text)
     (tmp_path / "membership").write_text(membership)
     without = host_memory([])
-    monkeypatch.setattr(host_memory_module, "CGROUP_ROOT", root)
-    monkeypatch.setattr(host_memory_module, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cgroups, "ROOT", root)
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     report = host_memory([])
     if expected is None:
         assert report.total_bytes == without.total_bytes

@@ -36,6 +36,34 @@ def test_state_is_where_it_is_said_to_be_in_order(tmp_path: Path, monkeypatch: p
     assert state_dir(tmp_path / "setting") == tmp_path / "setting"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_home(monkeypatch)
+    with pytest.raises(InvalidRequest, match=r"user \d+ has no home folder.*set TANDEM_STATE_DIR"):
+        state_dir()
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take HOME and the user's entry in passwd away."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+
+
+def test_a_folder_that_cannot_be_closed_to_others_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError("Read-only file system")
+
+    (tmp_path / "open").mkdir(mode=0o755)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(InvalidRequest, match="Read-only file system; set TANDEM_STATE_DIR to one"):
+        state_dir(tmp_path / "open", "TANDEM_STATE_DIR")
+
+
 def test_sockets_are_where_they_are_said_to_be_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
     assert runtime_dir() == Path(f"/tmp/tandem-{os.getuid()}")

@@ -15,10 +15,11 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceServicer, add_ControlPlaneServiceServicer_to_server
 from tandem_runtime import errors, registration
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 
-KEY = bytes(range(32))
+PUBLIC_KEY = bytes(range(32))
 
 
 class ControlPlane(ControlPlaneServiceServicer):
@@ -30,6 +31,8 @@ class ControlPlane(ControlPlaneServiceServicer):
         self.num_registrations = 0
         self.replicas: list[str] = []
         self.kv_services: list[cp.KvServiceAddress] = []
+        self.public_keys = [PUBLIC_KEY]
+        self.link_key = b""
         self.refuse: errors.TandemError | None = None
         self.address = ""
         self._changed = asyncio.Condition()
@@ -55,7 +58,11 @@ class ControlPlane(ControlPlaneServiceServicer):
             self.num_registrations += 1
             self._changed.notify_all()
         return cp.RegisterReply(
-            heartbeat_interval_ms=20, replicas=self.replicas, handle_key=KEY, kv_services=self.kv_services
+            heartbeat_interval_ms=20,
+            replicas=self.replicas,
+            handle_public_keys=self.public_keys,
+            link_key=self.link_key,
+            kv_services=self.kv_services,
         )
 
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
@@ -116,11 +123,11 @@ async def test_a_worker_registers_beats_and_takes_its_leave() -> None:
     control = ControlPlane()
     replies: list[cp.RegisterReply] = []
     async with registrar(await control.start(), on_registered=replies.append) as worker:
-        assert (worker.handle_key, worker.kv_service(), worker.num_registered) == (b"", None, 0)
+        assert (worker.kv_keys, worker.kv_service(), worker.num_registered) == (KvKeys(), None, 0)
         async with asyncio.timeout(20):
             await worker.wait_registered()
-        assert (worker.handle_key, worker.num_registered) == (KEY, 1)
-        assert [reply.handle_key for reply in replies] == [KEY]
+        assert (worker.kv_keys, worker.num_registered) == (KvKeys((PUBLIC_KEY,)), 1)
+        assert [list(reply.handle_public_keys) for reply in replies] == [[PUBLIC_KEY]]
         await control.more_beats()
         assert control.workers["w1"].info == INFO
         assert control.beats[0].load == ready()
@@ -192,6 +199,33 @@ async def test_a_learned_replica_is_kept_while_the_given_one_is_away() -> None:
         again.replicas = first.replicas
         await again.start(first.address)
         await again.until(knows_w1)
+    await again.kill()
+    await second.kill()
+
+
+async def test_while_the_secret_is_changed_the_keys_of_all_replicas_are_valid() -> None:
+    old, new = b"\1" * 32, b"\2" * 32
+    first, second = ControlPlane(), ControlPlane()
+    first.replicas = second.replicas = [await first.start(), await second.start()]
+    first.public_keys, first.link_key = [old], b"old link key"
+    second.public_keys, second.link_key = [new], b"the new link key"
+    async with registrar(first.address) as worker:
+        # 1. the second gateway has the new secret: handles of both are verified
+        await second.until(knows_w1)
+        await second.more_beats()
+        assert worker.kv_keys.public_keys == (old, new)
+        assert worker.kv_keys.link_key == b"the new link key", "any of them, the same in every KV service"
+        # 2. while a gateway is away, its handles stay valid
+        await first.kill()
+        await second.more_beats()
+        assert worker.kv_keys.public_keys == (old, new)
+        # 3. the first one comes back with the new secret: the old key is forgotten
+        again = ControlPlane()
+        again.replicas, again.public_keys, again.link_key = first.replicas, [new], b"the new link key"
+        await again.start(first.address)
+        await again.until(knows_w1)
+        await again.more_beats()
+        assert worker.kv_keys == KvKeys((new,), b"the new link key")
     await again.kill()
     await second.kill()
 

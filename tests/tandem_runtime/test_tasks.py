@@ -11,7 +11,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
 from tandem_runtime import metrics
-from tandem_runtime.tasks import TaskSet, supervised
+from tandem_runtime.tasks import TaskSet, Turns, supervised
+from tests.loop_turns import counted_turns
 
 
 async def test_a_task_is_kept_until_it_ends() -> None:
@@ -142,3 +143,32 @@ async def test_a_failure_is_counted_by_the_name_of_its_loop(monkeypatch: pytest.
     [point] = metric.data.data_points
     assert isinstance(point, NumberDataPoint)
     assert (point.attributes, point.value) == ({"tandem.task": "auditor"}, 2)
+
+
+async def test_work_that_begins_together_is_spread_over_turns_of_the_loop_in_order() -> None:
+    turns, worked = Turns(), []
+
+    async def work(number: int) -> None:
+        await turns.next()
+        worked.append((number, counted.now))
+
+    with counted_turns() as counted:
+        await asyncio.gather(*(work(number) for number in range(100)))
+    assert [number for number, _ in worked] == list(range(100))
+    assert len({turn for _, turn in worked}) == 100
+
+
+async def test_one_that_leaves_before_its_turn_keeps_nobody_waiting() -> None:
+    turns, went_on = Turns(), asyncio.Event()
+
+    async def work() -> None:
+        await turns.next()
+        went_on.set()
+
+    waiting = [asyncio.create_task(work()) for _ in range(3)]
+    for task in waiting[:2]:
+        await asyncio.sleep(0)
+        task.cancel()
+    async with asyncio.timeout(10):
+        await went_on.wait()
+    assert [task.cancelled() for task in waiting[:2]] == [True, True]

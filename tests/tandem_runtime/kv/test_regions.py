@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InvalidRequest, KvCorrupt, KvNotFound, Unavailable
@@ -16,6 +18,7 @@ from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.kv.regions import RegionClient, RegionGrant, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.paths import forget_dead_sockets
+from tests.kv_transfer_svc.host import until
 
 
 class Keeper:
@@ -172,3 +175,25 @@ def test_a_region_without_room_for_its_generations_is_refused(region: SharedRegi
     with pytest.raises(InvalidRequest, match="has no room for 3 generations"):
         SharedRegion.map_read_only(os.dup(region.fd), 3, region.generations_offset)
     region.close()
+
+
+async def test_regions_are_lent_again_once_there_are_descriptors_again(tmp_path: Path, region: SharedRegion) -> None:
+    async with serving(tmp_path / "s"):
+        client = RegionClient(str(tmp_path / "s"))
+        await lend(client, region)
+        waiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(region.fd)
+        os.close(lowest_free)
+        with structlog.testing.capture_logs() as lines:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+            try:
+                waiting.connect(str(tmp_path / "s"))  # in the backlog: accepting it takes a descriptor more
+                await until(lambda: any(line["event"] == "kv_region_connection_not_accepted" for line in lines))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            os.close((await asyncio.wait_for(client.fetch("r"), 10)).fd)
+        assert not any(line["log_level"] == "error" for line in lines)
+        waiting.close()
+        await client.close()
+        region.close()

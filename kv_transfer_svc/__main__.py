@@ -8,6 +8,7 @@ import sys
 from kv_transfer_svc.process import KvProcess
 from kv_transfer_svc.settings import KvSettings
 from tandem_runtime import lifecycle, log, metrics, tracing
+from tandem_runtime.enrolment.membership import StoppedEarly
 from tandem_runtime.settings import load_settings
 
 
@@ -18,7 +19,11 @@ def main() -> int:
     metrics.configure("tandem-kv", settings.otlp_endpoint or None)
 
     async def serve(drain: asyncio.Event) -> int:
-        return await KvProcess(settings).run(drain)
+        try:
+            process = await KvProcess.create(settings, drain)
+        except StoppedEarly:
+            return 0
+        return await process.run(drain)
 
     return lifecycle.run(serve, settings.loop_stall_seconds)
 

@@ -68,15 +68,15 @@ class _Waiting:
 
 
 class Arena:
-    """Extents for pulled blocks. All blocks of a pull are granted at once, first come, first served.
+    """Extents for pulled blocks, first come, first served. All extents of one call are granted at once.
 
-    Pulls that allocate block by block can deadlock, each holding memory that the other waits for.
+    Who waits here holds nothing that only another waiting pull could free: pull_memory.py says how.
     """
 
     def __init__(self, region_id: str, num_bytes: int) -> None:
         self.region_id = region_id
         num_pages = num_bytes // PAGE_BYTES
-        self.region = SharedRegion.create("tandem-kv-arena", num_pages * PAGE_BYTES, num_pages)
+        self.region = SharedRegion.reserve("tandem-kv-arena", num_pages * PAGE_BYTES, num_pages)
         self._allocator = ExtentAllocator(num_pages)
         self._waiting: deque[_Waiting] = deque()
         self._num_used_pages = 0
@@ -101,7 +101,7 @@ class Arena:
         num_pages = sum(map(_pages, sizes))
         if num_pages > self._allocator.num_pages:
             raise Overloaded(
-                f"a prompt's KV takes {num_pages * PAGE_BYTES} bytes, the arena has {self.total_bytes}; "
+                f"{num_pages * PAGE_BYTES} bytes of KV are needed at once, the arena has {self.total_bytes}; "
                 "raise --arena-bytes of the KV service"
             )
         if len(self._waiting) >= _MAX_WAITING:
@@ -123,9 +123,9 @@ class Arena:
         self._grant()
 
     @staticmethod
-    def held_bytes(extent: pb.Extent) -> int:
-        """Return the bytes of an extent in whole pages."""
-        return _pages(extent.num_bytes) * PAGE_BYTES
+    def held_bytes(num_bytes: int) -> int:
+        """Return the bytes that an extent of `num_bytes` takes, in whole pages."""
+        return _pages(num_bytes) * PAGE_BYTES
 
     def close(self) -> None:
         self.region.close()
@@ -161,6 +161,7 @@ class Arena:
         return [self._extent(start, size) for start, size in zip(starts, sizes, strict=True)]
 
     def _extent(self, start: int, num_bytes: int) -> pb.Extent:
+        self.region.take(start * PAGE_BYTES + num_bytes)
         return pb.Extent(
             kind=pb.MEMORY_KIND_HOST,
             region_id=self.region_id,

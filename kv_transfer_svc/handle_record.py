@@ -40,6 +40,8 @@ class HandleRecord:
     machine: HandleMachine
     is_copy: bool = False
     """Whether this is another service's handle, pulled for readers of this host."""
+    is_windowed: bool = False
+    """Whether the memory of this copy's slabs is freed as its readers acknowledge them."""
     transport: str = "shm"
     """The transport that brought the bytes to this service, as in `--transports`; the pull sets it for a copy."""
     region_id: str = ""
@@ -87,7 +89,7 @@ class HandleRecord:
                 num_seen += 1
                 if (needed := trim_slab(slab, first_block)) is not None:
                     num_sent += 1
-                    yield kv.WatchEvent(slab=needed, transport=self.transport)
+                    yield kv.WatchEvent(slab=needed, transport=self.transport, is_window=self.is_windowed)
             if self.machine.end_error is None and self.machine.closed is not None:
                 yield self._closing(num_sent)
                 return

@@ -36,13 +36,16 @@ from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
-FetchBlocks = Callable[[str, Sequence[BlockKey], Sequence[memoryview]], Awaitable[list[int]]]
-"""Reads a chain's blocks from the KV service at an address; returns the checksums of the leading blocks received."""
+FetchBlocks = Callable[[str, str, Sequence[BlockKey], Sequence[memoryview]], Awaitable[list[int]]]
+"""Reads a chain's blocks from the KV service of an address and an id; returns the checksums of the leading blocks."""
 
 _MAX_LEASE_SECONDS = 60.0
 _HEADROOM_SHARE = 16
+_SHARE_OF_POOLS = 4
 """With a disk tier 1/16 of memory is kept free, so that a new block need not wait for writes to disk."""
 _MAX_BLOCKS_PER_CALL = 4096
+_RUN_LENGTH = 512
+"""Blocks per turn of the event loop: to find, begin, seal or lease a block takes up to 10 us."""
 
 
 class HostCache:
@@ -59,13 +62,12 @@ class HostCache:
         quotas: Quotas | None = None,
         verify_kv: bool = False,
     ) -> None:
-        headroom_bytes = allocator.total_bytes // _HEADROOM_SHARE if disk is not None else 0
         self.known = KnownBlocks.create()
         self.blocks = BlockStore(
             allocator,
             quotas=quotas,
             demote=self._demote if disk is not None else None,
-            headroom_bytes=headroom_bytes,
+            headroom_bytes=allocator.total_bytes // _HEADROOM_SHARE if disk is not None else 0,
             counters=self.known.memory,
         )
         self.disk = disk
@@ -79,7 +81,14 @@ class HostCache:
         self._verify_kv = verify_kv
         self._tasks = TaskSet()
         regions.add_own(region_id, allocator.region)
+        regions.on_lent = self._grow
         regions.add_own(REGION_ID, self.known.region)
+
+    def _grow(self) -> None:
+        """Use a share of what this host's workers have in their pools, within what the allocator may take."""
+        self.blocks.allocator.grow(sum(region.memory.total_bytes for region in self._regions) // _SHARE_OF_POOLS)
+        if self.disk is not None:
+            self.blocks.keep_free(self.blocks.allocator.total_bytes // _HEADROOM_SHARE)
 
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
         """Copy the blocks of a worker that the store lacks. Raises InvalidRequest for extents outside the region."""
@@ -111,7 +120,7 @@ class HostCache:
     async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
         """Lease to the reader the longest available run of a chain: from memory, from disk, then from another host."""
         keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
-        reply = kv.LoadReply(num_from_memory=self.blocks.find_run(keys))
+        reply = kv.LoadReply(num_from_memory=await self._find_run(keys))
         num_here = reply.num_from_memory
         if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
             num_here += await self._finish(self._promote(keys, num_here, request.bytes_per_block))
@@ -120,9 +129,7 @@ class HostCache:
             num_here += await self._finish(self._fetch(keys, num_here, request))
             reply.num_from_host = num_here - reply.num_from_memory - reply.num_from_disk
         seconds = min(request.lease_ms / 1000, _MAX_LEASE_SECONDS)
-        leased = self.blocks.lease(keys[:num_here], request.reader_id, self._clock(), seconds) if num_here else []
-        for index, (key, each) in enumerate(await self._run(keys, leased)):
-            reply.blocks.append(self._stored(index, key, each))
+        reply.blocks.extend(await self._lease(keys[:num_here], request.reader_id, seconds))
         self.counters["blocks_loaded"] += len(reply.blocks)
         return reply
 
@@ -131,12 +138,11 @@ class HostCache:
         """Lease the longest run of a chain for one transfer to another host's service."""
         keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
         reader_id = f"remote/{secrets.token_hex(8)}"
-        num_here = self.blocks.find_run(keys)
+        num_here = await self._find_run(keys)
         if num_here < len(keys) and self.disk is not None and keys[num_here] in self.disk:
             num_here += await self._finish(self._promote(keys, num_here, request.bytes_per_block))
-        leased = self.blocks.lease(keys[:num_here], reader_id, self._clock(), _MAX_LEASE_SECONDS) if num_here else []
         try:
-            stored = [self._stored(0, key, each) for key, each in await self._run(keys, leased)]
+            stored = await self._lease(keys[:num_here], reader_id, _MAX_LEASE_SECONDS)
             extents, checksums = [each.extent for each in stored], [each.checksum for each in stored]
             yield BlockSource(extents, self._regions.memory, checksums)
         finally:
@@ -151,48 +157,80 @@ class HostCache:
         disk = self.disk
         assert disk is not None, "called only with a disk tier"
         run = keys[first : next((i for i in range(first, len(keys)) if keys[i] not in disk), len(keys))]
-        taken = self._begin(keys, first, len(run), bytes_per_block)
+        taken = await self._begin(keys, first, len(run), bytes_per_block)
         views = [self._view(extent) for _, extent in taken]
         try:
-            payloads = await disk.get([key for key, _ in taken], views)
+            blocks = await disk.get([key for key, _ in taken], views)
             checksums: list[int] = []
-            for payload in payloads:
-                if payload is None:
+            for block in blocks:
+                if block is None:
                     break
-                checksums.append(block_checksum(payload))
+                checksums.append(block.checksum)  # made by the disk's thread: hashing here would stop the loop
         finally:
             for view in views:
                 view.release()
-        self._settle(taken, checksums)
-        return self.blocks.find_run(keys[first:])
+        await self._settle_run(taken, checksums)
+        return await self._find_run(keys[first:])
 
     async def _fetch(self, keys: Sequence[BlockKey], first: int, request: kv.LoadRequest) -> int:
         """Read a run of blocks from another host's service into memory; return how many are in memory now."""
         assert self.fetch is not None, "called only where `fetch` is set"
-        taken = self._begin(keys, first, len(keys) - first, request.bytes_per_block)
+        taken = await self._begin(keys, first, len(keys) - first, request.bytes_per_block)
         views = [self._view(extent) for _, extent in taken]
         checksums: list[int] = []
         try:
-            checksums = await self.fetch(request.source_address, [key for key, _ in taken], views)
+            source = request.source_address, request.source_id
+            checksums = await self.fetch(*source, [key for key, _ in taken], views)
         except TandemError as error:
             self.counters["fetch_failures"] += 1
             log.info("blocks_fetch_failed", source=request.source_address, error=error.message)
         finally:
             for view in views:
                 view.release()
-        self._settle(taken, checksums)
-        return self.blocks.find_run(keys[first:])
+        await self._settle_run(taken, checksums)
+        return await self._find_run(keys[first:])
 
-    def _begin(
+    async def _find_run(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading keys are in memory."""
+        num_found = 0
+        for first in range(0, len(keys), _RUN_LENGTH):
+            await _other_tasks(first)
+            run = keys[first : first + _RUN_LENGTH]
+            num_run = self.blocks.find_run(run)
+            num_found += num_run
+            if num_run < len(run):
+                break
+        return num_found
+
+    async def _begin(
         self, keys: Sequence[BlockKey], first: int, count: int, bytes_per_block: int
     ) -> list[tuple[BlockKey, Extent]]:
         """Allocate a run of blocks that are not in memory; return the leading blocks that fit."""
-        run = keys[first : first + count]
         parent = keys[first - 1] if first else None
-        begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
-        return [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
+        taken: list[tuple[BlockKey, Extent]] = []
+        for start in range(first, first + count, _RUN_LENGTH):
+            await _other_tasks(start - first)
+            run = keys[start : min(start + _RUN_LENGTH, first + count)]
+            begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
+            taken += [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
+            if None in begun:  # no room: later blocks are useless
+                break
+            parent = run[-1]
+        return taken
 
-    async def _run(
+    async def _lease(self, keys: Sequence[BlockKey], reader_id: str, seconds: float) -> list[kv.StoredBlock]:
+        """Lease a chain to a reader; return its leading blocks."""
+        stored: list[kv.StoredBlock] = []
+        for first in range(0, len(keys), _RUN_LENGTH):
+            await _other_tasks(first)
+            run = keys[first : first + _RUN_LENGTH]
+            leased = await self._intact(run, self.blocks.lease(run, reader_id, self._clock(), seconds))
+            stored += [self._stored(first + index, key, each) for index, (key, each) in enumerate(leased)]
+            if len(leased) < len(run):
+                break
+        return stored
+
+    async def _intact(
         self, keys: Sequence[BlockKey], leased: Sequence[LeasedBlock | None]
     ) -> Sequence[tuple[BlockKey, LeasedBlock]]:
         """Return the leading blocks under lease; with --verify-kv, up to the first corrupt one."""
@@ -267,7 +305,7 @@ class HostCache:
         await self._tasks.join()
         if self.disk is not None:
             await self.disk.close()
-        self.blocks.allocator.close()
+        await asyncio.to_thread(self.blocks.allocator.close)
         self.known.close()
 
     # ----------------------------------------------------------------------------------------------- helpers
@@ -275,6 +313,13 @@ class HostCache:
     async def _finish(self, work: Coroutine[Any, Any, int]) -> int:
         """Wait for work that a cancel does not stop: blocks that are begun must be sealed or discarded."""
         return await asyncio.shield(self._tasks.spawn(work))
+
+    async def _settle_run(self, taken: Sequence[tuple[BlockKey, Extent]], checksums: Sequence[int]) -> None:
+        """As `_settle`, for a long run."""
+        for first in range(0, len(taken), _RUN_LENGTH):
+            await _other_tasks(first)
+            end = first + _RUN_LENGTH
+            self._settle(taken[first:end], checksums[first:end])
 
     def _settle(self, taken: Sequence[tuple[BlockKey, Extent]], checksums: Sequence[int]) -> int:
         """Seal the leading blocks, one per checksum, and discard the others; return how many were sealed."""
@@ -342,6 +387,12 @@ class PublishedBlocks:
                     f"region {region_id}",
                     field="blocks.extent",
                 )
+
+
+async def _other_tasks(first: int) -> None:
+    """Let other tasks run before the run that begins at `first`, unless it is the first one."""
+    if first:
+        await asyncio.sleep(0)
 
 
 def _block_keys(layout_digest: bytes, group: int, hashes: Sequence[bytes]) -> list[BlockKey]:

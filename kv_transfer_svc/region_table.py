@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer_svc.handle_record import Broadcast
 from tandem.v1 import kv_transfer_pb2 as kv
-from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
+from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation, Unavailable
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.log import get_logger
@@ -86,6 +86,8 @@ class RegionTable:
     """Regions by id. Calls `on_lost` with each region whose owner died. Implements RegionKeeper."""
 
     def __init__(self, on_lost: Callable[[RegionOffer], None]) -> None:
+        self.on_lent: Callable[[], None] = lambda: None
+        """Called after a region was lent."""
         self._on_lost = on_lost
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._lent: dict[str, LentRegion] = {}
@@ -117,6 +119,7 @@ class RegionTable:
             self._lose(known)
         self._lent[offer.region_id] = LentRegion(offer, memory, connection)
         self._gone.pop(offer.incarnation, None)
+        self.on_lent()
         log.info("kv_region_lent", region_id=offer.region_id, num_bytes=memory.total_bytes, owner=offer.incarnation)
 
     def owner_gone(self, region_id: str, connection: object) -> None:
@@ -132,7 +135,10 @@ class RegionTable:
     def grant(self, region_id: str) -> RegionGrant:
         memory = self.memory(region_id)
         # Opened again: a duplicate of the owner's descriptor would let readers write.
-        fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:  # the reader tries again, or computes the prompt
+            raise Unavailable(f"region {region_id} cannot be opened for a reader: {error}") from error
         return RegionGrant(fd, memory.total_bytes, memory.num_slots, memory.generations_offset)
 
     def memory(self, region_id: str) -> SharedRegion:

@@ -32,14 +32,17 @@ from tandem_runtime.errors import (
     InvalidRequest,
     KvNotFound,
     StaleIncarnation,
-    Unavailable,
     Unsupported,
 )
 from tandem_runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.layout import check_supported
-from tandem_runtime.kv.mac import verify_handle
+from tandem_runtime.kv.signatures import HandleVerifier
 from tandem_runtime.kv.slabs import trim_slab
+from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.kv_handle import HandleState
+
+_LATE_END_SECONDS = 1.0
 
 SERVICE_NAME = kv.DESCRIPTOR.services_by_name["KvTransferService"].full_name
 
@@ -52,18 +55,20 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         store: HandleStore,
         arena: Arena,
         incarnation: str,
-        handle_key: Callable[[], bytes],
+        keys: Callable[[], KvKeys],
         stats: Callable[[], pb.StatsReply],
         host_cache: HostCache | None,
         links: Links | None = None,
         *,
         verify_kv: bool = False,
+        macs_until: float = 0.0,
     ) -> None:
+        """`keys` returns the keys of the control plane; until `macs_until` handles of release 0.2 are accepted."""
         self.incarnation = incarnation
         self.store = store
-        self.handshake = LinkHandshake(incarnation, handle_key, store.clock)
-        self.puller = Puller(store, arena, links or Links(incarnation, handle_key, lease_seconds=store.lease_seconds))
-        self._handle_key = handle_key
+        self.handshake = LinkHandshake(incarnation, keys, store.clock, macs_until)
+        self.puller = Puller(store, arena, links or Links(incarnation, keys, lease_seconds=store.lease_seconds))
+        self._handles = HandleVerifier(keys, macs_until)
         self._stats = stats
         self.host_cache = host_cache
         self._verify_kv = verify_kv
@@ -138,6 +143,11 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             async for event in record.events(request.layout, request.first_block):
                 yield event
 
+    async def Acknowledge(self, request: kv.AcknowledgeRequest, context: Any) -> kv.AcknowledgeReply:
+        if not self._is_held_here(request.handle):
+            self.puller.acknowledge(request.handle, request.reader_id, request.num_slabs)
+        return kv.AcknowledgeReply()
+
     async def Read(self, request: kv.ReadRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         source = self._slab_source(request)
         for chunk in source_chunks(source):
@@ -206,19 +216,23 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         if not request.all and not request.reader_id:
             raise InvalidRequest("reader_id is empty; name the reader, or say all", field="reader_id")
         reader_id = None if request.all else request.reader_id
+        left = stated_seconds_left(request)
         state = await self._end(
             request.handle,
+            left,
             lambda record: self.store.release(record, reader_id),
-            lambda: self.puller.release(request.handle, reader_id),
+            lambda: self.puller.release(request.handle, reader_id, left),
         )
         return kv.ReleaseReply(state=state.to_proto)
 
     async def Abort(self, request: kv.AbortRequest, context: Any) -> kv.AbortReply:
         reason = errors.from_proto(request.reason)
+        left = stated_seconds_left(request)
         state = await self._end(
             request.handle,
+            left,
             lambda record: self.store.abort(record, reason),
-            lambda: self.puller.abort(request.handle, reason),
+            lambda: self.puller.abort(request.handle, reason, left),
         )
         return kv.AbortReply(state=state.to_proto)
 
@@ -236,10 +250,7 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         Raises Unauthenticated unless the control plane minted the handle, StaleIncarnation if an earlier incarnation
         of this service held it.
         """
-        key = self._handle_key()
-        if not key:
-            raise Unavailable("this KV service has not registered with a control plane yet: it cannot verify handles")
-        verify_handle(handle, key)
+        self._handles.verify(handle)
         if handle.holder_incarnation == self.incarnation or not handle.holder_address:
             return True
         if handle.holder_address != self._address:
@@ -263,13 +274,13 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         """Return the record that a reader watches, under a lease."""
         if not self._is_held_here(request.handle):
             return self.puller.watch(request)
-        record = self.store.find_or_await(request.handle)
+        record = self.store.find_or_await(request.handle, stated_seconds_left(request))
         self.store.lease(record, request.reader_id)
         return record
 
     def _slab_source(self, request: kv.ReadRequest) -> BlockSource:
         slab, record = self._slab(request)
-        trimmed = trim_slab(slab, request.first_block)
+        trimmed = trim_slab(slab, request.first_block, request.num_blocks)
         if trimmed is None:
             raise InvalidRequest(
                 f"slab {request.slab_index} ends before block {request.first_block}", field="first_block"
@@ -308,14 +319,20 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
             return HandleState.AWAITED
 
     async def _end(
-        self, handle: pb.KvHandle, here: Callable[[HandleRecord], None], there: Callable[[], Any]
+        self,
+        handle: pb.KvHandle,
+        seconds_left: float | None,
+        here: Callable[[HandleRecord], None],
+        there: Callable[[], Any],
     ) -> HandleState:
         """Release or abort. A handle that can no longer be here counts as ended, which is the wanted state."""
         try:
             if not self._is_held_here(handle):
                 state: HandleState = await there()
                 return state
-            record = self.store.find_or_await(handle)
+            # A late end is kept too: a Reserve or Watch that was sent before it may come after it.
+            least = None if seconds_left is None else max(seconds_left, _LATE_END_SECONDS)
+            record = self.store.find_or_await(handle, least)
         except (StaleIncarnation, DeadlineExceeded, Draining):
             return HandleState.EXPIRED
         here(record)

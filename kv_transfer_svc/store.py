@@ -27,12 +27,20 @@ from tandem_runtime.errors import (
 from tandem_runtime.kv.layout import check_supported, layout_digest
 from tandem_runtime.kv.regions import RegionOffer
 from tandem_runtime.kv.slabs import first_missing_block
+from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.kv_handle import HandleMachine, HandleState
 
 _SWEEP_SLACK_SECONDS = 1.0
 """How late a sweep may be before a handle past its lease counts as orphaned."""
 
 _PRUNE_SECONDS = 10.0
+
+_REMEMBERED_SECONDS = 30.0
+"""How long past its deadline an ended handle is remembered. Longer than a message is under way: the time left that a
+message states is of its sending, so without the record a late one would open the handle anew."""
+
+_MAX_SECONDS_LEFT = 86_400.0
+"""No request lasts longer; bounds what a caller may state."""
 
 _START = time.time() - time.monotonic()
 
@@ -49,10 +57,13 @@ class HandleStore:
         self,
         *,
         clock: Callable[[], float] = steady_unix_seconds,
+        wall_clock: Callable[[], float] | None = None,
         lease_seconds: float = 10.0,
         max_handles: int = 65_536,
     ) -> None:
+        """All times are `clock`'s; `wall_clock` judges the deadlines of callers that state no time left."""
         self.clock = clock
+        self._wall_clock = wall_clock or clock
         self.lease_seconds = lease_seconds
         self.regions = RegionTable(self._region_lost)
         self.counters: Counter[str] = Counter()
@@ -80,17 +91,19 @@ class HandleStore:
             raise KvNotFound(f"the {handle_name(handle)} is not known here")
         return record
 
-    def find_or_await(self, handle: pb.KvHandle) -> HandleRecord:
+    def find_or_await(self, handle: pb.KvHandle, seconds_left: float | None = None) -> HandleRecord:
         """Return the record of a handle held here; create the record at the first call for the handle.
 
         A new record whose prefill worker is known to be dead ends at once: no other event would end its waiting
-        readers.
+        readers. `seconds_left`: until the handle's deadline, as the caller states; None: by the wall clocks.
         """
+        if seconds_left is not None and seconds_left <= 0:  # also with a record: a repeated call gets the same answer
+            raise _past_deadline(handle)
         known = self._records.get(handle.handle_id)
         if known is not None:
             return known
-        self._refuse_new(handle)
-        record = self._records.setdefault(handle.handle_id, self._new_record(handle, is_copy=False))
+        deadline = self._deadline(handle, seconds_left)
+        record = self._records.setdefault(handle.handle_id, self._new_record(handle, deadline, is_copy=False))
         if self.regions.is_gone(handle.prefill_incarnation):
             self._writer_lost(record)
         return record
@@ -99,10 +112,11 @@ class HandleStore:
         """Return the copies of another service's handle for readers of this host."""
         return list(self._copies.get(handle.handle_id, ()))
 
-    def add_copy(self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout) -> HandleRecord:
+    def add_copy(
+        self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout, seconds_left: float | None = None
+    ) -> HandleRecord:
         """Open a record that a pull fills; the record ends with its last reader."""
-        self._refuse_new(handle)
-        record = self._new_record(handle, is_copy=True)
+        record = self._new_record(handle, self._deadline(handle, seconds_left), is_copy=True)
         record.region_id, record.layout = region_id, layout
         record.machine.reserve(self.clock(), region_id, self.lease_seconds)
         self._copies.setdefault(handle.handle_id, []).append(record)
@@ -123,7 +137,7 @@ class HandleStore:
                 f"lease_ms is {request.lease_ms}; give the milliseconds a lease lasts", field="lease_ms"
             )
         self.regions.lent(request.region_id, handle.prefill_incarnation)
-        record = self.find_or_await(handle)
+        record = self.find_or_await(handle, stated_seconds_left(request))
         if record.machine.reserve(self.clock(), request.region_id, request.lease_ms / 1000):
             record.region_id = request.region_id
             record.layout = request.layout
@@ -142,6 +156,10 @@ class HandleStore:
             self.counters["slabs_sealed"] += len(new_slabs)
             self.counters["handles_sealed"] += closed is not None
             record.changed.fire()
+
+    def freed(self, record: HandleRecord, num_bytes: int) -> None:
+        """Count off bytes of a copy that its readers have copied and that are freed."""
+        record.num_bytes -= num_bytes
 
     def check_slabs(self, record: HandleRecord, slabs: Sequence[kv.Slab]) -> None:
         """Raise InvalidRequest unless the slabs match the reservation; skip a record without a reservation."""
@@ -200,32 +218,35 @@ class HandleStore:
     # ------------------------------------------------------------------------------------------------- helpers
 
     def _prune(self, now: float) -> None:
-        """Forget ended handles past their deadline: late calls are refused by their deadline, without a record."""
+        """Forget handles that ended, some time past their deadline: a late call states the time left at its sending."""
         self._prune_at = now + _PRUNE_SECONDS
         self._records = {
             handle_id: record
             for handle_id, record in self._records.items()
-            if not record.machine.ended or now <= record.machine.deadline
+            if not record.machine.ended or now <= record.machine.deadline + _REMEMBERED_SECONDS
         }
         for region in self.regions:
             region.log.prune(now)
 
-    def _new_record(self, handle: pb.KvHandle, *, is_copy: bool) -> HandleRecord:
-        deadline = handle.deadline_unix_ms / 1000
+    def _new_record(self, handle: pb.KvHandle, deadline: float, *, is_copy: bool) -> HandleRecord:
         machine = HandleMachine(handle_name(handle), handle.num_readers, deadline, reader_bound=is_copy)
         record = HandleRecord(handle, machine, is_copy)
         self._live[record] = None
         return record
 
-    def _refuse_new(self, handle: pb.KvHandle) -> None:
+    def _deadline(self, handle: pb.KvHandle, seconds_left: float | None) -> float:
+        """Return the deadline of a new record, by the clock; refuse a record that cannot be opened."""
         if self.draining:
             raise Draining("this KV service is draining and takes no new handles")
         if len(handle.handle_id) != 16:
             raise InvalidRequest(f"a handle id has 16 bytes, not {len(handle.handle_id)}", field="handle_id")
-        if handle.deadline_unix_ms / 1000 <= self.clock():
-            raise DeadlineExceeded(f"the {handle_name(handle)} is past its deadline", field="deadline_unix_ms")
+        if seconds_left is None:
+            seconds_left = handle.deadline_unix_ms / 1000 - self._wall_clock()
+        if seconds_left <= 0:
+            raise _past_deadline(handle)
         if len(self._live) >= self._max_handles:
             raise Overloaded(f"{self._max_handles} KV handles are kept already", retry_after_seconds=1.0)
+        return self.clock() + min(seconds_left, _MAX_SECONDS_LEFT)
 
     def _settle(self, record: HandleRecord) -> None:
         """Finish a record that has ended, once: count the end, notify owner and readers."""
@@ -269,6 +290,10 @@ class HandleStore:
 
     def _writer_lost(self, record: HandleRecord) -> None:
         self.abort(record, Unavailable(f"the prefill worker of the {handle_name(record.handle)} is gone"))
+
+
+def _past_deadline(handle: pb.KvHandle) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the {handle_name(handle)} is past its deadline", field="deadline_unix_ms")
 
 
 def _check_close(slabs: Sequence[kv.Slab], record: HandleRecord, closed: kv.Closed | None) -> None:

@@ -63,7 +63,7 @@ def _handle(record: HandleRecord) -> HandleRow:
         region_id=record.region_id,
         is_copy=record.is_copy,
         lease_until_unix_ms=_ms(machine.lease_until),
-        deadline_unix_ms=handle.deadline_unix_ms,
+        deadline_unix_ms=_ms(machine.deadline),
         readers=[
             ReaderRow(
                 reader_id=reader_id, incarnation=record.readers.get(reader_id, ""), lease_until_unix_ms=_ms(until)

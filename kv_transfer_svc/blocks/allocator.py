@@ -32,14 +32,19 @@ class Extent:
 
 
 class BlockAllocator:
-    """Extents in a region of `num_bytes`, taken from the machine at start. Raises InvalidRequest for too few bytes."""
+    """Extents in a region that grows to `num_bytes`; its memory is taken from the machine as it is used.
 
-    def __init__(self, num_bytes: int) -> None:
+    Raises InvalidRequest for too few bytes.
+    """
+
+    def __init__(self, num_bytes: int, initial_bytes: int | None = None) -> None:
+        """`initial_bytes`: what may be used before the first `grow`; None: all."""
         num_pages = num_bytes // PAGE_BYTES
         if num_pages < 1:
             raise InvalidRequest(f"{num_bytes} bytes for stored blocks; give {PAGE_BYTES} at least", field="num_bytes")
-        self.region = SharedRegion.create("tandem-kv-blocks", num_pages * PAGE_BYTES, num_pages)
-        self._pages = FreeList(num_pages)
+        self.region = SharedRegion.reserve("tandem-kv-blocks", num_pages * PAGE_BYTES, num_pages)
+        self._max_pages = num_pages
+        self._pages = FreeList(num_pages if initial_bytes is None else min(num_pages, initial_bytes // PAGE_BYTES))
 
     @property
     def total_bytes(self) -> int:
@@ -49,11 +54,16 @@ class BlockAllocator:
     def free_bytes(self) -> int:
         return self._pages.num_free_pages * PAGE_BYTES
 
+    def grow(self, total_bytes: int) -> None:
+        """Use up to `total_bytes`, but no more than the region has; never shrinks."""
+        self._pages.grow(min(self._max_pages, total_bytes // PAGE_BYTES))
+
     def allocate(self, num_bytes: int) -> Extent | None:
-        """Return an extent, or None if no hole is large enough."""
+        """Return an extent, or None if no hole is large enough. Raises OSError if the machine's memory is short."""
         slot = self._pages.allocate(held_bytes(num_bytes) // PAGE_BYTES)
         if slot is None:
             return None
+        self.region.take(slot * PAGE_BYTES + num_bytes)
         return Extent(slot * PAGE_BYTES, num_bytes, slot, self.region.generation(slot))
 
     def free(self, extent: Extent) -> None:

@@ -63,6 +63,10 @@ class BlockStore:
 
     # ------------------------------------------------------------------------------------------------ fill
 
+    def keep_free(self, headroom_bytes: int) -> None:
+        """Keep so much free by eviction ahead, from now on."""
+        self._evictor.headroom_bytes = headroom_bytes
+
     def begin(
         self,
         keys: Sequence[BlockKey],

@@ -42,7 +42,7 @@ class Evictor:
         self._order = order
         self._counters = counters
         self._demote = demote
-        self._headroom_bytes = headroom_bytes
+        self.headroom_bytes = headroom_bytes
 
     def allocate(self, num_bytes: int, account_tag: bytes, now: float, needed: Set[BlockKey | None]) -> Extent | None:
         """Return an extent, evicting other blocks but none of `needed`; None: not now."""
@@ -56,7 +56,7 @@ class Evictor:
 
     def keep_headroom(self, now: float, needed: Set[BlockKey | None]) -> None:
         """Evict until the headroom is free, or is being freed."""
-        while self._allocator.free_bytes + self._table.held_bytes(BlockState.DEMOTING) < self._headroom_bytes:
+        while self._allocator.free_bytes + self._table.held_bytes(BlockState.DEMOTING) < self.headroom_bytes:
             key = self._victim(self._busy_or(needed))
             if key is None:
                 return

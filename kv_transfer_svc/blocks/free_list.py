@@ -42,6 +42,16 @@ class FreeList:
         self._used_starts[start + num_pages] = start
         return start
 
+    def grow(self, num_pages: int) -> None:
+        """Add free pages at the end, up to `num_pages` in all; fewer than there are change nothing."""
+        start, end = self.num_pages, num_pages
+        if end <= start:
+            return
+        self.num_pages = end
+        if start in self._hole_starts:
+            start -= self._close(self._hole_starts[start])
+        self._open(start, end - start)
+
     def free(self, start: int) -> None:
         assert start in self._used, f"the run at page {start} is freed, and is not allocated"
         end = start + self._used.pop(start)

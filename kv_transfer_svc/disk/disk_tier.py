@@ -7,7 +7,7 @@ written.
     put ──▶ queue, bounded in bytes ──▶ ┐
                                         ├──▶ thread: reads, then moves out of old segments, then writes ──▶ files
     get ──▶ queue, bounded in blocks ─▶ ┘            │
-     ◀── verified payloads, or None ─────────────────┘
+     ◀── verified blocks, or None ───────────────────┘
 
 Nothing is synced: segment.py lists what a crash may lose.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk.jobs import JobQueue, ReadJob, WriteJob
 from kv_transfer_svc.disk.segment import record_bytes
-from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog
+from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog, VerifiedBlock
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.kv.known_blocks import BlockCounters
 from tandem_runtime.log import get_logger
@@ -118,8 +118,10 @@ class DiskTier:
 
     __contains__ = contains
 
-    async def get(self, keys: Sequence[BlockKey], into: Sequence[memoryview] | None = None) -> list[memoryview | None]:
-        """Return the verified payload of each key; None if it is missing, not whole, or not as long as its `into`.
+    async def get(
+        self, keys: Sequence[BlockKey], into: Sequence[memoryview] | None = None
+    ) -> list[VerifiedBlock | None]:
+        """Return each key's payload and checksum; None if it is missing, not whole, or not as long as its `into`.
 
         With `into`, bytes are read straight to their destination; where the answer is None, `into` is undefined. A
         cancelled caller gets its CancelledError only after the last write to `into`.
@@ -201,27 +203,27 @@ class DiskTier:
             self._end_write(writing, False)
 
     def _read(self, job: ReadJob) -> None:
-        payloads: list[memoryview | None] = [None] * len(job.keys)
+        blocks: list[VerifiedBlock | None] = [None] * len(job.keys)
         try:
             for index, key in enumerate(job.keys):
                 if job.withdrawn:
                     break
-                payloads[index] = self._read_block(key, None if job.into is None else job.into[index])
+                blocks[index] = self._read_block(key, None if job.into is None else job.into[index])
         finally:
-            self._end_read(job, payloads)
+            self._end_read(job, blocks)
 
-    def _read_block(self, key: BlockKey, into: memoryview | None) -> memoryview | None:
+    def _read_block(self, key: BlockKey, into: memoryview | None) -> VerifiedBlock | None:
         unwritten = self._queue.unwritten(key)
-        payload = self._log.read(key, into) if unwritten is None else _copy(unwritten, into)
-        if payload is None:
+        block = self._log.read(key, into) if unwritten is None else _copy(unwritten, into)
+        if block is None:
             self._counters.misses += 1
         else:
             self._counters.hits += 1
-        return payload
+        return block
 
-    def _end_read(self, job: ReadJob, payloads: list[memoryview | None]) -> None:
+    def _end_read(self, job: ReadJob, blocks: list[VerifiedBlock | None]) -> None:
         self._queue.end_read(job)
-        self._call_back(_answer, job.answer, payloads)
+        self._call_back(_answer, job.answer, blocks)
 
     def _write(self, job: WriteJob) -> None:
         is_kept = False
@@ -262,23 +264,22 @@ class DiskTier:
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
-def _copy(job: WriteJob, into: memoryview | None) -> memoryview | None:
+def _copy(job: WriteJob, into: memoryview | None) -> VerifiedBlock | None:
     """Return a queued payload; None if it has changed since it was sealed, or is not as long as `into`."""
     if into is not None and len(into) != len(job.payload):
         return None
     payload = memoryview(bytearray(len(job.payload))) if into is None else into
     payload[:] = job.payload
-    if job.checksum is not None and block_checksum(payload) != job.checksum:
-        return None
-    return payload
+    checksum = block_checksum(payload)
+    return VerifiedBlock(payload, checksum) if job.checksum in (None, checksum) else None
 
 
-def _answer(answer: asyncio.Future[list[memoryview | None]], payloads: list[memoryview | None]) -> None:
+def _answer(answer: asyncio.Future[list[VerifiedBlock | None]], blocks: list[VerifiedBlock | None]) -> None:
     if not answer.done():
-        answer.set_result(payloads)
+        answer.set_result(blocks)
 
 
-async def _wait_through_cancels(answer: asyncio.Future[list[memoryview | None]]) -> None:
+async def _wait_through_cancels(answer: asyncio.Future[list[VerifiedBlock | None]]) -> None:
     """Wait for `answer`; cancellations do not end the wait."""
     while not answer.done():
         with suppress(asyncio.CancelledError):

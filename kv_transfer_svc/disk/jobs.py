@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk.segment import record_bytes
+from kv_transfer_svc.disk.segment_log import VerifiedBlock
 
 
 @dataclass(eq=False)
@@ -22,7 +23,7 @@ class ReadJob:
 
     keys: Sequence[BlockKey]
     into: Sequence[memoryview] | None
-    answer: asyncio.Future[list[memoryview | None]]
+    answer: asyncio.Future[list[VerifiedBlock | None]]
     withdrawn: bool = False
 
 

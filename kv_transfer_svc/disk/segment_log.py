@@ -24,6 +24,7 @@ import stat
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk.index import BlockIndex, Place
@@ -38,6 +39,13 @@ _MIN_SEGMENTS = 4
 _SEGMENTS_PER_BUDGET = 32
 _MIN_SEGMENT_BYTES = 1 << 20
 _MAX_SEGMENT_BYTES = 256 << 20
+
+
+class VerifiedBlock(NamedTuple):
+    """A block read from disk, and the checksum that its bytes were compared with."""
+
+    payload: memoryview
+    checksum: int
 
 
 @dataclass
@@ -99,8 +107,10 @@ class SegmentLog:
             for segment in Segment.find_all(self._folder.path):
                 self._next_number = segment.number + 1
                 self._adopt(segment)
-            while self._segments and self.num_bytes + 2 * self.segment_bytes > self.budget_bytes:
-                self._remove(next(iter(self._segments.values())))  # the budget is smaller than last time
+            for segment in list(self._segments.values()):  # a file that cannot be deleted is tried once
+                if self.num_bytes + 2 * self.segment_bytes <= self.budget_bytes:
+                    break
+                self._remove(segment)  # the budget is smaller than last time
         except OSError as error:
             self.close()
             raise InvalidRequest(f"cannot use {self._folder.path} for KV blocks: {error}; name another one") from error
@@ -117,8 +127,8 @@ class SegmentLog:
         active = self._segment_for(record_bytes(len(payload)))
         self._put(active, key, payload, checksum)
 
-    def read(self, key: BlockKey, into: memoryview | None) -> memoryview | None:
-        """Return the verified payload of `key`, in `into` if given; None for a miss, after which `into` is undefined.
+    def read(self, key: BlockKey, into: memoryview | None) -> VerifiedBlock | None:
+        """Return the block of `key`, read into `into` if given; None for a miss, after which `into` is undefined.
 
         A record that is not whole, or not as long as `into`, is dropped. A record that cannot be read is dropped too:
         otherwise every later read would wait for the bad sector.
@@ -127,11 +137,12 @@ class SegmentLog:
         if place is None:
             return None
         payload = memoryview(bytearray(place.payload_bytes)) if into is None else into
-        if self._verified(key, place, payload) is None:
+        checksum = self._verified(key, place, payload)
+        if checksum is None:
             self.index.drop(key)
             return None
         self.index.use(key)
-        return payload
+        return VerifiedBlock(payload, checksum)
 
     def tidy(self) -> bool:
         """Do one step of moving blocks out of the segments to delete; return False without work."""

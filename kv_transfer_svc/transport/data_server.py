@@ -13,14 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from kv_transfer_svc.transport import frames
-from kv_transfer_svc.transport.pieces import rest_of, run_interruptible
+from kv_transfer_svc.transport.link_tls import LinkTls, OpenedLink, accept_wire
+from kv_transfer_svc.transport.pieces import run_interruptible
 from kv_transfer_svc.transport.source import Source
-from kv_transfer_svc.transport.tcp_transport import set_timeouts
+from kv_transfer_svc.transport.wires import Wire, prepare
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
 from tandem_runtime.log import get_logger
@@ -48,11 +48,14 @@ class DataServer:
         open_source: OpenSource,
         *,
         insecure: bool = False,
+        tls: LinkTls | None = None,
     ) -> None:
+        """Without `tls` connections are in plain text, and beyond loopback only with `insecure`."""
         self._listen = listen
         self._verify = verify
         self._open_source = open_source
         self._insecure = insecure
+        self._tls = tls
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-send")
         self._accepting: asyncio.Task[None] | None = None
         self._connections = TaskSet()
@@ -64,10 +67,10 @@ class DataServer:
     async def start(self) -> str:
         """Listen and return the real host:port. Raises InvalidRequest beyond loopback and for a port in use."""
         host, port = split_address(self._listen)
-        if not self._insecure and not await is_loopback(host):
+        if self._tls is None and not self._insecure and not await is_loopback(host):
             raise InvalidRequest(
                 f"--data-listen {self._listen} is beyond loopback and data connections are not encrypted; "
-                "listen on 127.0.0.1, or give --insecure if the network is trusted"
+                "listen on 127.0.0.1, or give --insecure-plaintext if the network is trusted"
             )
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -105,49 +108,65 @@ class DataServer:
             self._connections.spawn(self._serve(sock, str(peer)))
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
+        wire: Wire | None = None
+        opened: OpenedLink | None = None
         try:
-            _prepare(sock)
-            idle_seconds = _FIRST_REQUEST_SECONDS
-            while (request := await _next_request(sock, idle_seconds)) is not None:
-                await self._answer(sock, request)
-                idle_seconds = _IDLE_SECONDS
+            wire = await self._secured(sock)
+            if self._tls is not None and wire.identity is not None:
+                opened = self._tls.peers.accepted(wire.identity, partial(_break_off, wire))
+            await self._serve_wire(wire)
         except (OSError, TandemError) as error:  # the reader is gone or a stranger; our readers retry or use gRPC
-            log.info("data_connection_ended", peer=peer, reason=str(error))
+            log.info("data_connection_ended", peer=peer, reason=str(error) or "it was too slow")
         finally:
+            if opened is not None:
+                opened.end()
+            if wire is not None:
+                wire.close()
             sock.close()
 
-    async def _answer(self, sock: socket.socket, request: kv.DataRequest) -> None:
+    async def _secured(self, sock: socket.socket) -> Wire:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        prepare(sock, _STALL_SECONDS)
+        async with asyncio.timeout(_FIRST_REQUEST_SECONDS):
+            return await accept_wire(sock, self._tls, _STALL_SECONDS)
+
+    async def _serve_wire(self, wire: Wire) -> None:
+        idle_seconds = _FIRST_REQUEST_SECONDS
+        while (request := await _next_request(wire, idle_seconds)) is not None:
+            await self._answer(wire, request)
+            idle_seconds = _IDLE_SECONDS
+
+    async def _answer(self, wire: Wire, request: kv.DataRequest) -> None:
         try:
             self._verify(request)
             async with self._open_source(request) as source:
-                await run_interruptible(self._threads, partial(_send, sock, source), partial(_wake, sock))
+                await run_interruptible(self._threads, partial(_send, wire, source), wire.interrupt)
         except TandemError as error:
-            await _refuse(sock, error)
+            await _refuse(wire, error)
         except OSError:
             raise
         except Exception as error:
             log.exception("data_request_failed")
             failure = InternalError(f"a data request failed: {error!r}")
-            await _refuse(sock, failure)
+            await _refuse(wire, failure)
             raise failure from error
 
 
-def _prepare(sock: socket.socket) -> None:
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    set_timeouts(sock, _STALL_SECONDS)
+def _break_off(wire: Wire, reason: TandemError) -> None:
+    """Close the connection of a peer that is revoked or has expired; who reads from it or writes to it, ends."""
+    wire.interrupt()
 
 
-async def _next_request(sock: socket.socket, idle_seconds: float) -> kv.DataRequest | None:
+async def _next_request(wire: Wire, idle_seconds: float) -> kv.DataRequest | None:
     """Return the next request; None if the reader closed the connection or sent nothing for `idle_seconds`."""
     try:
         async with asyncio.timeout(idle_seconds):
-            header = await _exactly(sock, frames.HEADER_BYTES)
+            header = await _exactly(wire, frames.HEADER_BYTES)
         if not header:
             return None
         async with asyncio.timeout(_STALL_SECONDS):
-            content = await _exactly(sock, frames.message_bytes(header))
+            content = await _exactly(wire, frames.message_bytes(header))
     except TimeoutError:
         return None
     try:
@@ -156,11 +175,11 @@ async def _next_request(sock: socket.socket, idle_seconds: float) -> kv.DataRequ
         raise InvalidRequest(f"a data connection sent an invalid DataRequest: {error}") from error
 
 
-async def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
+async def _exactly(wire: Wire, num_bytes: int) -> bytes:
     """Return `num_bytes` bytes, or b"" if the reader disconnected before the first byte."""
     content = bytearray()
     while len(content) < num_bytes:
-        more = await asyncio.get_running_loop().sock_recv(sock, num_bytes - len(content))
+        more = await wire.receive_some(num_bytes - len(content))
         if not more and content:
             raise ConnectionResetError(f"the reader disconnected after {len(content)} of {num_bytes} bytes")
         if not more:
@@ -169,33 +188,20 @@ async def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _send(sock: socket.socket, source: Source) -> None:
+def _send(wire: Wire, source: Source) -> None:
     """Send one reply, in a thread. Generations are compared after the last byte was sent."""
-    sock.setblocking(True)  # the kernel then waits, within the timeouts, and takes a whole group
-    sock.sendall(frames.packed(kv.DataReply(num_bytes=source.num_bytes)), socket.MSG_MORE if source.num_bytes else 0)
+    wire.set_blocking(True)
+    wire.send(frames.packed(kv.DataReply(num_bytes=source.num_bytes)), more=source.num_bytes > 0)
     for group in source:
-        _send_group(sock, group)
+        wire.send_group(group)
     trailer = kv.DataTrailer()
     try:
         trailer.checksums.extend(source.finish())
     except TandemError as error:
         trailer.error.CopyFrom(error.to_proto())
-    sock.sendall(frames.packed(trailer))
-    sock.setblocking(False)
+    wire.send(frames.packed(trailer))
+    wire.set_blocking(False)
 
 
-def _send_group(sock: socket.socket, group: list[memoryview]) -> None:
-    while group:
-        num_bytes = sock.sendmsg(group)
-        group = rest_of(group, num_bytes)
-
-
-async def _refuse(sock: socket.socket, error: TandemError) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, frames.packed(kv.DataReply(error=error.to_proto())))
-
-
-def _wake(sock: Any) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        log.debug("data_connection_was_closed", reason=str(error))
+async def _refuse(wire: Wire, error: TandemError) -> None:
+    await wire.send_all(frames.packed(kv.DataReply(error=error.to_proto())))

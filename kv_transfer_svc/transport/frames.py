@@ -8,8 +8,8 @@
 
 A header is "TKV", the version (1 byte) and the length of the message after it (4 bytes, little-endian). After the
 trailer the reader may send another request on the same connection. The trailer comes last because a slot may be reused
-during the transfer, and the holder can check this only afterwards. There is no TLS: the token refuses strangers but
-does not prevent eavesdropping. Use data connections, like the gRPC channel beside them, on trusted networks only.
+during the transfer, and the holder can check this only afterwards. With certificates all of this is inside TLS 1.3
+(link_tls.py). In plain text the token refuses strangers but does not prevent eavesdropping: use it on trusted networks.
 """
 
 from __future__ import annotations

@@ -18,13 +18,17 @@ from dataclasses import dataclass
 
 from kv_transfer_svc.transport.handshake import link_request
 from kv_transfer_svc.transport.interface import GrpcTransport, LinkBroken, Transport
+from kv_transfer_svc.transport.link_tls import LinkTls
 from kv_transfer_svc.transport.shm_transport import ShmTransport
 from kv_transfer_svc.transport.stats import LinkStats
 from kv_transfer_svc.transport.tcp_transport import TcpTransport
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.certificates.names import Identity, Role
 from tandem_runtime.errors import KvCorrupt, TandemError, Unsupported
 from tandem_runtime.kv.client import LEASE_SECONDS, KvClient
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -53,10 +57,11 @@ class LinkContext:
     incarnation: str
     host_id: str
     transports: Sequence[str]
-    handle_key: Callable[[], bytes]
+    keys: Callable[[], KvKeys]
     clock: Callable[[], float]
     counters: Counter[str]
     threads: Executor
+    tls: LinkTls | None
 
 
 @dataclass(frozen=True)
@@ -68,40 +73,59 @@ class Received:
 
 
 class Links:
-    """One link per peer, created at first use. Owned by the puller; others may read through the links too."""
+    """One link per peer, created at first use. Owned by the puller; others may read through the links too.
+
+    With a member, a peer must prove the id that a gateway has named with its address: another KV service of the fleet
+    cannot answer in its place.
+    """
 
     def __init__(
         self,
         incarnation: str,
-        handle_key: Callable[[], bytes],
+        keys: Callable[[], KvKeys],
         *,
         transports: Sequence[str] = ("grpc",),
         host_id: str = "",
         clock: Callable[[], float] = time.monotonic,
         lease_seconds: float = LEASE_SECONDS,
         counters: Counter[str] | None = None,
+        member: FleetMember | None = None,
+        tls: LinkTls | None = None,
     ) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-receive")
         self._context = LinkContext(
             incarnation,
             host_id,
             transports,
-            handle_key,
+            keys,
             clock,
             Counter() if counters is None else counters,
             self._threads,
+            tls,
         )
         self._lease_seconds = lease_seconds
-        self._links: dict[str, Link] = {}
+        self._member = member
+        self._links: dict[tuple[str, str], Link] = {}
 
-    def to(self, address: str) -> Link:
-        """Return the link to the service at `address`."""
-        if address not in self._links:
+    def to(self, address: str, id: str) -> Link:
+        """Return the link to the service `id` at `address`. Raise Unavailable if that is no id of a certificate.
+
+        Without a member any service at `address` will do, and until the end of `--plaintext-until`, for an id of
+        release 0.2, any KV service.
+        """
+        key = address, id
+        expect = self._member.expected_or_role("kv", id, address) if self._member is not None else "kv"
+        if key not in self._links:
             client = KvClient(
-                address, self._context.incarnation, call_seconds=_CALL_SECONDS, lease_seconds=self._lease_seconds
+                address,
+                self._context.incarnation,
+                call_seconds=_CALL_SECONDS,
+                lease_seconds=self._lease_seconds,
+                member=self._member,
+                expect=expect,
             )
-            self._links[address] = Link(self._context, client)
-        return self._links[address]
+            self._links[key] = Link(self._context, client, expect)
+        return self._links[key]
 
     def report(self) -> list[pb.KvLink]:
         """Return the stats of each recently used link; may be called from any thread."""
@@ -115,10 +139,11 @@ class Links:
 
 
 class Link:
-    """Reads from the service at `client`'s address."""
+    """Reads from the service at `client`'s address, which must be `expect` on data connections too."""
 
-    def __init__(self, context: LinkContext, client: KvClient) -> None:
+    def __init__(self, context: LinkContext, client: KvClient, expect: Identity | Role = "kv") -> None:
         self.client = client
+        self._expect = expect
         self.stats = LinkStats()
         self.note = ""
         self._context = context
@@ -267,12 +292,15 @@ class Link:
         if "shm" in context.transports and peer.kv_socket and peer.host_id == context.host_id:
             candidates.append(ShmTransport(peer.kv_socket, context.threads))
         if "tcp" in context.transports and peer.tcp_address:
-            candidates.append(TcpTransport(self._open_link, context.threads))
+            candidates.append(TcpTransport(self._open_link, context.threads, context.tls))
         return candidates
 
     async def _open_link(self) -> kv.OpenLinkReply:
         context = self._context
-        return await self.client.open_link(link_request(context.incarnation, self.client.address, context.handle_key()))
+        reply = await self.client.open_link(link_request(context.incarnation, self.client.address, context.keys()))
+        if isinstance(self._expect, Identity) and reply.identity != self._expect.uri:
+            raise LinkBroken(f"{self._expect} offers data connections to {reply.identity[:64]!r} instead of itself")
+        return reply
 
     async def _works(self, transport: Transport, errors: list[str]) -> bool:
         """Probe a transport with zeros; the measured times become the link's stats."""

@@ -6,9 +6,7 @@ There are few connections to each peer, and each serves one read at a time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -19,7 +17,9 @@ from google.protobuf.message import DecodeError, Message
 
 from kv_transfer_svc.transport import frames
 from kv_transfer_svc.transport.interface import LinkBroken
-from kv_transfer_svc.transport.pieces import RunningChecksums, groups, leading, rest_of, run_interruptible
+from kv_transfer_svc.transport.link_tls import LinkTls, OpenedLink, dial_wire
+from kv_transfer_svc.transport.pieces import RunningChecksums, groups, leading, run_interruptible
+from kv_transfer_svc.transport.wires import Wire, prepare
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import errors
@@ -39,8 +39,11 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(self, open_link: Callable[[], Awaitable[kv.OpenLinkReply]], threads: Executor) -> None:
+    def __init__(
+        self, open_link: Callable[[], Awaitable[kv.OpenLinkReply]], threads: Executor, tls: LinkTls | None = None
+    ) -> None:
         self._open_link = open_link
+        self._tls = tls
         self._threads = threads
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._idle: list[DataConnection] = []
@@ -51,7 +54,9 @@ class TcpTransport:
     async def read(
         self, handle: pb.KvHandle, reader_id: str, slab: kv.Slab, into: Sequence[memoryview], first_block: int
     ) -> list[int]:
-        request = kv.ReadRequest(handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block)
+        request = kv.ReadRequest(
+            handle=handle, reader_id=reader_id, slab_index=slab.index, first_block=first_block, num_blocks=len(into)
+        )
         checksums = await self._read(kv.DataRequest(slab=request), into)
         if len(checksums) != len(into):
             raise LinkBroken(f"slab {slab.index} came with {len(checksums)} blocks, it has {len(into)}")
@@ -93,7 +98,7 @@ class TcpTransport:
                 raise LinkBroken(f"no token: {error.message}") from error
             if not link.tcp_address:
                 raise LinkBroken("the peer no longer offers tcp")
-            if self._link is None or self._link.tcp_address != link.tcp_address:
+            if self._link is None or _end_of(self._link) != _end_of(link):
                 self._disconnect()
             self._link, self._renew_at = link, time.monotonic() + 0.5 * link.token_ms / 1000
         return self._link
@@ -107,7 +112,8 @@ class TcpTransport:
                 return await self._exchange(self._idle.pop(), request, into)
             except NoReply:
                 continue
-        return await self._exchange(await DataConnection.connect(link.tcp_address), request, into)
+        connection = await DataConnection.connect(link.tcp_address, link.identity, self._tls)
+        return await self._exchange(connection, request, into)
 
     async def _exchange(
         self, connection: DataConnection, request: kv.DataRequest, into: Sequence[memoryview]
@@ -127,6 +133,10 @@ class TcpTransport:
             self._idle.pop().close()
 
 
+def _end_of(link: kv.OpenLinkReply) -> tuple[str, str]:
+    return link.tcp_address, link.identity
+
+
 class NoReply(LinkBroken):
     """The peer disconnected before it answered: it had closed an idle connection."""
 
@@ -134,22 +144,32 @@ class NoReply(LinkBroken):
 class DataConnection:
     """One connection with one request at a time. `exchange` blocks."""
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, wire: Wire, peer: str) -> None:
         self.is_usable = True
         """Whether another request may follow."""
-        self._sock = sock
+        self._wire = wire
         self._peer = peer
+        self._opened: OpenedLink | None = None
 
     @classmethod
-    async def connect(cls, address: str) -> DataConnection:
-        """Connect; raises LinkBroken if the peer does not accept the connection within 1 s."""
+    async def connect(cls, address: str, holder: str = "", tls: LinkTls | None = None) -> DataConnection:
+        """Connect to the service of the identity `holder` ("": in plain text).
+
+        Raises LinkBroken if the peer does not accept the connection within 1 s, or is another one.
+        """
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                return cls(await _connected(address), address)
+                wire = await _connected(address, holder, tls)
         except TimeoutError as error:
             raise LinkBroken(f"{address} took no connection within {CONNECT_SECONDS:g} s") from error
-        except (OSError, InvalidRequest) as error:
+        except LinkBroken:
+            raise
+        except (OSError, TandemError) as error:
             raise LinkBroken(f"{address} took no connection: {error}") from error
+        connection = cls(wire, address)
+        if tls is not None and wire.identity is not None:
+            connection._opened = tls.peers.dialled(wire.identity, lambda reason: connection.break_off())
+        return connection
 
     def exchange(self, request: kv.DataRequest, into: Sequence[memoryview]) -> list[int]:
         """Send a request, fill the leading buffers, return their verified checksums. Called in a thread.
@@ -164,15 +184,17 @@ class DataConnection:
 
     def break_off(self) -> None:
         """Wake the thread in `exchange`, which then raises LinkBroken."""
-        with contextlib.suppress(OSError):  # the peer disconnected first
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._wire.interrupt()
 
     def close(self) -> None:
-        self._sock.close()
+        """Disconnect; called on the event loop."""
+        if self._opened is not None:
+            self._opened.end()
+            self._opened = None
+        self._wire.close()
 
     def _exchange(self, request: kv.DataRequest, into: Sequence[memoryview]) -> list[int]:
-        self._send(request)
-        reply = self._receive(kv.DataReply)
+        reply = self._first_reply(request)
         if reply.HasField("error"):
             self.is_usable = True
             raise errors.from_proto(reply.error)
@@ -181,7 +203,7 @@ class DataConnection:
             raise LinkBroken(f"{self._peer} sends {reply.num_bytes} bytes, of {sum(map(len, into))} asked for")
         checksums = RunningChecksums(blocks)
         for group in groups(blocks):
-            self._fill(group)
+            self._wire.fill(group)
             checksums.add(group)
         trailer = self._receive(kv.DataTrailer)
         self.is_usable = True
@@ -191,46 +213,36 @@ class DataConnection:
             raise KvCorrupt(f"bytes from {self._peer} do not match their checksums", field="checksums")
         return checksums.values
 
-    def _send(self, request: kv.DataRequest) -> None:
+    def _first_reply(self, request: kv.DataRequest) -> kv.DataReply:
         try:
-            self._sock.sendall(frames.packed(request))
-            if not self._sock.recv(1, socket.MSG_PEEK):
-                raise NoReply(f"{self._peer} had disconnected")
+            self._wire.send(frames.packed(request))
+            header = self._wire.exactly(frames.HEADER_BYTES)
         except ConnectionError as error:
             raise NoReply(f"{self._peer} had disconnected: {error}") from error
+        if not header:
+            raise NoReply(f"{self._peer} had disconnected")
+        return self._receive(kv.DataReply, header)
 
-    def _fill(self, group: list[memoryview]) -> None:
-        """Receive one whole group, straight into its memory."""
-        while group:
-            num_bytes = self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
-            if num_bytes == 0:
-                raise LinkBroken(f"{self._peer} disconnected in the middle of a block")
-            group = rest_of(group, num_bytes)
-
-    def _receive(self, kind: type[M]) -> M:
+    def _receive(self, kind: type[M], header: bytes = b"") -> M:
+        header = _whole(header or self._wire.exactly(frames.HEADER_BYTES), frames.HEADER_BYTES, self._peer)
         try:
             message = kind()
-            message.ParseFromString(self._exactly(frames.message_bytes(self._exactly(frames.HEADER_BYTES))))
+            message.ParseFromString(self._exactly(frames.message_bytes(header)))
         except (DecodeError, InvalidRequest) as error:
             raise LinkBroken(f"{self._peer} sent an invalid {kind.__name__}: {error}") from error
         return message
 
     def _exactly(self, num_bytes: int) -> bytes:
-        content = self._sock.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
-        if len(content) < num_bytes:
-            raise LinkBroken(f"{self._peer} disconnected after {len(content)} of {num_bytes} bytes")
-        return content
+        return _whole(self._wire.exactly(num_bytes), num_bytes, self._peer)
 
 
-def set_timeouts(sock: socket.socket, seconds: float) -> None:
-    """Set timeouts in the kernel: Python's own timeouts poll before every call, and send in parts."""
-    whole, rest = divmod(seconds, 1)
-    timeval = struct.pack("@ll", int(whole), int(rest * 1_000_000))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+def _whole(content: bytes, num_bytes: int, peer: str) -> bytes:
+    if len(content) < num_bytes:
+        raise LinkBroken(f"{peer} disconnected after {len(content)} of {num_bytes} bytes")
+    return content
 
 
-async def _connected(address: str) -> socket.socket:
+async def _connected(address: str, holder: str, tls: LinkTls | None) -> Wire:
     loop = asyncio.get_running_loop()
     host, port = split_address(address)
     addresses = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -239,10 +251,10 @@ async def _connected(address: str) -> socket.socket:
     try:
         sock.setblocking(False)
         await loop.sock_connect(sock, target)
-        sock.setblocking(True)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_timeouts(sock, STALL_SECONDS)
+        prepare(sock, STALL_SECONDS)
+        wire = await dial_wire(sock, tls, holder, STALL_SECONDS)
     except BaseException:
         sock.close()
         raise
-    return sock
+    wire.set_blocking(True)
+    return wire

@@ -17,11 +17,12 @@ from kv_transfer_svc.store import HandleStore, steady_unix_seconds
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.identity import new_incarnation
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.server import GrpcServer
-from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEYS, a_layout
 from tests.kv_transfer_svc.writer import Writer
 
 _STORE_BYTES = 1 << 20
@@ -41,12 +42,20 @@ class Host:
     """One KV service with its servers."""
 
     def __init__(
-        self, folder: Path, arena_bytes: int, disk: DiskTier | None = None, *, verify_kv: bool = False
+        self,
+        folder: Path,
+        arena_bytes: int,
+        disk: DiskTier | None = None,
+        *,
+        verify_kv: bool = False,
+        member: FleetMember | None = None,
     ) -> None:
+        """`member`: the identity of the service's gRPC server, for other KV services; None: in plain text."""
         self.incarnation = new_incarnation()
         self.clock = Clock()
         self.arena = Arena(f"arena-{self.incarnation}", arena_bytes)
-        self.store = HandleStore(clock=self.clock)
+        self.wall_clock_ahead = 0.0
+        self.store = HandleStore(clock=self.clock, wall_clock=lambda: self.clock() + self.wall_clock_ahead)
         self.host_cache = HostCache(
             BlockAllocator(_STORE_BYTES),
             disk,
@@ -56,7 +65,7 @@ class Host:
             verify_kv=verify_kv,
         )
         self.service = KvTransferService(
-            self.store, self.arena, self.incarnation, lambda: KEY, self._stats, self.host_cache
+            self.store, self.arena, self.incarnation, lambda: KEYS, self._stats, self.host_cache
         )
         self.host_cache.fetch = self.service.puller.fetch_blocks
         self.regions = RegionServer(folder / f"{self.incarnation}.sock", self.store.regions)
@@ -64,6 +73,7 @@ class Host:
             "127.0.0.1:0",
             lambda server: kv_grpc.add_KvTransferServiceServicer_to_server(self.service, server),
             [SERVICE_NAME],
+            member=member,
         )
         self.address = ""
 
@@ -96,9 +106,14 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def running_host(
-    folder: Path, arena_bytes: int = 64 * BLOCK_BYTES, disk: DiskTier | None = None, *, verify_kv: bool = False
+    folder: Path,
+    arena_bytes: int = 64 * BLOCK_BYTES,
+    disk: DiskTier | None = None,
+    *,
+    verify_kv: bool = False,
+    member: FleetMember | None = None,
 ) -> AsyncIterator[Host]:
-    host = Host(folder, arena_bytes, disk, verify_kv=verify_kv)
+    host = Host(folder, arena_bytes, disk, verify_kv=verify_kv, member=member)
     await host.start()
     try:
         yield host
@@ -107,8 +122,8 @@ async def running_host(
 
 
 @contextlib.asynccontextmanager
-async def running_writer(host: Host) -> AsyncIterator[Writer]:
-    writer = Writer(host.socket, host.address, host.incarnation)
+async def running_writer(host: Host, member: FleetMember | None = None) -> AsyncIterator[Writer]:
+    writer = Writer(host.socket, host.address, host.incarnation, member=member)
     try:
         await writer.lend()
         yield writer
@@ -117,8 +132,8 @@ async def running_writer(host: Host) -> AsyncIterator[Writer]:
 
 
 @contextlib.asynccontextmanager
-async def a_client(host: Host) -> AsyncIterator[KvClient]:
-    client = KvClient(host.address, new_incarnation())
+async def a_client(host: Host, member: FleetMember | None = None) -> AsyncIterator[KvClient]:
+    client = KvClient(host.address, new_incarnation(), member=member)
     try:
         yield client
     finally:

@@ -1,12 +1,15 @@
-"""The KV layout and the handle key of the tests."""
+"""The KV layout and the keys of the tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.kv.signatures import HandleSigner
 
-KEY = b"a key that control plane and KV services share"
+SIGNER = HandleSigner(bytes(range(32)))
+KEYS = KvKeys((SIGNER.public_key,), b"a key that only KV services have")
 BLOCK_BYTES = 8192
 BLOCK_TOKENS = 16
 

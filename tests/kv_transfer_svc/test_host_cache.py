@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk import DiskTier
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InvalidRequest, StaleIncarnation
+from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.kv.client import KvClient
 from tests.kv_transfer_svc.host import Host, a_client, running_host, running_writer, until
 from tests.kv_transfer_svc.layout import BLOCK_BYTES
@@ -135,6 +138,20 @@ async def test_what_memory_has_no_room_for_comes_back_from_disk_verified(tmp_pat
         host.host_cache.blocks.check()
 
 
+async def test_blocks_from_disk_are_hashed_by_its_thread_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second hash on the event loop took 28 ms for 235 MB, in which no seal and no watch moved."""
+    disk = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
+    async with running_host(tmp_path, disk=disk) as host, running_writer(host) as writer, a_client(host) as reader:
+        await writer.client.publish(published(writer, chain(4), range(4)))
+        await fill_with_others(writer, writer.client)
+        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        hashed: list[int] = []
+        monkeypatch.setattr("kv_transfer_svc.host_cache.block_checksum", lambda block: hashed.append(len(block)))
+        reply = await reader.load(wanted(chain(4)))
+        assert reply.num_from_disk == 4 and hashed == []
+        assert [block.checksum for block in reply.blocks] == [block_checksum(each) for each in content(host, reply)]
+
+
 async def test_the_disk_tier_survives_the_service(tmp_path: Path) -> None:
     first = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
     async with running_host(tmp_path, disk=first) as host, running_writer(host) as writer:
@@ -196,4 +213,37 @@ async def test_extents_outside_the_workers_own_region_are_refused(tmp_path: Path
         stale.incarnation = "an earlier life"
         with pytest.raises(StaleIncarnation):
             await writer.client.publish(stale)
+        host.host_cache.blocks.check()
+
+
+async def test_a_long_chain_is_loaded_in_runs_between_which_others_get_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer_svc.host_cache._RUN_LENGTH", 4)
+    async with running_host(tmp_path) as host, running_writer(host) as writer:
+        await writer.client.publish(published(writer, chain(14), range(14)))
+        turns: list[int] = [0]
+        calls: list[tuple[int, int]] = []
+        lease = host.host_cache.blocks.lease
+
+        def noted(keys: Sequence[BlockKey], *args: Any) -> Any:
+            calls.append((len(keys), turns[-1]))
+            return lease(keys, *args)
+
+        async def take_turns() -> None:
+            while True:
+                turns.append(turns[-1] + 1)
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(host.host_cache.blocks, "lease", noted)
+        other = asyncio.create_task(take_turns())
+        request = wanted([*chain(14), *chain(2, "more")])
+        request.lease_ms = 10_000
+        reply = await host.host_cache.load(request)
+        other.cancel()
+        assert [block.index for block in reply.blocks] == list(range(14))
+        assert content(host, reply) == [writer.block(slot) for slot in range(14)]
+        assert [num_keys for num_keys, _ in calls] == [4, 4, 4, 2]
+        seen = [turn for _, turn in calls]
+        assert seen == sorted(set(seen)), "the other task ran between any two runs"
         host.host_cache.blocks.check()

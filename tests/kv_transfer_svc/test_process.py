@@ -7,28 +7,34 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kv_transfer_svc.process import KvProcess
+from kv_transfer_svc.settings import KvSettings
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import Unauthenticated
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.kv_handle import HandleState
 from tandem_runtime.server import GrpcServer
 from tests.kv_transfer_svc.host import closed
-from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEY, a_layout
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, KEYS, SIGNER, a_layout
 from tests.kv_transfer_svc.writer import Writer
 
 
 class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
-    """Returns the handle key and records the calls."""
+    """Returns the keys and records the calls."""
 
     def __init__(self) -> None:
+        self.reply = cp.RegisterReply(handle_public_keys=KEYS.public_keys, link_key=KEYS.link_key)
         self.registered: asyncio.Queue[pb.WorkerInfo] = asyncio.Queue()
         self.loads: asyncio.Queue[pb.LoadReport] = asyncio.Queue()
         self.deregistered: asyncio.Queue[str] = asyncio.Queue()
@@ -37,7 +43,8 @@ class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
     async def Register(self, request: cp.RegisterRequest, context: Any) -> cp.RegisterReply:
         self._known.add(request.info.incarnation)
         self.registered.put_nowait(request.info)
-        return cp.RegisterReply(heartbeat_interval_ms=50, handle_key=KEY)
+        self.reply.heartbeat_interval_ms = 50
+        return self.reply
 
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         self.loads.put_nowait(request.load)
@@ -66,6 +73,7 @@ async def running_process(folder: Path, control: str, *flags: str) -> AsyncItera
         control,
         "--arena-bytes",
         "1048576",
+        "--insecure-plaintext",
         *flags,
         env=environment,
     )
@@ -100,7 +108,7 @@ async def test_it_registers_serves_a_hand_over_and_drains(tmp_path: Path, contro
         # 2. a worker lends a region and seals a prompt
         writer = Writer(info.kv_socket, info.address, info.incarnation)
         await writer.lend()
-        handle = sign_handle(writer.handle(num_blocks=2), KEY)
+        handle = SIGNER.sign(writer.handle(num_blocks=2))
         await writer.client.reserve(handle, writer.region_id, a_layout())
         await writer.client.seal(handle, [writer.slab(0, 0, [0, 1])], closed(2))
         # 3. the heartbeat reports the handle
@@ -139,6 +147,8 @@ async def test_handles_of_a_killed_service_come_back_to_their_owner(
         await writer.client.reserve(handle, writer.region_id, a_layout())
         process.kill()
         await process.wait()
+    while not plane.loads.empty():  # reports of the first service have the region, too
+        plane.loads.get_nowait()
     async with running_process(tmp_path, address, "--listen", first.address):
         second = await plane.registered.get()
         assert second.incarnation != first.incarnation
@@ -149,7 +159,29 @@ async def test_handles_of_a_killed_service_come_back_to_their_owner(
             pass
         handle = writer.handle()
         handle.holder_incarnation = second.incarnation
-        await writer.client.reserve(sign_handle(handle, KEY), writer.region_id, a_layout())
+        await writer.client.reserve(SIGNER.sign(handle), writer.region_id, a_layout())
+        await writer.close()
+
+
+@pytest.mark.parametrize("flags", [(), ("--hmac-handles-until", "2999-12-31")], ids=["as it is", "during an upgrade"])
+async def test_handles_of_a_gateway_of_release_0_2_are_accepted_with_the_setting_only(
+    tmp_path: Path, control: tuple[ControlPlane, str], flags: tuple[str, ...]
+) -> None:
+    plane, address = control
+    plane.reply = cp.RegisterReply(handle_key=b"the handle key of the fleet")
+    async with running_process(tmp_path, address, *flags):
+        info = await plane.registered.get()
+        writer = Writer(info.kv_socket, info.address, info.incarnation)
+        await writer.lend()
+        handle = writer.handle(num_blocks=2)
+        handle.ClearField("signature")
+        handle = sign_handle(handle, plane.reply.handle_key)
+        if flags:
+            await writer.client.reserve(handle, writer.region_id, a_layout())
+            await writer.client.release_all(handle)
+        else:
+            with pytest.raises(Unauthenticated, match="--hmac-handles-until"):
+                await writer.client.reserve(handle, writer.region_id, a_layout())
         await writer.close()
 
 
@@ -166,3 +198,48 @@ async def test_a_bad_setting_is_refused_with_a_remedy(tmp_path: Path) -> None:
     _, stderr = await process.communicate()
     assert process.returncode == 2
     assert b"--arena-bytes 5 is too small; give at least 1048576" in stderr
+
+
+async def test_memory_is_taken_and_given_back_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of a GB takes a second, in which the loop must go on."""
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path))
+    reserve, close = SharedRegion.reserve, SharedRegion.close
+    names: dict[SharedRegion, str] = {}
+    on_loop: dict[tuple[str, str], bool] = {}
+
+    def note(what: str, name: str) -> None:
+        on_loop[what, name] = threading.current_thread() is threading.main_thread()
+
+    def noted_reserve(name: str, num_bytes: int, num_slots: int) -> SharedRegion:
+        note("reserve", name)
+        region = reserve(name, num_bytes, num_slots)
+        names[region] = name
+        return region
+
+    def noted_close(region: SharedRegion) -> None:
+        note("close", names.get(region, ""))
+        close(region)
+
+    monkeypatch.setattr(SharedRegion, "reserve", noted_reserve)
+    monkeypatch.setattr(SharedRegion, "close", noted_close)
+    process = await KvProcess.create(
+        KvSettings(control=(), insecure_plaintext=True, arena_bytes=1 << 20, store_bytes=1 << 20)
+    )
+    drain = asyncio.Event()
+    drain.set()
+    assert await process.run(drain) == 0
+    large = ("tandem-kv-arena", "tandem-kv-blocks")
+    assert {key: value for key, value in on_loop.items() if key[1] in large} == {
+        (what, name): False for what in ("reserve", "close") for name in large
+    }
+
+
+def test_a_region_is_populated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python keeps the interpreter lock in madvise: all of a large region at once would stop every thread."""
+    monkeypatch.setattr("tandem_runtime.kv.shared_region._POPULATE_BYTES", 8192)
+    region = SharedRegion.create("test", 5 * 4096, 3)
+    region.view(0, 5 * 4096)[:] = bytes(range(256)) * 80
+    assert region.generation(2) == 0
+    region.close()

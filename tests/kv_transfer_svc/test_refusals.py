@@ -54,7 +54,7 @@ async def test_a_handle_released_before_it_is_reserved_stays_released(tmp_path: 
         assert nothing_is_left(host)
 
 
-async def test_a_wrong_mac_is_refused_everywhere(tmp_path: Path) -> None:
+async def test_a_wrong_signature_is_refused_everywhere(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         handle = writer.handle()
         handle.num_readers = 9
@@ -66,7 +66,7 @@ async def test_a_wrong_mac_is_refused_everywhere(tmp_path: Path) -> None:
             reader.renew([handle], "r"),
             watch_all(reader, handle, "r"),
         ):
-            with pytest.raises(Unauthenticated, match="wrong MAC"):
+            with pytest.raises(Unauthenticated, match="wrong signature"):
                 await call
         assert nothing_is_left(host)
 

@@ -9,28 +9,36 @@ from typing import Any
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.identity import new_incarnation
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.mac import sign_handle
 from tandem_runtime.kv.regions import RegionClient
 from tandem_runtime.kv.shared_region import SharedRegion
-from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, KEY, a_layout
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, SIGNER, a_layout
 
 
 class Writer:
     """A prefill worker: a region of random blocks, lent to its host's KV service."""
 
     def __init__(
-        self, socket: str, address: str, holder_incarnation: str, *, num_slots: int = 16, lease_seconds: float = 10.0
+        self,
+        socket: str,
+        address: str,
+        holder_incarnation: str,
+        *,
+        num_slots: int = 16,
+        lease_seconds: float = 10.0,
+        member: FleetMember | None = None,
     ) -> None:
         self.holder_incarnation = holder_incarnation
+        self.holder_id = ""
         self.incarnation = new_incarnation()
         self.region_id = f"region-{self.incarnation}"
         self.region = SharedRegion.create("test-pool", num_slots * BLOCK_BYTES, num_slots)
         self.region.view(0, num_slots * BLOCK_BYTES)[:] = secrets.token_bytes(num_slots * BLOCK_BYTES)
         self.regions = RegionClient(socket)
-        self.client = KvClient(address, self.incarnation, lease_seconds=lease_seconds)
+        self.client = KvClient(address, self.incarnation, lease_seconds=lease_seconds, member=member)
 
     async def lend(self) -> None:
         region = self.region
@@ -73,12 +81,13 @@ class Writer:
             prefill_incarnation=self.incarnation,
             holder_address=self.client.address,
             holder_incarnation=self.holder_incarnation,
+            holder_id=self.holder_id,
             layout_digest=layout_digest(a_layout()),
             num_tokens=num_blocks * BLOCK_TOKENS,
             num_readers=num_readers,
             deadline_unix_ms=int((time.time() + seconds) * 1000),
         )
-        return sign_handle(handle, KEY)
+        return SIGNER.sign(handle)
 
     async def die(self) -> None:
         """Close the socket without any other message, as a killed worker does."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk import DiskTier
+from tandem_runtime.kv.checksum import block_checksum
 
 LAYOUT = b"layout of a test"
 
@@ -34,7 +35,8 @@ async def put_all(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) 
 
 async def served(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 384) -> list[int]:
     """Return the blocks that are served; each must be as written."""
-    payloads = await tier.get([a_key(number) for number in numbers])
-    found = [(number, payload) for number, payload in zip(numbers, payloads, strict=True) if payload is not None]
-    assert all(payload == a_payload(number, num_bytes) for number, payload in found)
+    blocks = await tier.get([a_key(number) for number in numbers])
+    found = [(number, block) for number, block in zip(numbers, blocks, strict=True) if block is not None]
+    assert all(block.payload == a_payload(number, num_bytes) for number, block in found)
+    assert all(block.checksum == block_checksum(block.payload) for _, block in found)
     return [number for number, _ in found]

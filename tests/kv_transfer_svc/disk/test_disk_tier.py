@@ -39,8 +39,10 @@ async def test_bytes_are_read_straight_to_where_they_belong(tmp_path: Path) -> N
         await put_all(tier, [0, 1], 1000)
         pool = memoryview(bytearray(3000))
         into = [pool[2000:], pool[:1000], pool[1000:2000]]
-        payloads = await tier.get([a_key(0), a_key(1), a_key(2)], into)
-        assert payloads[0] is into[0] and payloads[1] is into[1] and payloads[2] is None
+        first, second, third = await tier.get([a_key(0), a_key(1), a_key(2)], into)
+        assert first is not None and second is not None and third is None
+        assert first.payload is into[0] and second.payload is into[1]
+        assert (first.checksum, second.checksum) == (block_checksum(into[0]), block_checksum(into[1]))
         assert pool[2000:] == a_payload(0, 1000) and pool[:1000] == a_payload(1, 1000)
 
 
@@ -100,7 +102,8 @@ async def test_a_block_is_served_while_it_waits_to_be_written(tmp_path: Path, mo
             await _until(lambda: tier.stats().queued_reads == 1)
             assert a_key(1) in tier
             held.go_on.set()
-            assert bytes((await reading)[0] or b"") == a_payload(1)
+            (block,) = await reading
+            assert block is not None and bytes(block.payload) == a_payload(1)
             assert await first and await second
 
 

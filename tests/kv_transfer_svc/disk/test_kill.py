@@ -129,8 +129,8 @@ async def _verified(tier: DiskTier, numbers: Sequence[int]) -> set[int]:
     served = set()
     for number in numbers:
         if a_key(number) in tier:
-            (payload,) = await tier.get([a_key(number)])
-            assert bytes(payload or b"") == a_payload(number, size_of(number)), f"block {number}"
+            (block,) = await tier.get([a_key(number)])
+            assert block is not None and bytes(block.payload) == a_payload(number, size_of(number)), f"block {number}"
             served.add(number)
     return served
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer_svc.disk.segment import Segment
 from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog
 from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
@@ -115,7 +116,8 @@ def test_a_bit_flipped_in_any_byte_of_a_record_is_never_served(tmp_path: Path) -
         log.index.add(a_key(0), place)
     assert counters.disk_corrupt == 128 + 40
     path.write_bytes(record)
-    assert bytes(log.read(a_key(0), None) or b"") == payload
+    block = log.read(a_key(0), None)
+    assert block is not None and bytes(block.payload) == payload
 
 
 @pytest.mark.parametrize("offset", [0, 8, 30, 64, 72, 127])
@@ -205,6 +207,26 @@ def test_a_move_that_fails_loses_that_block_only(tmp_path: Path, monkeypatch: py
     log.check()
 
 
+def test_files_that_cannot_be_deleted_do_not_keep_the_tier_from_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, _ = _opened(tmp_path, num_segments=8)
+    _append(log, range(48))
+    log.close()
+    tried: list[int] = []
+
+    def denied(segment: Segment) -> None:
+        assert segment.number not in tried, "tried again without end"
+        tried.append(segment.number)
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Segment, "delete", denied)
+    smaller, _ = _opened(tmp_path)
+    assert tried == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(OSError, match="budget"):  # writing waits until files can be deleted
+        _append(smaller, [99])
+
+
 def test_a_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
     first, _ = _opened(tmp_path)
     with pytest.raises(Unavailable, match="another KV service"):
@@ -257,9 +279,9 @@ def _append(log: SegmentLog, numbers: Iterable[int]) -> None:
 
 
 def _found(log: SegmentLog, numbers: Iterable[int]) -> list[int]:
-    payloads = {number: log.read(a_key(number), None) for number in numbers}
-    assert all(payload in (None, a_payload(number)) for number, payload in payloads.items())
-    return [number for number, payload in payloads.items() if payload is not None]
+    blocks = {number: log.read(a_key(number), None) for number in numbers}
+    assert all(block is None or block.payload == a_payload(number) for number, block in blocks.items())
+    return [number for number, block in blocks.items() if block is not None]
 
 
 def _tidy(log: SegmentLog) -> None:

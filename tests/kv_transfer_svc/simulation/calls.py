@@ -19,7 +19,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import current_process
 class Channel:
     """One process's connection to an address; created by the real client."""
 
-    def __init__(self, network: Network, address: str) -> None:
+    def __init__(self, network: Network, address: str, *_: Any) -> None:
         process = current_process()
         assert process is not None, "only simulated processes call each other"
         self._network = network
@@ -44,7 +44,12 @@ class Channel:
 
         return call
 
-    def stream_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+    def stream_stream(
+        self, path: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
+        """Without a serializer the requests are bytes already, as for gRPC."""
+        request_serializer = request_serializer or bytes
+
         def call(requests: AsyncIterator[Any] | None = None) -> StreamCall:
             call = self._stream(path, response_deserializer, None)
             if requests is None:

@@ -24,12 +24,11 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_runtime.errors import InvalidRequest, Overloaded, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.mac import sign_handle
 from tandem_worker.model_card import fingerprint, kv_layout
 from tests.kv_transfer_svc.simulation.client_requests import Choice, SimulatedRequest, Submission
 from tests.kv_transfer_svc.simulation.engine import LAYOUT, MODEL
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, Fleet
-from tests.kv_transfer_svc.simulation.lives import KEY, Environment, KvLife, Life, WorkerLife
+from tests.kv_transfer_svc.simulation.lives import SIGNER, Environment, KvLife, Life, WorkerLife
 from tests.kv_transfer_svc.simulation.tokens import TOKENS_PER_BLOCK, answer_to
 from tests.kv_transfer_svc.simulation.virtual_loop import Process
 
@@ -188,13 +187,14 @@ class Gateway:
             prefill_incarnation=prefill.info.incarnation,
             holder_address=holder.address,
             holder_incarnation=holder.incarnation,
+            holder_id=holder.worker_id,
             model=_MODEL,
             layout_digest=_LAYOUT_DIGEST,
             num_tokens=len(request.prompt),
             num_readers=len(request.choices),
             deadline_unix_ms=int(request.deadline * 1000),
         )
-        return sign_handle(handle, KEY)
+        return SIGNER.sign(handle)
 
     def _submit(self, request: SimulatedRequest, so_far: list[int] | None = None) -> pb.Submit:
         token_ids = request.prompt + (so_far or [])

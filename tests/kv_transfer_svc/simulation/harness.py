@@ -13,6 +13,7 @@ import kv_transfer_svc.store
 import tandem_runtime.kv.client
 import tandem_runtime.kv.regions
 import tandem_worker.kv_link
+from tandem.v1 import types_pb2 as pb
 from tests.kv_transfer_svc.simulation import invariants, virtual_time
 from tests.kv_transfer_svc.simulation.calls import Channel
 from tests.kv_transfer_svc.simulation.fleet import GATEWAY_HOST, PLACES, Fleet
@@ -26,7 +27,7 @@ from tests.kv_transfer_svc.simulation.virtual_loop import VirtualLoop
 from tests.kv_transfer_svc.simulation.watched_machine import WatchedMachine
 
 _STARTED_SECONDS = 3.0
-_REST_SECONDS = 70
+_REST_SECONDS = 100
 """Longer than the last deadline, every lease, and the time that ended handles are remembered."""
 _LINK_POLL_SECONDS = 1.0
 """How often workers poll for their KV service. At the real rate, half of all events would be polls."""
@@ -177,6 +178,10 @@ ACTIONS: dict[str, int] = {
 """Relative weights of the actions."""
 
 
+def _worker_channel(network: Network, info: pb.WorkerInfo, _: object) -> Channel:
+    return Channel(network, info.address)
+
+
 @contextlib.contextmanager
 def new_harness(seed: int) -> Iterator[Harness]:
     """Run a harness in which time, network, sockets and processes are simulated."""
@@ -193,7 +198,7 @@ def new_harness(seed: int) -> Iterator[Harness]:
         patch.object(kv_transfer_svc.store, "HandleMachine", machine),
         patch.object(tandem_worker.kv_link, "_POLL_SECONDS", _LINK_POLL_SECONDS),
         patch.object(tandem_runtime.kv.client, "open_channel", partial(Channel, network)),
-        patch.object(control_plane.fleet.worker_links, "open_channel", partial(Channel, network)),
+        patch.object(control_plane.fleet.worker_links, "open_worker_channel", partial(_worker_channel, network)),
         patch.object(tandem_runtime.kv.regions, "PacketSocket", packets),
     ):
         harness = Harness(Environment(loop, rng, network, sockets, truth, time))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kv_transfer_svc.arena import PAGE_BYTES
 from kv_transfer_svc.handle_record import HandleRecord
 from tandem_engine.scheduling.request import RequestState
 from tests.kv_transfer_svc.simulation.fleet import Fleet
@@ -87,9 +86,9 @@ def _check_service(around: Environment, service: KvLife) -> None:
     _ensure(not any(record.machine.ended for record in store._live), f"{name}: a handle has ended and is still kept")
     for record in store._records.values():
         _check_fences(service, record)
-    process, now = service.process, around.time.time()
+    process = service.process
     if process.is_running and around.loop.time() > process.woken_at + _SWEEP_SLACK_SECONDS:
-        _check_held(service, now)
+        _check_held(service, service.clock.unread)
 
 
 def _check_fences(service: KvLife, record: HandleRecord) -> None:
@@ -111,13 +110,8 @@ def _check_held(service: KvLife, now: float) -> None:
         for reader in machine._leases:
             has_right = machine.has_right(reader, now - _SWEEP_SLACK_SECONDS)
             _ensure(has_right, f"{name}: {machine.name} is lent to {reader}, past its lease")
-    pages = sum(
-        max(1, -(-extent.num_bytes // PAGE_BYTES))
-        for pull in pulls.values()
-        for blocks in pull._blocks
-        for extent in blocks
-    )
-    _ensure(pages * PAGE_BYTES == service.arena.used_bytes, f"{name}: arena pages belong to no pull")
+    held_bytes = sum(pull.num_arena_bytes for pull in pulls.values())
+    _ensure(held_bytes == service.arena.used_bytes, f"{name}: arena pages belong to no pull")
     orphans = sum(r.num_bytes for r in service.store._live if r.machine.lease_until < now - 1.0)
     _ensure(orphans == 0, f"{name}: {orphans} orphaned bytes")
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 from decode_svc.kv_consumer import KVConsumer
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.blocks.allocator import BlockAllocator
+from kv_transfer_svc.clock import ServiceClock
 from kv_transfer_svc.handle_record import HandleRecord
 from kv_transfer_svc.host_cache import HostCache
 from kv_transfer_svc.service import KvTransferService
@@ -27,8 +28,10 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2
 from tandem_engine import messages
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
+from tandem_runtime.kv.signatures import HandleSigner
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.front import WorkerFront
 from tandem_worker.kv_link import KvLink
@@ -45,10 +48,12 @@ from tests.kv_transfer_svc.simulation.truth import Truth
 from tests.kv_transfer_svc.simulation.virtual_loop import Process, VirtualLoop
 from tests.kv_transfer_svc.simulation.virtual_time import VirtualTime
 
-KEY = b"a key that gateway and KV services share"
+SIGNER = HandleSigner(bytes(range(32)))
+KEYS = KvKeys((SIGNER.public_key,), b"a key that only KV services have")
 LEASE_SECONDS = 10.0
 SWEEP_SECONDS = 0.25
-_ARENA_BYTES = 4096 * 24
+_ARENA_BYTES = 4096 * 6
+"""Six blocks: a prompt has up to twelve. A window is one block, and a pull holds at most three."""
 _STORE_BYTES = 4096 * 12
 
 
@@ -96,11 +101,12 @@ class KvLife(Life):
     def _begin(self) -> None:
         around, incarnation = self.around, self.info.incarnation
         self.arena = Arena(f"arena-{incarnation}", _ARENA_BYTES)
-        self.store = HandleStore(clock=around.time.time, lease_seconds=LEASE_SECONDS)
+        self.clock = ServiceClock(around.time.monotonic, around.time.time)
+        self.store = HandleStore(clock=self.clock, wall_clock=around.time.time, lease_seconds=LEASE_SECONDS)
         self.cache = HostCache(
-            BlockAllocator(_STORE_BYTES), None, self.store.regions, f"store-{incarnation}", around.time.time
+            BlockAllocator(_STORE_BYTES), None, self.store.regions, f"store-{incarnation}", self.clock
         )
-        self.service = KvTransferService(self.store, self.arena, incarnation, lambda: KEY, pb.StatsReply, self.cache)
+        self.service = KvTransferService(self.store, self.arena, incarnation, lambda: KEYS, pb.StatsReply, self.cache)
         self.cache.fetch = self.service.puller.fetch_blocks
         self.service.set_address(self.info.address)
         self._note_what_is_sealed()
@@ -136,6 +142,11 @@ class KvLife(Life):
         """Record sealed bytes in the service's own regions: pulled copies and stored blocks."""
         truth, arena, store, blocks = self.around.truth, self.arena, self.store, self.cache.blocks
         seal_record, seal_block, allocator = store.seal, blocks.seal, blocks.allocator
+        freed = store.freed
+
+        def note_freed(record: HandleRecord, num_bytes: int) -> None:
+            truth.counts["windows freed before the end of their pull"] += num_bytes > 0
+            freed(record, num_bytes)
 
         def seal_handle(record: HandleRecord, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
             for slab in slabs if record.transport == "grpc" else ():
@@ -149,7 +160,7 @@ class KvLife(Life):
             truth.sealed(placed, bytes(allocator.region.view(extent.offset, extent.num_bytes)))
             return seal_block(key, extent, checksum)
 
-        store.seal, blocks.seal = seal_handle, seal_stored  # type: ignore[method-assign]
+        store.seal, blocks.seal, store.freed = seal_handle, seal_stored, note_freed  # type: ignore[method-assign]
 
 
 class WorkerLife(Life):

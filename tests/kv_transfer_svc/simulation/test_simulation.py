@@ -56,6 +56,7 @@ def test_nothing_leaks_and_no_wrong_token_comes_under_any_fault(seed: int) -> No
     run_seed(seed, 200, totals)
     assert totals.counts["requests completed"] > 10
     assert totals.counts["blocks accepted by readers"] > 20
+    assert totals.counts["windows freed before the end of their pull"] > 5
 
 
 def test_a_seed_repeats_the_same_run() -> None:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kv_transfer_svc.process import link_tls
 from kv_transfer_svc.transport.data_server import DataServer, OpenSource
+from kv_transfer_svc.transport.link_tls import LinkTls
 from kv_transfer_svc.transport.links import Links
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
 from tests.kv_transfer_svc.host import Host, closed, nothing_is_left, running_host, until
-from tests.kv_transfer_svc.layout import KEY, a_layout
+from tests.kv_transfer_svc.layout import KEYS, a_layout
 from tests.kv_transfer_svc.writer import Writer
 
 
@@ -25,20 +28,26 @@ async def linked_host(
     host_id: str = "",
     transports: Sequence[str] = ("tcp", "grpc"),
     open_source: OpenSource | None = None,
+    tls: LinkTls | None = None,
+    member: FleetMember | None = None,
 ) -> AsyncIterator[tuple[Host, DataServer]]:
-    """Run a KV service with a listener for data connections."""
-    async with running_host(folder) as host:
+    """Run a KV service with a listener for data connections: with `member` all over TLS, with `tls` only those."""
+    tls = link_tls(member) if member is not None else tls
+    async with running_host(folder, member=member) as host:
         host.service.puller.links = Links(
             host.incarnation,
-            lambda: KEY,
+            lambda: KEYS,
             transports=transports,
             host_id=host_id,
             clock=host.clock,
             counters=host.store.counters,
+            member=member,
+            tls=tls,
         )
         handshake = host.service.handshake
         handshake.host_id, handshake.kv_socket = host_id, host.socket
-        data = DataServer("127.0.0.1:0", handshake.tokens.verify, open_source or host.service.open_source)
+        handshake.identity = "" if tls is None else tls.identity.uri
+        data = DataServer("127.0.0.1:0", handshake.tokens.verify, open_source or host.service.open_source, tls=tls)
         handshake.tcp_address = await data.start()
         try:
             yield host, data
@@ -87,6 +96,8 @@ class Proxy:
 
     def __init__(self, target: str) -> None:
         self.fault: TransferFault | None = None
+        self.seen, self.seen_of_reader = bytearray(), bytearray()
+        """What passed on the way to the reader, and on the way from it."""
         self.has_stalled = asyncio.Event()
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
@@ -108,9 +119,10 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
-        asking = asyncio.create_task(_forward(reader, upstream_writer))
+        asking = asyncio.create_task(_forward(reader, upstream_writer, self.seen_of_reader))
         try:
             while data := bytearray(await upstream_reader.read(1 << 16)):
+                self.seen += data
                 if not await self._inject(data, writer):
                     return
                 writer.write(data)
@@ -138,8 +150,9 @@ class Proxy:
         return False
 
 
-async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: bytearray) -> None:
     while data := await reader.read(1 << 16):
+        seen += data
         writer.write(data)
         await writer.drain()
     writer.write_eof()

@@ -154,7 +154,7 @@ async def test_a_connection_that_breaks_in_a_block_costs_one_fallback(tmp_path: 
         link = link_of(here)
         assert (link.num_errors, link.num_fallbacks) == (1, 1)
         assert "disconnected" in link.note or "failed" in link.note
-        here.service.puller.links.to(there.address).open()
+        here.service.puller.links.to(there.address, "").open()
         await until(lambda: link_of(here).transport == "tcp")
         event, _ = await watch_all(reader, await sealed(writer, SLOTS), "r")
         assert (event.transport, link_of(here).note) == ("tcp", "")

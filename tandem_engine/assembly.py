@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem_engine.core import EngineCore
+from tandem_engine.cores import num_threads
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
@@ -43,9 +43,8 @@ class AssembledEngine:
 
 def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     """Build the engine; raises ModelUnusable, whose message names the remedy."""
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
-    use_threads(num_threads)
+    torch.set_num_threads(num_threads(config))
+    use_threads(num_threads(config))
     loaded = load_model(config, report)
     draft = _draft_model(config, loaded, report)
     num_blocks = choose_num_blocks(
@@ -55,6 +54,7 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
         loaded.device,
         loaded.mapped_bytes + (draft.mapped_bytes if draft else 0),
         draft.geometry.bytes_per_block if draft else 0,
+        loaded.weight_bytes,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
@@ -108,6 +108,7 @@ def _scheduler_config(config: EngineConfig, loaded: LoadedModel, num_blocks: int
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
         max_prefill_tokens_with_decodes=config.max_prefill_tokens_with_decodes,
+        max_prefill_context_with_decodes=config.max_prefill_context_with_decodes,
         max_draft_tokens=_max_draft_tokens(config, loaded),
         window=loaded.window,
         num_window_groups=len(groups) - 1 if groups else None,

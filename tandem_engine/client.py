@@ -17,6 +17,8 @@ from pathlib import Path
 from tandem_engine.channel import AsyncChannel, ChannelClosed, Received
 from tandem_engine.messages import Command, EngineFailed, Shutdown
 from tandem_engine.settings import EngineConfig
+from tandem_machine.limits import with_remedy
+from tandem_machine.memory import num_oom_kills
 
 _KEPT_STDERR_CHARACTERS = 3000
 _EXIT_SECONDS = 5.0
@@ -31,6 +33,7 @@ class EngineClient:
         self._stderr_tail = ""
         self._stderr_task = asyncio.create_task(self._forward_stderr())
         self._is_stopping = False
+        self._num_oom_kills = num_oom_kills()
 
     @classmethod
     async def start(cls, config: EngineConfig) -> EngineClient:
@@ -104,8 +107,10 @@ class EngineClient:
         code = await self._process.wait()
         await self._stderr_task
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if code == -signal.SIGKILL:
+            how += _memory_verdict(self._num_oom_kills, num_oom_kills())
         stderr_tail = self._stderr_tail.strip() or "nothing"
-        return f"the engine process (pid {self.pid}) {how}; its last output on stderr: {stderr_tail}"
+        return with_remedy(f"the engine process (pid {self.pid}) {how}; its last output on stderr: {stderr_tail}")
 
     async def _forward_stderr(self) -> None:
         assert self._process.stderr is not None, "the process was started with a pipe"
@@ -117,6 +122,16 @@ class EngineClient:
                 sys.stderr.flush()
             except OSError:  # a full disk: read on, or the engine would stop once its pipe is full
                 continue
+
+
+def _memory_verdict(before: int | None, now: int | None) -> str:
+    """Return whether the kernel killed for lack of memory, by its count of such kills; in a sentence's middle."""
+    remedy = "give it more memory, or a smaller pool with --kv-memory-bytes"
+    if before is None or now is None:
+        return f" (out of memory? the kernel does not tell; {remedy})"
+    if now > before:
+        return f": out of memory, by the kernel's count of such kills (oom_kill {before} before, {now} now); {remedy}"
+    return f" (not for memory: the kernel has counted no such kill since, oom_kill is {now})"
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

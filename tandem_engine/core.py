@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -21,6 +22,8 @@ from tandem_engine.messages import (
     ExtentRef,
     ImportSlab,
     MapRegion,
+    Ping,
+    Pong,
     Recompute,
     ReleaseHeld,
     RequestAborted,
@@ -31,6 +34,7 @@ from tandem_engine.messages import (
     StepDone,
     UnmapRegion,
 )
+from tandem_engine.scheduling.copy_budget import pieces
 from tandem_engine.scheduling.hand_over import ImportRefused
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler import Scheduler, SchedulerOutput
@@ -50,11 +54,33 @@ class CorruptBlock(RegionError):
 class RequestsFailed(Exception):
     """A step failed because of these requests; the others have lost nothing and run again in the next step."""
 
-    def __init__(self, request_ids: Collection[str], message: str, *, is_callers_fault: bool = False) -> None:
+    def __init__(
+        self,
+        request_ids: Collection[str],
+        message: str,
+        *,
+        is_callers_fault: bool = False,
+        messages: Mapping[str, str] | None = None,
+    ) -> None:
+        """`messages` has those that differ from `message`, by request id."""
         super().__init__(message)
         self.request_ids = tuple(request_ids)
         self.message = message
         self.is_callers_fault = is_callers_fault
+        self._messages = messages or {}
+
+    def message_of(self, request_id: str) -> str:
+        return self._messages.get(request_id, self.message)
+
+
+class _Import:
+    """A slab on its way into the pool."""
+
+    def __init__(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
+        self.blocks = blocks
+        self.extents = extents
+        self.pieces = pieces(extents)
+        self.num_bytes = 0
 
 
 class Runner(Protocol):
@@ -104,14 +130,21 @@ class EngineCore:
         config: SchedulerConfig,
         runner: Runner,
         clock: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for waits."""
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare)
+        self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare, monotonic)
         self._failures: list[RequestFailed] = []
+        self._import: _Import | None = None
 
     def has_work(self) -> bool:
         """Whether `step` would do anything before the next command."""
         return self.scheduler.has_work
+
+    def is_held(self) -> bool:
+        """Whether `has_work` may become true without a command: look again soon."""
+        return self.scheduler.is_held
 
     def step(self, emit: Callable[[EngineEvent], None] | None = None) -> StepDone:
         """Run one step; `take_failures` returns the requests that failed in it.
@@ -126,7 +159,12 @@ class EngineCore:
         sealed = self._with_checksums(sealed)
         filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
         self.scheduler.count("step_seconds", time.perf_counter() - started)
+        self.renew_copy_budget()
         return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
+
+    def renew_copy_budget(self) -> None:
+        """Let copies take their time again; a step does so at its end."""
+        self.scheduler.copy_budget.renew()
 
     def take_failures(self) -> list[RequestFailed]:
         """Return, once, the requests that failed since the last call."""
@@ -135,11 +173,18 @@ class EngineCore:
 
     def handle(self, command: Command, fd: int | None = None) -> list[EngineEvent]:
         """Carry out a command between two steps and return its immediate events; `fd` comes with MapRegion."""
+        while (events := self.handle_some(command, fd)) is None:
+            self.renew_copy_budget()
+        return events
+
+    def handle_some(self, command: Command, fd: int | None = None) -> list[EngineEvent] | None:
+        """Do the same within the copy budget. None: handle the same command again before any other, after a step."""
         match command:
             case AddRequest():
                 return [self.scheduler.add(command)]
             case ImportSlab():
-                return [self._import_slab(command)]
+                imported = self._import_some(command)
+                return [imported] if imported is not None else None
             case StartDecode(request_id, token_ids):
                 self.scheduler.start_decode(request_id, token_ids)
             case Recompute(request_id):
@@ -154,6 +199,8 @@ class EngineCore:
                 self._map_region(command, fd)
             case UnmapRegion(region_id):
                 self.runner.unmap_region(region_id)
+            case Ping():
+                return [Pong()]
         return []  # Shutdown too: the process around the core handles it
 
     def _execute(
@@ -173,7 +220,7 @@ class EngineCore:
                 raise
             for request_id in sorted(failed):
                 self.scheduler.abort(request_id)
-                self._failures.append(RequestFailed(request_id, error.message, error.is_callers_fault))
+                self._failures.append(RequestFailed(request_id, error.message_of(request_id), error.is_callers_fault))
             return None
 
     def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:
@@ -189,7 +236,7 @@ class EngineCore:
     def _load(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy blocks of a prompt from another process; return 0 if any of them is gone."""
         try:
-            self.runner.import_blocks(blocks, extents)
+            self.scheduler.copy_budget.timed(partial(self.runner.import_blocks, blocks, extents))
         except CorruptBlock as error:
             log.error("a cached prefix is corrupt: %s", error)
             self.scheduler.count("blocks_corrupt")
@@ -199,17 +246,29 @@ class EngineCore:
             return 0
         return len(blocks)
 
-    def _import_slab(self, command: ImportSlab) -> SlabImported:
+    def _import_some(self, command: ImportSlab) -> SlabImported | None:
+        """Copy blocks of a slab within the copy budget; None: some are left."""
         try:
-            blocks, extents = self.scheduler.import_targets(command)
-            num_bytes = self.runner.import_blocks(blocks, extents)
+            slab, self._import = self._import or _Import(*self.scheduler.import_targets(command)), None
+            if not self._copy(slab):
+                self._import = slab
+                return None
         except (ImportRefused, RegionError) as error:
             if isinstance(error, CorruptBlock):
                 log.error("a slab is corrupt: %s", error)
                 self.scheduler.count("blocks_corrupt")
             return SlabImported(command.request_id, command.slab_index, 0, str(error))
-        self.scheduler.mark_imported(command, len(blocks), num_bytes)
-        return SlabImported(command.request_id, command.slab_index, num_bytes)
+        self.scheduler.mark_imported(command, len(slab.blocks), slab.num_bytes)
+        return SlabImported(command.request_id, command.slab_index, slab.num_bytes)
+
+    def _copy(self, slab: _Import) -> bool:
+        budget = self.scheduler.copy_budget
+        while budget.has_left:
+            if (piece := next(slab.pieces, None)) is None:
+                return True
+            blocks, extents = slab.blocks[piece], slab.extents[piece]
+            slab.num_bytes += budget.timed(partial(self.runner.import_blocks, blocks, extents))
+        return False
 
     def _aborted(self, request_id: str, request: Request | None) -> RequestAborted:
         if request is None:

@@ -110,6 +110,10 @@ class UnmapRegion(Message, frozen=True):
     region_id: str
 
 
+class Ping(Message, frozen=True):
+    """Asks whether the engine lives; Pong answers, after the running step."""
+
+
 class Shutdown(Message, frozen=True):
     pass
 
@@ -278,7 +282,7 @@ class EngineStats(_Part, frozen=True):
     num_used_blocks: int
     num_held_blocks: int
     counters: dict[str, float]
-    """Totals since start, by the names in `scheduling.ledger.COUNTERS`."""
+    """Totals since start, by the names in `scheduling.ledger.COUNTERS`; `longest_copy_seconds` is of one step."""
 
 
 class StepDone(Message, frozen=True):
@@ -303,6 +307,10 @@ class RequestAborted(Message, frozen=True):
     num_generated_tokens: int = 0
 
 
+class Pong(Message, frozen=True):
+    """Answers Ping."""
+
+
 class RequestFailed(Message, frozen=True):
     request_id: str
     message: str
@@ -318,7 +326,7 @@ class EngineFailed(Message, frozen=True):
 
 
 RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld
-Command = RequestCommand | MapRegion | UnmapRegion | Shutdown
+Command = RequestCommand | MapRegion | UnmapRegion | Ping | Shutdown
 StepEvent = BlocksSealed | StepDone
 RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed
-EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | EngineFailed
+EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | Pong | EngineFailed

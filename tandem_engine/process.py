@@ -12,18 +12,20 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import os
 import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
 from tandem_engine.core import EngineCore
+from tandem_engine.cores import use_cores
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.messages import EngineEvent, EngineFailed, LoadProgress, Shutdown
 from tandem_engine.settings import EngineConfig
+from tandem_machine.limits import with_remedy
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 0.25
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel = SyncChannel(socket.socket(fileno=parser.parse_args(arguments).fd))
     try:
         config, early = _read_config(channel)
-        _use_cores(config)
+        use_cores(config)
         core = _load(config, channel)
         _serve(core, channel, early)
     except ChannelClosed:
@@ -46,28 +48,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(channel, EngineFailed(str(error), "unsupported"))
     except Exception as error:  # noqa: BLE001 - report any error to the front before the process ends
         traceback.print_exc()
-        return _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"))
+        return _fail(channel, EngineFailed(with_remedy(f"{type(error).__name__}: {error}")))
     return 0
 
 
 def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> None:
     """Alternate commands and steps; wait for the socket while there is no work."""
+    waiting = deque(commands)
     while True:
-        for received in commands:
-            if isinstance(received.message, Shutdown):
+        core.renew_copy_budget()
+        while waiting:
+            if isinstance(waiting[0].message, Shutdown):
                 return
-            _send_all(channel, _handle(core, received))
+            if (events := _handle(core, waiting[0])) is None:
+                break  # the rest of a slab is copied after the next step
+            waiting.popleft()
+            _send_all(channel, events)
         if core.has_work():
             channel.send(core.step(channel.send))
             _send_all(channel, core.take_failures())
-        if not core.has_work() and not channel.has_come(_IDLE_SECONDS):
+        is_idle = not waiting and not core.has_work()
+        if is_idle and not channel.has_come(_IDLE_SECONDS):
             _release_freed_memory()
-        commands = channel.receive(wait=not core.has_work())
+        waiting += channel.receive(wait=is_idle and not core.has_work() and not core.is_held())
 
 
-def _handle(core: EngineCore, received: Received) -> list[EngineEvent]:
+def _handle(core: EngineCore, received: Received) -> list[EngineEvent] | None:
     try:
-        return core.handle(received.message, received.fds[0] if received.fds else None)
+        return core.handle_some(received.message, received.fds[0] if received.fds else None)
     finally:
         close_all(received.fds)
 
@@ -109,13 +117,6 @@ def _read_config(channel: SyncChannel) -> tuple[EngineConfig, list[Received]]:
     first, *rest = channel.receive(wait=True)
     assert isinstance(first.message, EngineConfig), "the front sends the configuration first"
     return first.message, rest
-
-
-def _use_cores(config: EngineConfig) -> None:
-    if config.cpus:
-        os.sched_setaffinity(0, config.cpus)
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
-    os.environ |= {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
 
 
 def _ignore_signals() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from tandem_engine.scheduling.scheduler_config import MAX_DRAFT_TOKENS
 
-Device = Literal["auto", "cpu", "cuda"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 Route = Literal["auto", "lean", "transformers"]
 Speculation = Literal["auto", "off"]
@@ -27,8 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Branch, tag or commit of a Hub id; empty: its main branch."""
     served_model_name: str = ""
     """Empty: the Hub id, the folder's name, or "@tandem/demo"."""
-    device: Device = "auto"
-    """auto: CUDA if the machine has it, else the CPU."""
+    device: str = "auto"
+    """auto: CUDA if the machine has it, else the CPU; or cpu, cuda, cuda:N."""
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's on CUDA, float32 on a CPU."""
     route: Route = "auto"
@@ -44,11 +44,13 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     kv_memory_bytes: int | None = None
     """Size of the KV pool in bytes; None: by the device's free memory."""
     kv_memory_limit_bytes: int | None = None
-    """Largest pool when free memory decides its size; None: 2 GiB on a CPU."""
+    """Largest pool when free memory decides its size; None: a fifth of what is free on a CPU."""
     max_num_batched_tokens: int = 512
     """Token budget of one step."""
     max_prefill_tokens_with_decodes: int = 64
     """Prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts."""
+    max_prefill_context_with_decodes: int = 1 << 20
+    """The same tokens, each times the length of its context: behind a long context, chunks are smaller."""
     max_num_seqs: int = 64
     """Requests in one step."""
     speculation: Speculation = "auto"
@@ -61,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False
     """Compute a checksum of every full block, and compare the checksums of blocks that are copied into the pool."""
+    verify_weights: bool = False
+    """Compare packed weights with their checksums before they are used."""
     num_threads: int | None = None
     """Torch threads; None: one per core in `cpus`, or in this process's affinity."""
     cpus: tuple[int, ...] = ()
@@ -73,10 +77,13 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ValueError(f"device is {self.device!r}, must be auto, cpu, cuda or cuda:N")
         for name in (
             "block_size",
             "max_num_batched_tokens",
             "max_prefill_tokens_with_decodes",
+            "max_prefill_context_with_decodes",
             "max_num_seqs",
             "max_num_waiting",
         ):

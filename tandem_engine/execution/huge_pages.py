@@ -24,7 +24,8 @@ _FAILED = ctypes.c_void_p(-1).value
 def map_shared(fd: int, num_bytes: int) -> memoryview:
     """Allocate `num_bytes` of zeros for a new memfd, on huge pages if possible, and map them writable.
 
-    Raises OSError if memory is short, instead of a SIGBUS later. The map ends with the last object made from it.
+    Memory is taken now, not with a SIGBUS later. Raises OSError if it is short; where a cgroup has a limit, the kernel
+    may kill this process instead. The map ends with the last object made from it.
     """
     os.ftruncate(fd, num_bytes)
     mapped = _map_aligned(fd, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)

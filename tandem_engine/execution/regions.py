@@ -19,6 +19,7 @@ import numpy as np
 from tandem_engine.core import RegionError
 from tandem_engine.execution.huge_pages import map_read_only, map_shared
 from tandem_engine.messages import ExtentRef, MapRegion
+from tandem_machine.memfd import memory_file
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -28,7 +29,7 @@ class OwnedRegion:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = memory_file("tandem-kv")
         try:
             self._map = map_shared(self.fd, num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

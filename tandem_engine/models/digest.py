@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _DIGEST_BYTES = 16
@@ -16,9 +17,13 @@ _CACHE_NAME = "digests.json"
 
 
 class DigestCache:
-    """Digests of files, cached in this object and in `folder` (None: in this object alone)."""
+    """Digests of files, cached in this object and in `folder` (None: in this object alone).
 
-    def __init__(self, folder: Path | None) -> None:
+    A folder that cannot be read or written costs only time; `report` takes a sentence about it for people.
+    """
+
+    def __init__(self, folder: Path | None, report: Callable[[str], None] = lambda sentence: None) -> None:
+        self._report = report
         self._path = None if folder is None else folder / _CACHE_NAME
         self._fresh: dict[str, dict[str, int | str]] = {}
 
@@ -41,22 +46,34 @@ class DigestCache:
         return whole.hexdigest()
 
     def _load(self) -> dict[str, dict[str, int | str]]:
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return {}
         try:
             entries = json.loads(self._path.read_text())
-        except ValueError:
-            return {}  # a damaged cache is computed again
+        except (OSError, ValueError):
+            return {}  # none yet, or a damaged one: computed again
         return entries if isinstance(entries, dict) else {}
 
     def _save(self, fresh: dict[str, dict[str, int | str]]) -> None:
         """Add entries by replacing the whole file; an entry of another process may be lost and computed again."""
         if self._path is None:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=_CACHE_NAME, delete=False) as file:
-            json.dump(self._load() | fresh, file, indent=1)
-        Path(file.name).replace(self._path)
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _replace(self._path, self._load() | fresh)
+        except OSError as error:
+            self._report(f"digests of weights are computed again at the next start: {self._path} is not kept ({error})")
+
+
+def _replace(path: Path, entries: dict[str, dict[str, int | str]]) -> None:
+    """Write a temporary file and rename it; a failure leaves no file behind."""
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=_CACHE_NAME)
+    try:
+        with os.fdopen(number, "w") as file:  # closed here: the last bytes may be those that do not fit the disk
+            json.dump(entries, file, indent=1)
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _identity(path: Path) -> dict[str, int | str]:

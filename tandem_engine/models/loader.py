@@ -6,7 +6,6 @@ runs transformers' code with our attention (`transformers_model`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem_engine.cores import num_threads, pinned_cores
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.execution.kv_groups import choose_groups
@@ -45,6 +45,8 @@ class LoadedModel:
     device: torch.device
     mapped_bytes: int = 0
     """Bytes of the weights that lie in mapped files."""
+    weight_bytes: int = 0
+    """Bytes of the checkpoint's weights; 0: not known."""
     window: int | None = None
     """The largest attention window of all layers, in positions; None: some layer has no window."""
     is_batch_invariant: bool = True
@@ -75,6 +77,9 @@ class _Built:
     windows: Sequence[int | None]
     """One entry per layer."""
     is_batch_invariant: bool
+    mapped_bytes: int = 0
+    needs_torch_capability: bool = True
+    """Torch computes some of its values, whose bits depend on the vector instructions that torch uses."""
 
 
 def load_model(config: EngineConfig, report: Progress, target: LoadedModel | None = None) -> LoadedModel:
@@ -97,23 +102,35 @@ def load_model(config: EngineConfig, report: Progress, target: LoadedModel | Non
         device=device,
         dtype=dtype,
         ops=_ops(config, device, dtype, report) if target is None else target.ops,
-        digests=DigestCache(Path(config.state_dir).expanduser() if config.state_dir else None),
+        digests=DigestCache(
+            Path(config.state_dir).expanduser() if config.state_dir else None, lambda what: report(what, 0.1)
+        ),
         report=report,
     )
     report("computing the weights' digest", 0.1)
     weights_digest(checkpoint, job.digests)
     report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.2)
     built = _build(job, family)
-    numerics = Numerics(
-        numerics_class(job.ops, built.route, device, dtype, model_config.model_type), built.architecture, dtype, device
+    name = numerics_class(
+        job.ops, built.route, device, dtype, model_config.model_type, with_capability=built.needs_torch_capability
     )
+    numerics = Numerics(name, built.architecture, dtype, device)
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
     longest_context = getattr(model_config, "max_position_embeddings", None)
     groups = choose_groups(built.windows, longest_context) if target is None else ()
     geometry = replace(built.geometry, order=job.ops.kv_order, groups=groups)
-    mapped_bytes = checkpoint.num_weight_bytes if built.route == "lean" and config.state_dir else 0
     window = _widest(built.windows)
-    return LoadedModel(built.model, job.ops, info, geometry, device, mapped_bytes, window, built.is_batch_invariant)
+    return LoadedModel(
+        built.model,
+        job.ops,
+        info,
+        geometry,
+        device,
+        built.mapped_bytes,
+        checkpoint.num_weight_bytes,
+        window,
+        built.is_batch_invariant,
+    )
 
 
 def _length(config: EngineConfig, model_config: Any, target: LoadedModel | None) -> int:
@@ -128,9 +145,9 @@ def _widest(windows: Sequence[int | None]) -> int | None:
 
 
 def _ops(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Progress) -> Ops:
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    threads, cores = num_threads(config), pinned_cores(config)
     try:
-        return choose_ops(config.kernels, device, dtype, num_threads, lambda what: report(what, 0.05))
+        return choose_ops(config.kernels, device, dtype, threads, lambda what: report(what, 0.05), cores)
     except KernelsUnavailable as error:
         raise ModelUnusable(f"{error}; or take --kernels auto") from error
 
@@ -156,11 +173,21 @@ def _build_lean(job: _Job, family: Family) -> _Built:
         device=job.device,
         state_dir=Path(job.config.state_dir).expanduser() if job.config.state_dir else None,
         weights_digest=weights_digest(job.checkpoint, job.digests),
+        is_verified=job.config.verify_weights,
     )
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
     windows = [layer.window for layer in decoder.config.layers]
-    return _Built(decoder, _architecture(job.model_config), "lean", geometry, windows, is_batch_invariant=True)
+    return _Built(
+        decoder,
+        _architecture(job.model_config),
+        "lean",
+        geometry,
+        windows,
+        is_batch_invariant=True,
+        mapped_bytes=decoder.weights.mapped_bytes,
+        needs_torch_capability=any(layer.experts for layer in decoder.config.layers),
+    )
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:

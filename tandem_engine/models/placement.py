@@ -10,15 +10,22 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.lean.family import Family
 from tandem_engine.models.lean.registry import FAMILIES, find_family
 from tandem_engine.ops.base import Ops
-from tandem_engine.settings import Device, DtypeChoice, Route
+from tandem_engine.settings import DtypeChoice, Route
 
 
-def choose_device(device: Device) -> torch.device:
-    """Return the device; raises ModelUnusable for CUDA without a CUDA device."""
+def choose_device(device: str) -> torch.device:
+    """Return the device of auto, cpu, cuda or cuda:N; raises ModelUnusable for CUDA without that device."""
     has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise ModelUnusable("--device cuda, but torch finds no CUDA device; install a CUDA build, or take --device cpu")
-    return torch.device("cuda" if device != "cpu" and has_cuda else "cpu")
+    if device.startswith("cuda") and not has_cuda:
+        raise ModelUnusable(
+            f"--device {device}, but torch finds no CUDA device; install a CUDA build, or take --device cpu"
+        )
+    if device == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    chosen, num_devices = torch.device(device), torch.cuda.device_count()
+    if chosen.index is not None and chosen.index >= num_devices:
+        raise ModelUnusable(f"--device {device}, but torch finds {num_devices} CUDA devices; the first is cuda:0")
+    return chosen
 
 
 def choose_route(choice: Route, config: Any, device: torch.device, dtype: torch.dtype) -> Family | None:
@@ -54,14 +61,19 @@ def choose_dtype(choice: DtypeChoice, config: Any, device: torch.device) -> torc
     return of_checkpoint or torch.float32
 
 
-def numerics_class(ops: Ops, route: str, device: torch.device, dtype: torch.dtype, model_type: str) -> str:
+def numerics_class(
+    ops: Ops, route: str, device: torch.device, dtype: torch.dtype, model_type: str, *, with_capability: bool
+) -> str:
     """Return the name of everything that decides how numbers round: equal names mean equal tokens (law 3).
 
+    `with_capability` is for models of which torch computes a part on CPUs: its exp differs between AVX2 and AVX-512.
     Names that contain "batch-dependent" are the exception.
     """
     where = device.type
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         where = f"cuda-sm{major}{minor}"
+    elif with_capability:
+        where = f"{where}-{torch.backends.cpu.get_cpu_capability().lower()}"
     version = torch.__version__.split("+")[0]
     return f"torch-{version}/{where}/{ops.name}/{str(dtype).removeprefix('torch.')}/{model_type}/tp1/{route}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,9 +19,11 @@ def choose_ops(
     dtype: torch.dtype,
     num_threads: int,
     report: Callable[[str], None],
+    cores: Sequence[int] = (),
 ) -> Ops:
     """Return the fastest op layer that computes in `dtype` on `device`; `report` gets the reason if it is not C++.
 
+    `cores`: one for each thread, which is pinned to it; empty: the kernel places the threads.
     Raises KernelsUnavailable if `kernels` is "cpp" and the C++ kernels are unavailable.
     """
     if device.type != "cpu":
@@ -31,7 +33,7 @@ def choose_ops(
         _refuse_unless(kernels != "cpp", f"the C++ kernels compute in float32, the dtype is {dtype}; take --dtype auto")
         return TorchOps(device)
     try:
-        return load_cpu_ops(num_threads=num_threads)
+        return load_cpu_ops(num_threads=num_threads, cores=cores)
     except KernelsUnavailable as error:
         if kernels == "cpp":
             raise

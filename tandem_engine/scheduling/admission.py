@@ -76,10 +76,11 @@ def check_places(num_places: int, num_taken: int, num_of_key: int, request: Requ
         raise RequestRefused("queue_full", message)
 
 
-def kv_full(num_blocks: int, num_live: int, num_preempted: int, kv: KVCacheManager) -> RequestRefused:
+def kv_full(num_blocks: int, num_live: int, num_preempted: int, num_kept: int, kv: KVCacheManager) -> RequestRefused:
+    kept = f"{num_kept} of them are kept for requests whose turn is earlier, " if num_kept else ""
     message = (
         f"{num_blocks} KV blocks are needed and one for each of {num_live} live requests, {kv.num_spare} of "
-        f"{kv.pool.num_blocks} are available, {num_preempted} preempted requests wait; "
+        f"{kv.pool.num_blocks} are available, {kept}{num_preempted} preempted requests wait; "
         "try again later or another worker"
     )
     return RequestRefused("kv_full", message)

@@ -53,7 +53,8 @@ class SchedulerOutput:
 class Batch:
     """A step under construction. Its limits: tokens, requests, and prompt tokens once the step has a decode.
 
-    The last limit keeps the time between two tokens of an answer short. How a prompt is cut changes no token (law 3).
+    The last limit keeps the time between two tokens of an answer short. Attention takes time in proportion to the
+    context, so prompt tokens times their contexts are limited too. How a prompt is cut changes no token (law 3).
     """
 
     def __init__(self, config: SchedulerConfig, is_ready: Callable[[Request], bool]) -> None:
@@ -64,6 +65,8 @@ class Batch:
         self._num_prefill_tokens = 0
         self._max_num_seqs = config.max_num_seqs
         self._max_prefill_tokens_with_decodes = config.max_prefill_tokens_with_decodes
+        self._prefill_context = 0  # tokens times the length of their contexts
+        self._max_prefill_context_with_decodes = config.max_prefill_context_with_decodes
         self._is_ready = is_ready
         self._unready: list[Request] = []
 
@@ -116,11 +119,19 @@ class Batch:
     def _num_prefill_tokens_left(self) -> int:
         if not self.num_decodes:
             return self.num_tokens_left
+        if self._prefill_context >= self._max_prefill_context_with_decodes:
+            return 0
         return min(self.num_tokens_left, self._max_prefill_tokens_with_decodes - self._num_prefill_tokens)
 
     def _num_fitting(self, request: Request) -> int:
-        num_left = self.num_tokens_left if request.is_decoding else max(0, self._num_prefill_tokens_left)
-        return min(request.num_tokens_to_compute, num_left)
+        if request.is_decoding:
+            return min(request.num_tokens_to_compute, self.num_tokens_left)
+        num_fitting = min(request.num_tokens_to_compute, max(0, self._num_prefill_tokens_left))
+        if not self.num_decodes or not num_fitting:
+            return num_fitting
+        num_context = request.num_computed_tokens + num_fitting
+        left = self._max_prefill_context_with_decodes - self._prefill_context
+        return min(num_fitting, left // num_context) or int(not self._num_prefill_tokens)  # a prompt goes on: 1 token
 
     def _add(self, request: Request, num_tokens: int) -> None:
         if num_tokens:
@@ -135,3 +146,4 @@ class Batch:
             self.num_decodes += sign
         else:
             self._num_prefill_tokens += sign * run.num_tokens
+            self._prefill_context += sign * run.num_tokens * run.end

@@ -11,6 +11,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
 
@@ -19,8 +20,10 @@ BlockHash = NewType("BlockHash", bytes)
 
 NUM_HASH_BYTES = 16
 _VERSION = 1
+_MAX_ROOTS = 4096  # that are kept: one per model, tenant and salt
 
 
+@lru_cache(maxsize=_MAX_ROOTS)
 def hash_root(fingerprint: bytes, block_size: int, lora: str = "", salt: bytes = b"") -> BlockHash:
     """Return the root of all chains of one model and one tenant.
 

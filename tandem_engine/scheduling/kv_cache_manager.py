@@ -16,13 +16,26 @@ Where only some layers have a window, these layers have block tables of their ow
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tandem_engine.messages import ExtentRef, FilledBlocks
 from tandem_engine.scheduling.block_hash import BlockHash, next_block_hash
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tandem_engine.scheduling.window_groups import WindowGroups, blocks_of
+from tandem_engine.scheduling.window_groups import WindowGroups, WindowPlan, blocks_of
+
+
+class _Plan(NamedTuple):
+    """The blocks that a request is to get."""
+
+    num_dropped: int
+    found: list[int]
+    windows: WindowPlan
+    num_new: int
+    """New blocks of group 0."""
+    num_taken: int
+    """Spare blocks that it takes in all groups."""
 
 
 class KVCacheManager:
@@ -36,22 +49,25 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.block_size)
 
-    def admit(self, request: Request, num_tokens: int, max_found_tokens: int, num_reserve_blocks: int = 0) -> bool:
+    def admit(
+        self,
+        request: Request,
+        num_tokens: int,
+        max_found_tokens: int,
+        num_reserve_blocks: int = 0,
+        num_kept_blocks: int = 0,
+    ) -> bool:
         """Give a request without blocks room for `num_tokens`; take leading blocks from the prefix cache.
 
         Searches the cache for at most `max_found_tokens`, in full blocks; found tokens count as computed. Returns False
-        if fewer than `num_reserve_blocks` of each group would be left for others.
+        if fewer than `num_reserve_blocks` of each group, and `num_kept_blocks` beside them, would be left for others.
         """
         assert not request.block_table, f"{request.request_id} has blocks already"
-        num_dropped, found = self._find(request, max_found_tokens)
-        known = num_dropped + len(found)
-        windows = self.groups.plan(request, known, lambda index: self._hash(request, index), num_tokens)
-        num_found = windows.num_found
-        found = found[: num_found - num_dropped]
-        num_new_blocks = self.num_blocks_for(num_tokens) - num_found
-        num_taken_blocks = num_new_blocks + self.pool.num_unused(found) + self.groups.num_claimed(request, windows)
-        if num_taken_blocks + num_reserve_blocks * (1 + self.groups.num_groups) > self.num_spare:
+        plan = self._plan(request, num_tokens, max_found_tokens)
+        if not self._has_spare(plan, num_reserve_blocks, num_kept_blocks):
             return False
+        num_dropped, found, windows, num_new_blocks = plan.num_dropped, plan.found, plan.windows, plan.num_new
+        num_found = windows.num_found
         self.pool.share(found)
         self.groups.share(windows)
         new = self.pool.allocate(num_new_blocks + self.groups.num_groups * windows.num_new)
@@ -62,6 +78,18 @@ class KVCacheManager:
         request.num_found_blocks = request.num_registered_blocks = num_found
         request.num_computed_tokens = num_found * self.pool.block_size
         return True
+
+    def fits(
+        self,
+        request: Request,
+        num_tokens: int,
+        max_found_tokens: int,
+        num_reserve_blocks: int = 0,
+        num_kept_blocks: int = 0,
+    ) -> bool:
+        """Return what `admit` would return, and change nothing."""
+        plan = self._plan(request, num_tokens, max_found_tokens)
+        return self._has_spare(plan, num_reserve_blocks, num_kept_blocks)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` of a request."""
@@ -188,6 +216,19 @@ class KVCacheManager:
     def num_spare(self) -> int:
         """Blocks that can be allocated, without those promised to prefills."""
         return self.pool.num_spare - self.groups.num_promised
+
+    def _plan(self, request: Request, num_tokens: int, max_found_tokens: int) -> _Plan:
+        num_dropped, found = self._find(request, max_found_tokens)
+        known = num_dropped + len(found)
+        windows = self.groups.plan(request, known, lambda index: self._hash(request, index), num_tokens)
+        found = found[: windows.num_found - num_dropped]
+        num_new = self.num_blocks_for(num_tokens) - windows.num_found
+        num_taken = num_new + self.pool.num_unused(found) + self.groups.num_claimed(request, windows)
+        return _Plan(num_dropped, found, windows, num_new, num_taken)
+
+    def _has_spare(self, plan: _Plan, num_reserve_blocks: int, num_kept_blocks: int) -> bool:
+        num_left = num_reserve_blocks * (1 + self.groups.num_groups) + num_kept_blocks
+        return plan.num_taken + num_left <= self.num_spare
 
     def _find(self, request: Request, max_found_tokens: int) -> tuple[int, list[int]]:
         """Return how many leading blocks are not needed, and the known blocks behind them."""

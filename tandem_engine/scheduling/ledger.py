@@ -20,6 +20,7 @@ COUNTERS = (
     "tokens_generated",
     "preemptions",
     "step_seconds",
+    "longest_copy_seconds",
     "reprefill_tokens",
     "blocks_imported",
     "bytes_imported",

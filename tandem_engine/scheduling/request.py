@@ -16,14 +16,18 @@ class RequestState(Enum):
     """
     aggregated  WAITING -> RUNNING -> FINISHED
     prefill     WAITING -> RUNNING -> HELD -> FINISHED
-    decode      IMPORTING -> RUNNING -> FINISHED
-    When blocks run out, all but prefill: RUNNING -> PREEMPTED -> RUNNING. An abort leads from any state to FINISHED.
+    decode      IMPORTING -> READY -> RUNNING -> FINISHED
+    When blocks run out, all but prefill: RUNNING or READY -> PREEMPTED -> RUNNING. When seats run out, an answer of a
+    lower class: RUNNING -> READY. An abort leads from any state to FINISHED.
     """
 
     WAITING = auto()
     IMPORTING = auto()
     """A decode request has its blocks and waits for their content."""
+    READY = auto()
+    """It has its blocks and waits for a seat."""
     RUNNING = auto()
+    """It has a seat: it may be in a step."""
     PREEMPTED = auto()
     """Its blocks were freed. It waits ahead of requests that have not run yet, and then computes its tokens again."""
     HELD = auto()

@@ -24,6 +24,8 @@ class SchedulerConfig:
     """Token budget of one step."""
     max_prefill_tokens_with_decodes: int = 64
     """Prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts."""
+    max_prefill_context_with_decodes: int = 1 << 20
+    """The same tokens, each times the length of its context: behind a long context, chunks are smaller."""
     max_num_seqs: int = 64
     """Requests in one step."""
     max_num_waiting: int = 256

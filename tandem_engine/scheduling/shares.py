@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from tandem_engine.scheduling.request import Request
+
 _MAX_KEYS = 1024
+_MAX_CLASSES = 64
 
 
 class Shares:
@@ -41,3 +44,27 @@ class Shares:
         self._served.move_to_end(key)
         if len(self._served) > _MAX_KEYS:
             self._served.popitem(last=False)
+
+
+class ClassShares:
+    """One `Shares` for each priority class; remembers the classes that were used last."""
+
+    def __init__(self) -> None:
+        self._shares: OrderedDict[int, Shares] = OrderedDict()
+
+    @property
+    def highest(self) -> int:
+        """The highest class that is remembered; 0 if none is."""
+        return max(self._shares, default=0)
+
+    def of(self, priority: int) -> Shares:
+        if priority not in self._shares:
+            self._shares[priority] = Shares()
+        self._shares.move_to_end(priority)
+        if len(self._shares) > _MAX_CLASSES:
+            self._shares.popitem(last=False)
+        return self._shares[priority]
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that were computed or sampled for a request."""
+        self.of(request.priority).charge(request.fairness_key, num_tokens)

@@ -1,4 +1,4 @@
-"""Orders the waiting requests.
+"""Orders requests that wait for the same thing: for blocks and a seat, or for a seat alone.
 
 Priority classes are strict: the higher class is first. Ageing is the exception: a class that has waited
 `AGEING_SECONDS` for a turn gets the next one. The request that takes this turn gets the effective priority of the
@@ -17,20 +17,39 @@ a request of a higher class, and a preempted request of its own class, go before
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from tandem_engine.scheduling.request import Request, RequestState
-from tandem_engine.scheduling.shares import Shares
+from tandem_engine.scheduling.shares import ClassShares, Shares
 
 AGEING_SECONDS = 5.0
-_MAX_EMPTY_LEVELS = 16
+AGEING_NS = int(AGEING_SECONDS * 1e9)
+
+
+class Standing(NamedTuple):
+    """Compares the next requests of two queues; the smaller one is first."""
+
+    is_early: bool
+    """Its class has waited less than `AGEING_SECONDS`."""
+    order: int
+    """Since when its class waits if that is long; else its priority, negative."""
+    served: float
+    arrival: int
+
+    def is_before(self, since_ns: int) -> bool:
+        """Whether its class is due for a turn, and longer than since `since_ns`."""
+        return not self.is_early and self.order < since_ns
 
 
 class WaitingQueue:
     """`peek` and `pop` return the same request if nothing is added or removed between them. Times are nanoseconds."""
 
-    def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}  # empty levels remember the counters of keys
+    def __init__(self, shares: ClassShares, *, waits_for_blocks: bool = True) -> None:
+        """Without a wait for blocks, any request fits: the next one need not stay next."""
+        self._shares = shares
+        self._waits_for_blocks = waits_for_blocks
+        self._levels: dict[int, _Level] = {}  # the classes that wait, by effective priority
         self._turn: _Level | None = None
         self._turn_is_due_to_age = False
         self._num_by_key: Counter[str] = Counter()
@@ -43,16 +62,19 @@ class WaitingQueue:
         return (request for _, level in sorted(self._levels.items(), reverse=True) for request in level)
 
     def num_of_key(self, fairness_key: str) -> int:
-        """Count a key's requests that have not run yet."""
+        """Count a key's requests that were not preempted."""
         return self._num_by_key[fairness_key]
 
-    def add(self, request: Request, now_ns: int) -> None:
+    def add(self, request: Request, now_ns: int, *, is_first: bool = False) -> None:
+        """Add a request; with `is_first`, before the others of its key."""
         if request.state is RequestState.PREEMPTED:
             self.num_preempted += 1
-            self._level(request.effective_priority).add(request, now_ns)
         else:
             self._num_by_key[request.fairness_key] += 1
-            self._level(request.priority).add(request, now_ns)
+        priority = request.effective_priority
+        if priority not in self._levels:
+            self._levels[priority] = _Level(self._shares.of(priority), now_ns, self._waits_for_blocks)
+        self._levels[priority].add(request, is_first)
 
     def peek(self, now_ns: int) -> Request | None:
         self._choose_turn(now_ns)
@@ -61,41 +83,39 @@ class WaitingQueue:
     def pop(self, now_ns: int) -> Request:
         request = self.peek(now_ns)
         assert request is not None and self._turn is not None, "pop from an empty queue"
+        is_old = self._turn.is_old(now_ns)
         self._turn.choose(request, now_ns)
-        self._take(request)
-        if self._turn_is_due_to_age:
-            request.effective_priority = max(self._levels)
+        self.remove(request)
+        if is_old:
+            request.effective_priority = max(request.effective_priority, self._shares.highest)
         self._turn = None
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request that will not run; its key is not charged."""
-        self._take(request)
-
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that were computed or sampled for a request, which may never have waited here."""
-        self._level(request.priority).shares.charge(request.fairness_key, num_tokens)
-
-    def served(self, request: Request) -> float:
-        """Return the tokens charged to the request's key in its class."""
-        return self._level(request.priority).shares.served(request.fairness_key)
-
-    def arrived(self, request: Request, keys: Iterable[str]) -> None:
-        """Add the key of a request that does not wait; `keys` are the other keys that are present."""
-        self._level(request.priority).shares.arrive(request.fairness_key, keys)
-
-    def _take(self, request: Request) -> None:
+        """Remove a request without a turn; its key is not charged."""
+        level = self._levels[request.effective_priority]
+        level.take(request)
+        if not len(level):
+            del self._levels[request.effective_priority]
         if request.state is RequestState.PREEMPTED:
             self.num_preempted -= 1
-            self._levels[request.effective_priority].take(request)
             return
-        self._levels[request.priority].take(request)
         self._num_by_key[request.fairness_key] -= 1
         if not self._num_by_key[request.fairness_key]:
             del self._num_by_key[request.fairness_key]
 
+    def standing(self, now_ns: int) -> Standing | None:
+        """Return the standing of the next request; None if nobody waits."""
+        request = self.peek(now_ns)
+        if request is None:
+            return None
+        assert self._turn is not None, "a request without a turn"
+        if self._turn.is_old(now_ns):
+            return Standing(False, self._turn.since_ns, 0.0, request.arrival)
+        return Standing(True, -request.effective_priority, self._turn.served(request), request.arrival)
+
     def _choose_turn(self, now_ns: int) -> None:
-        waiting = {priority: level for priority, level in self._levels.items() if len(level)}
+        waiting = self._levels
         if not waiting:
             self._turn = None
             return
@@ -103,26 +123,18 @@ class WaitingQueue:
         if turn is not None and len(turn) and (turn is highest or self._turn_is_due_to_age):
             return
         oldest = min(waiting.values(), key=lambda level: level.since_ns)
-        is_old = now_ns - oldest.since_ns >= AGEING_SECONDS * 1e9
-        self._turn_is_due_to_age = is_old and oldest is not highest
+        self._turn_is_due_to_age = oldest is not highest and oldest.is_old(now_ns)
         self._turn = oldest if self._turn_is_due_to_age else highest
-
-    def _level(self, priority: int) -> _Level:
-        if priority not in self._levels:
-            empty = [number for number, level in self._levels.items() if not len(level)]
-            for number in empty[: max(0, len(empty) - _MAX_EMPTY_LEVELS + 1)]:
-                del self._levels[number]
-            self._levels[priority] = _Level()
-        return self._levels[priority]
 
 
 class _Level:
     """The requests of one class."""
 
-    def __init__(self) -> None:
-        self.since_ns = 0
+    def __init__(self, shares: Shares, now_ns: int, keeps_next: bool) -> None:
+        self.since_ns = now_ns
         """Time of its last turn, or of its first waiting request."""
-        self.shares = Shares()
+        self._shares = shares
+        self._keeps_next = keeps_next
         self._preempted: list[Request] = []
         self._by_key: dict[str, deque[Request]] = {}
         self._head: Request | None = None
@@ -135,32 +147,41 @@ class _Level:
         for requests in self._by_key.values():
             yield from requests
 
-    def add(self, request: Request, now_ns: int) -> None:
-        if not len(self):
-            self.since_ns = now_ns
+    def is_old(self, now_ns: int) -> bool:
+        """Whether it has waited so long for a turn that it gets the next one."""
+        return now_ns - self.since_ns >= AGEING_NS
+
+    def served(self, request: Request) -> float:
+        """Return the tokens served to a request's key; a preempted request goes before all keys."""
+        return -1.0 if request.state is RequestState.PREEMPTED else self._shares.served(request.fairness_key)
+
+    def add(self, request: Request, is_first: bool) -> None:
         if request.state is RequestState.PREEMPTED:
             self._preempted.append(request)
             self._preempted.sort(key=lambda preempted: preempted.arrival)
             return
         key = request.fairness_key
         if key not in self._by_key:
-            self.shares.arrive(key, self._by_key)
+            self._shares.arrive(key, self._by_key)
             self._by_key[key] = deque()
-        self._by_key[key].append(request)
+        if is_first:
+            self._by_key[key].appendleft(request)
+        else:
+            self._by_key[key].append(request)
 
     def peek(self) -> Request:
         if self._preempted:
             return self._preempted[0]
-        if self._head is None:
+        if self._head is None or not self._keeps_next:
             heads = (requests[0] for requests in self._by_key.values())
-            self._head = min(heads, key=lambda head: (self.shares.served(head.fairness_key), head.arrival))
+            self._head = min(heads, key=lambda head: (self._shares.served(head.fairness_key), head.arrival))
         return self._head
 
     def choose(self, request: Request, now_ns: int) -> None:
         """Give this request the turn."""
         self.since_ns = now_ns
         if request.state is not RequestState.PREEMPTED:
-            self.shares.choose(request.fairness_key)
+            self._shares.choose(request.fairness_key)
 
     def take(self, request: Request) -> None:
         if request.state is RequestState.PREEMPTED:

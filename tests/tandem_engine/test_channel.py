@@ -24,6 +24,7 @@ from tandem_engine.messages import (
     MapRegion,
     ModelInfo,
     PhaseTimes,
+    Ping,
     PositionLogprobs,
     Ready,
     RequestOutput,
@@ -48,6 +49,7 @@ EXAMPLES: list[Any] = [
         choice_seeds=[2**64 - 1, 0],
     ),
     ImportSlab("a", 0, 2, [ExtentRef("r", 1 << 40, 10, 3, 2**64 - 1)]),
+    Ping(),
     Shutdown(),
     StepDone(
         7,

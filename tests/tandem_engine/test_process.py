@@ -25,6 +25,8 @@ from tandem_engine.messages import (
     ExtentRef,
     LoadProgress,
     MapRegion,
+    Ping,
+    Pong,
     Ready,
     Refused,
     ReleaseHeld,
@@ -143,6 +145,15 @@ async def test_sealed_blocks_are_read_through_the_region_of_another_process(fron
     front.client.send(ReleaseHeld("a"))
     after = await front.wait_for(StepDone)
     assert after.stats.num_free_blocks == NUM_BLOCKS
+
+
+async def test_an_engine_answers_whether_it_lives_between_two_steps(front: Front) -> None:
+    front.client.send(_request("a", 50))
+    front.client.send(Ping())
+    await front.wait_for(Pong)
+    assert await front.answer("a"), "the answer goes on"
+    front.client.send(Ping())
+    await front.wait_for(Pong)
 
 
 async def test_sigterm_and_sigint_are_the_fronts_business(front: Front) -> None:

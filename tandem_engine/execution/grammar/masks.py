@@ -58,21 +58,21 @@ class GrammarMasks:
     def take(self) -> Mapping[str, Sequence[Words]]:
         """Return the masks of `begin` by request id: one, and one behind each allowed draft.
 
-        Raises RequestsFailed for the first request whose grammar has no continuation.
+        Raises RequestsFailed for all requests whose grammars have no continuation.
         """
         if not self._pending:
             return {}
         self._finish()
         masks: dict[str, Sequence[Words]] = {}
-        failure: RequestsFailed | None = None
+        failures: dict[str, GrammarFailed] = {}
         for request_id, matcher in self._pending:
             try:
                 masks[request_id] = matcher.masks()
             except GrammarFailed as error:  # the other matchers still have to consume their tokens
-                failure = failure or _failure(request_id, error)
+                failures[request_id] = error
         self._pending = []
-        if failure is not None:
-            raise failure
+        if failures:
+            raise _failure(failures)
         return masks
 
     def _finish(self) -> None:
@@ -84,7 +84,7 @@ class GrammarMasks:
         try:
             place = self._place(request)
         except GrammarFailed as error:
-            raise _failure(request.request_id, error) from error
+            raise _failure({request.request_id: error}) from error
         first, place.num_tokens = place.num_tokens, request.num_tokens
         place.matcher.request_masks(request.token_ids[first:], run.draft_tokens)
         self._pending.append((request.request_id, place.matcher))
@@ -98,7 +98,9 @@ class GrammarMasks:
         return place
 
 
-def _failure(request_id: str, error: GrammarFailed) -> RequestsFailed:
-    failure = RequestsFailed([request_id], str(error), is_callers_fault=True)
-    failure.__cause__ = error
+def _failure(errors: Mapping[str, GrammarFailed]) -> RequestsFailed:
+    messages = {request_id: str(error) for request_id, error in errors.items()}
+    first = next(iter(errors.values()))
+    failure = RequestsFailed(list(errors), str(first), is_callers_fault=True, messages=messages)
+    failure.__cause__ = first
     return failure

@@ -42,6 +42,8 @@ class LeanRequest:
     """The folder of packed weights that all workers of the host share; None: weights are private."""
     weights_digest: str = ""
     """The digest of the checkpoint's files; required with a state directory."""
+    is_verified: bool = False
+    """Whether packed weights are compared with their checksums before they are used."""
 
 
 def load_decoder(request: LeanRequest, ops: Ops, report: Callable[[str], None]) -> Decoder:
@@ -73,7 +75,8 @@ def _weights(request: LeanRequest, plan: Plan, ops: Ops, report: Callable[[str],
     names.append(f"{tables}: {request.num_positions} positions")
     key = PackedKey(request.weights_digest, ops.name, request.dtype, tuple(names))
     try:
-        return PackedWeightsCache(request.state_dir / _PACKED_FOLDER).get(key, ops, entries)
+        packed = PackedWeightsCache(request.state_dir / _PACKED_FOLDER, is_verified=request.is_verified, report=report)
+        return packed.get(key, ops, entries)
     except OSError as error:
         report(f"weights are private to this process: the packed file cannot be kept ({error})")
         return _collect(entries())

@@ -1,7 +1,8 @@
 """Keeps a model's packed weights in one file, which all workers of a host map.
 
 There is one file per checkpoint, backend and packing, below the state directory. The first worker writes the file under
-a lock and under a temporary name, and renames it when it is complete. A file that is damaged later is written again.
+a lock and under a temporary name, and renames it when it is complete. A file whose header or size is wrong is written
+again; so is one whose bytes have changed, where that is looked at (`is_verified`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from tandem_engine.models.lean.tensor_file import ALIGNMENT, TensorFile, TensorFileWriter
-from tandem_engine.models.lean.weights import LeanWeights
+from tandem_engine.models.lean.weights import ROTARY_PREFIX, LeanWeights
 from tandem_engine.ops.base import Ops, Weight
 
 _FORMAT = 1
@@ -56,8 +58,13 @@ class PackedKey:
 class PackedWeightsCache:
     """Packed weights below `folder`, which the first write creates."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, is_verified: bool = False, report: Callable[[str], None] = lambda sentence: None
+    ) -> None:
+        """`is_verified`: every file is compared with its checksums before it is used; `report` hears of damage."""
         self._folder = folder
+        self._is_verified = is_verified
+        self._report = report
 
     def get(self, key: PackedKey, ops: Ops, entries: Entries) -> LeanWeights:
         """Return the weights in memory that processes share; write their file first if it is missing.
@@ -66,35 +73,57 @@ class PackedWeightsCache:
         whatever `entries` raises.
         """
         path = self._folder / f"{key.digest}.safetensors"
-        found = _open(path, key, ops)
+        found = self._open(path, key, ops)
         if found is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(path.with_suffix(".lock")):
-                found = _open(path, key, ops)
+                found = self._open(path, key, ops)
                 if found is None:
                     _write(path, key, entries())
-                    found = _open(path, key, ops)
+                    found = self._open(path, key, ops)
         if found is None:
             raise OSError(f"{path} was written but cannot be read; check the disk")
         return found
 
+    def _open(self, path: Path, key: PackedKey, ops: Ops) -> LeanWeights | None:
+        """Return the weights of the file; None if the file is missing, incomplete, damaged or of another key."""
+        try:
+            file = TensorFile(path)
+            if file.metadata["key"] != key.digest:
+                return None
+            tensors = file.map(lazy_prefix=ROTARY_PREFIX)
+            if self._is_verified and (damaged := _damaged(file, tensors)):
+                self._report(f"{path} is damaged in {damaged} and is written again; check the disk and the memory")
+                return None
+            weights = _weights_in(file, tensors, ops)
+        except (FileNotFoundError, BlockingIOError, KeyError, ValueError):  # a BadTensorFile is a ValueError
+            return None
+        with suppress(OSError):  # the file of another user: the owner's own use keeps it alive
+            os.utime(path)
+        return weights
 
-def _open(path: Path, key: PackedKey, ops: Ops) -> LeanWeights | None:
-    """Return the weights of the file; None if the file is missing, incomplete or of another key."""
-    try:
-        file = TensorFile(path)
-        weights = _weights_in(file, ops) if file.metadata["key"] == key.digest else None
-    except (FileNotFoundError, BlockingIOError, KeyError, ValueError):  # a BadTensorFile is a ValueError
-        return None
-    with suppress(OSError):  # the file of another user: the owner's own use keeps it alive
-        os.utime(path)
-    return weights
+
+def _damaged(file: TensorFile, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the name of the first tensor whose bytes are not those that were written; "" if all are.
+
+    Raises KeyError for a file of an earlier version, which has no checksums.
+    """
+    expected = json.loads(file.metadata["checksums"])
+    return next(
+        (
+            name
+            for name, tensor in tensors.items()
+            if xxhash.xxh3_64_hexdigest(tensor.view(-1).view(torch.uint8).numpy().data) != expected[name]
+        ),
+        "",
+    )
 
 
-def _weights_in(file: TensorFile, ops: Ops) -> LeanWeights:
-    weights = LeanWeights()
+def _weights_in(file: TensorFile, tensors: Mapping[str, torch.Tensor], ops: Ops) -> LeanWeights:
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in file.map().items():
+    read_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith(ROTARY_PREFIX))
+    weights = LeanWeights(mapped_bytes=read_bytes)
+    for name, tensor in tensors.items():
         owner, _, part = name.partition("/")
         if part:
             parts.setdefault(owner, {})[part] = tensor
@@ -120,11 +149,12 @@ def _write(path: Path, key: PackedKey, entries: Iterator[tuple[str, Weight | tor
             sizes[name] = (entry.in_features, entry.out_features)
             for part, tensor in entry.tensors.items():
                 writer.add(f"{name}/{part}", tensor)
-        writer.finish({"key": key.digest, "sizes": json.dumps(sizes), "ops": key.ops_name})
+        checksums = json.dumps(writer.checksums, separators=(",", ":"))
+        writer.finish({"key": key.digest, "sizes": json.dumps(sizes), "ops": key.ops_name, "checksums": checksums})
         unfinished.replace(path)
     finally:
+        unfinished.unlink(missing_ok=True)  # before the file is closed, which fails again on a full disk
         writer.close()
-        unfinished.unlink(missing_ok=True)
 
 
 def _tidy(path: Path) -> None:

@@ -21,6 +21,8 @@ class LeanWeights:
     linears: dict[str, Weight] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Norms, float32, any offset added; embeddings, float32 or bfloat16; tables "rotary.{kind}.cos" and ".sin"."""
+    mapped_bytes: int = 0
+    """Bytes that are read from a file which processes share; 0: the weights are private."""
 
     def layer(self, index: int) -> LeanWeights:
         """Return the weights of one layer by their names in the layer."""

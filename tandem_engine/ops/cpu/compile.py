@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem_machine.folders import home_folder
+
 _SOURCES = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "c++", "clang++")
 # Products are fused only where the source requests it: equal bits from every compiler and every CPU with FMA.
@@ -43,24 +45,46 @@ class KernelsUnavailable(Exception):
 def compile_kernels(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> Path:
     """Return the shared library for this machine, compiled into `folder` if it is missing.
 
-    `folder` None: the user's cache (XDG_CACHE_HOME). Any number of processes may call at once. Raises
-    KernelsUnavailable.
+    `folder` None: the first of the user's folders that can be written. Any number of processes may call at once.
+    Raises KernelsUnavailable.
     """
     compiler = _compiler()
-    folder = folder or _user_cache()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_mode & stat.S_IWOTH:
-            raise KernelsUnavailable(f"{folder} is writable by everyone, and code is loaded from it; chmod o-w it")
-        library = folder / f"{_key(compiler, machine_flags)}.so"
-        if library.exists():
-            return library
-        with _lock(library.with_suffix(".lock")):
-            if not library.exists():
-                _compile(compiler, machine_flags, library)
-    except OSError as error:
-        raise KernelsUnavailable(f"cannot keep compiled kernels in {folder}: {error}") from error
+    failures = []
+    for candidate in [folder] if folder else _user_folders():
+        try:
+            return _library_in(candidate, compiler, machine_flags)
+        except OSError as error:
+            failures.append(f"cannot keep compiled kernels in {candidate}: {error}")
+    if not failures:
+        failures.append(f"user {os.getuid()} has no home folder to keep compiled kernels in")
+    raise KernelsUnavailable(f"{'; '.join(failures)}; set TANDEM_STATE_DIR to a folder that can be written")
+
+
+def _library_in(folder: Path, compiler: str, machine_flags: Sequence[str]) -> Path:
+    """Return the library in `folder`, compiled if it is missing; raises OSError if it cannot be kept there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_that_only_we_write(folder)
+    library = folder / f"{_key(compiler, machine_flags)}.so"
+    if library.exists():
+        return library
+    with _lock(library.with_suffix(".lock")):
+        if not library.exists():
+            _compile(compiler, machine_flags, library)
     return library
+
+
+def _check_that_only_we_write(folder: Path) -> None:
+    """Refuse a folder in which another user could have put a library, which would run as this user."""
+    status = folder.stat()
+    why = ""
+    if status.st_uid not in (os.getuid(), 0):
+        why = f"belongs to user {status.st_uid}, not to {os.getuid()} or root; remove it"
+    elif status.st_mode & stat.S_IWOTH:
+        why = "is writable by everyone; chmod o-w it"
+    elif status.st_mode & stat.S_IWGRP:
+        why = "is writable by its group; chmod g-w it"
+    if why:
+        raise KernelsUnavailable(f"code is loaded from {folder}, and it {why}")
 
 
 def sources_digest() -> str:
@@ -78,8 +102,13 @@ def _compiler() -> str:
     raise KernelsUnavailable(f"no C++ compiler found ({', '.join(_COMPILERS)} or $CXX); install one, such as g++")
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels"
+def _user_folders() -> list[Path]:
+    """Return where this user's kernels may be kept: the cache, then the state directory if one is named."""
+    home = home_folder()
+    cache = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else home and home / ".cache"
+    state = os.environ.get("TANDEM_STATE_DIR")
+    folders = [cache / "tandem" / "kernels"] if cache else []
+    return [*folders, Path(state) / "kernels"] if state else folders
 
 
 def _key(compiler: str, machine_flags: Sequence[str]) -> str:
@@ -102,15 +131,18 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="compiling-") as scratch:
         made = Path(scratch) / library.name
         source = str(_SOURCES / "kernels.cpp")
-        result = _run([compiler, *_FLAGS, *machine_flags, source, "-o", str(made)], seconds=_COMPILE_SECONDS)
+        command = [compiler, *_FLAGS, *machine_flags, source, "-o", str(made)]
+        result = _run(command, seconds=_COMPILE_SECONDS, temporary=scratch)
         if result.returncode != 0:
             raise KernelsUnavailable(f"{compiler} failed on the kernels: {result.stderr.strip()[-2000:]}")
         made.replace(library)
 
 
-def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], seconds: float, temporary: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command; `temporary`: its folder for temporary files, since the root file system may be read-only."""
+    environment = os.environ if temporary is None else {**os.environ, "TMPDIR": temporary}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"cannot run {command[0]}: {error}") from error
 

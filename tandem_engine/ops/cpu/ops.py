@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +20,19 @@ from tandem_engine.ops.sampling import RowSample, SamplingRow
 _MAX_QK_TRANSFORMS = 1024
 
 
-def load_cpu_ops(folder: Path | None = None, num_threads: int = 1, machine_flags: Sequence[str] = NATIVE) -> CpuOps:
+def load_cpu_ops(
+    folder: Path | None = None,
+    num_threads: int = 1,
+    machine_flags: Sequence[str] = NATIVE,
+    cores: Sequence[int] = (),
+) -> CpuOps:
     """Return the CPU's ops; the first call on a machine compiles them in some seconds.
 
-    `folder` keeps the compiled library; None: the user's cache. Raises KernelsUnavailable; the torch ops work without
-    a compiler.
+    `folder` keeps the compiled library; None: the user's cache. `cores`: see `set_num_threads`. Raises
+    KernelsUnavailable; the torch ops work without a compiler.
     """
     ops = CpuOps(load_library(folder, machine_flags))
-    ops.set_num_threads(num_threads)
+    ops.set_num_threads(num_threads, cores)
     return ops
 
 
@@ -57,18 +61,18 @@ class CpuOps:
     def kv_order(self) -> str:
         return "layer,(key:head,dim,token|value:head,token,dim)"
 
-    def set_num_threads(self, num_threads: int) -> None:
+    def set_num_threads(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         """Compute with `num_threads` threads, the caller's included, from now on.
 
-        The other threads are pinned to one core each if this process may use as many. Torch is set to one thread: its
-        threads would spin on the same cores between two of our ops.
+        With `cores`, one for each thread and the caller's first, the other threads are pinned to theirs. Torch is set
+        to one thread: its threads would spin on the same cores between two of our ops.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}, must be at least 1")
         torch.set_num_threads(1)
-        cores = sorted(os.sched_getaffinity(0))
-        pinned = cores[:num_threads] if 1 < num_threads <= len(cores) else []
-        self._library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(pinned))(*pinned), len(pinned))
+        if cores and len(cores) != num_threads:
+            raise ValueError(f"{len(cores)} cores for {num_threads} threads; give one each, or none")
+        self._library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuWeight:
         """Copy `weight` into tiles. Raises ValueError unless it is float32 or bfloat16."""

@@ -7,6 +7,7 @@ have no key: nothing is sampled from them.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from tandem_engine.scheduling.batch import SchedulerOutput
 from tandem_engine.scheduling.request import Request, Sampled
 
 Place = tuple[str, int]
+
+_COMPILE_STEPS = (0, 0, 1, 3, 10)
+"""Steps that the compilation of a grammar seems to take."""
 
 
 @dataclass(frozen=True)
@@ -102,21 +106,35 @@ class RecordingModel:
 class RecordingRunner:
     """Implements `Runner` by delegation; writes each sampled row into the journal."""
 
-    def __init__(self, runner: Runner, model: RecordingModel, journal: Journal) -> None:
+    def __init__(self, runner: Runner, model: RecordingModel, journal: Journal, rng: random.Random) -> None:
         self._runner = runner
         self._model = model
         self._journal = journal
+        self._rng = rng
+        self._num_steps = 0
+        self._ready_at: dict[str, int] = {}
+        """By request id: the step from which its grammar counts as compiled."""
 
     @property
     def generations(self) -> MutableSequence[int]:
         return self._runner.generations
 
     def prepare(self, request: Request) -> bool:
-        return self._runner.prepare(request)
+        """Start to compile a grammar; whether it is ready depends on a random number of steps, not on this machine.
+
+        A compiler's thread that gets no core would keep requests from sampling, and so from needing blocks.
+        """
+        is_ready = self._runner.prepare(request)
+        if request.sampling.grammar is None or request.num_generated_tokens > 0:
+            return is_ready
+        if request.request_id not in self._ready_at:
+            self._ready_at[request.request_id] = self._num_steps + self._rng.choice(_COMPILE_STEPS)
+        return self._num_steps >= self._ready_at[request.request_id]
 
     def execute(
         self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
     ) -> Mapping[str, Sequence[Sampled]]:
+        self._num_steps += 1
         sampled = self._runner.execute(output, kv_written)
         runs = [run for run in output.runs if run.samples]
         digests = iter(self._model.digests)

@@ -131,7 +131,8 @@ class Engine:
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks)
         masks = grammar_masks(stage.model.info, stage.model.ops)
-        runner = RecordingRunner(ModelRunner(model, stage.model.ops, self.cache, masks=masks), model, self.journal)
+        plain = ModelRunner(model, stage.model.ops, self.cache, masks=masks)
+        runner = RecordingRunner(plain, model, self.journal, stage.rng)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -143,7 +144,8 @@ class Engine:
             group_window=groups[-1].window if groups else None,
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
-        self.core = EngineCore(config, runner, lambda: int(self._time() * 1e9))
+        clock = lambda: int(self._time() * 1e9)  # noqa: E731
+        self.core = EngineCore(config, runner, clock, clock)
 
     def use_draft_model(self, *, is_alone: bool) -> None:
         """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""
@@ -202,6 +204,13 @@ class Engine:
             if output.is_last:
                 self.live.discard(output.request_id)
         return done, [*sealed, *done.sealed]
+
+    def preempt_some(self, share: float) -> None:
+        """Preempt a random share of the running requests, as a step does whose answers need their blocks."""
+        scheduler = self.core.scheduler
+        for request in scheduler._running.in_order():
+            if self._stage.rng.random() < share:
+                scheduler._preempt(request)
 
     def drain(self) -> None:
         while self.has_work:

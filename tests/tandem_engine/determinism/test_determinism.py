@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem_engine.execution.grammar.compiled import CompiledGrammars
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.models.loader import LoadedModel
 from tandem_engine.ops.base import KVPool, Step
-from tests.tandem_engine.determinism.stage import LEFT_OUT, MODELS, loaded
+from tests.tandem_engine.determinism.recording import Journal
+from tests.tandem_engine.determinism.request_specs import random_specs
+from tests.tandem_engine.determinism.stage import LEFT_OUT, MODELS, Stage, loaded
 from tests.tandem_engine.determinism.verdict import Line, compare_all, judge, table, totals
-from tests.tandem_engine.determinism.ways import Way, alone, in_batches, in_chunks
+from tests.tandem_engine.determinism.ways import Way, alone, in_batches, in_chunks, preempted
 
 _MODELS = ("demo", "qwen2", "mistral", "gemma2")
 _NUM_REQUESTS = 48
@@ -89,6 +92,25 @@ def test_keys_that_depend_on_a_prompts_chunks_are_noticed(tmp_path: Path) -> Non
 def test_a_way_that_no_request_went_proves_nothing(tmp_path: Path) -> None:
     _, line = _lines(loaded("llama", tmp_path), Way("preempted", alone, "preemptions"))
     assert not line.differences and not line.holds
+
+
+def test_the_steps_of_a_way_do_not_depend_on_the_time_that_a_grammar_takes_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load the compiler's thread got no core: requests waited for it and were not preempted."""
+    model = loaded("llama", tmp_path)
+    specs = random_specs(random.Random(3), 24, model.info.vocab_size, model.info.context_length)
+    assert any(spec.sampling.grammar for spec in specs)
+
+    def counters() -> dict[str, int]:
+        journal = Journal(frozenset(spec.request_id for spec in specs))
+        preempted(Stage(model, random.Random(3), journal), specs)
+        assert not journal.conflicts
+        return {name: count for name, count in journal.counters.items() if not name.endswith("_seconds")}
+
+    quick = counters()
+    monkeypatch.setattr(CompiledGrammars, "is_ready", lambda self, grammar: False)  # the thread never comes to it
+    assert counters() == quick and quick["requests_preempted"] > 0
 
 
 def test_batch_dependent_models_are_left_out_by_name(tmp_path: Path) -> None:

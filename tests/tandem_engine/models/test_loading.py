@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -27,12 +30,14 @@ from transformers import (
 
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
-from tandem_engine.execution.pool_size import choose_num_blocks, free_host_bytes
+from tandem_engine.execution.pool_size import choose_num_blocks
 from tandem_engine.models.checkpoint import find_checkpoint
 from tandem_engine.models.digest import DigestCache
 from tandem_engine.models.loader import load_model
+from tandem_engine.models.placement import choose_device
 from tandem_engine.models.support import check_config, check_model_class, context_length
 from tandem_engine.settings import EngineConfig
+from tandem_machine.memory import Memory, usable_memory
 
 MakeCheckpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -231,6 +236,29 @@ def test_digests_are_of_contents_and_computed_once_per_file(tmp_path: Path) -> N
     assert not [path for path in state.iterdir() if path.name != "digests.json"]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_digests_that_cannot_be_kept_are_a_sentence_and_leave_no_files(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    file, state, sentences = tmp_path / "w.safetensors", tmp_path / "state", list[str]()
+    file.write_bytes(b"weights")
+    monkeypatch.setattr("tandem_engine.models.digest.json.dump", refuse)
+    assert DigestCache(state, sentences.append).digest([file]) == DigestCache(None).digest([file])
+    assert list(state.iterdir()) == []
+    (sentence,) = sentences
+    assert os.strerror(number) in sentence and "computed again at the next start" in sentence
+
+
+def test_a_state_directory_that_cannot_be_made_costs_only_time(tmp_path: Path) -> None:
+    file, sentences = tmp_path / "w.safetensors", list[str]()
+    file.write_bytes(b"weights")
+    assert DigestCache(file / "state", sentences.append).digest([file]) == DigestCache(None).digest([file])
+    assert len(sentences) == 1
+
+
 def test_without_a_folder_a_file_is_read_once_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
 
@@ -262,6 +290,58 @@ def test_the_pool_is_sized_as_told_or_by_free_memory() -> None:
     assert choose_num_blocks(EngineConfig("m", kv_memory_bytes=10 * size + 1), geometry, 512, CPU) == 10
     assert choose_num_blocks(base, geometry, 512, CPU) == 4 * 512 // 16, "no more than four full contexts"
     huge = choose_num_blocks(base, geometry, 10**9, CPU)
-    assert huge * size <= min(2 << 30, 0.21 * free_host_bytes())
+    assert huge * size <= 0.21 * usable_memory().available_bytes
     with pytest.raises(ModelUnusable, match="--kv-memory-bytes"):
         choose_num_blocks(EngineConfig("m", kv_memory_bytes=size - 1), geometry, 512, CPU)
+
+
+def test_the_pool_of_a_small_model_is_small_however_large_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, base = KVGeometry(6, 4, 32, 16, torch.float32), EngineConfig("m")
+    size, terabyte = geometry.bytes_per_block, Memory(1 << 40, 1 << 40)
+    monkeypatch.setattr("tandem_engine.execution.pool_size.usable_memory", lambda: terabyte)
+
+    def pool_bytes(config: EngineConfig, weight_bytes: int, context_length: int = 2048) -> int:
+        return size * choose_num_blocks(config, geometry, context_length, CPU, weight_bytes=weight_bytes)
+
+    # 1. Three times the weights, or 32 MiB; more only for one longest request.
+    assert pool_bytes(base, 12_000_000) == 36_000_000 // size * size
+    assert pool_bytes(base, 1_000) == (32 << 20) // size * size
+    assert pool_bytes(base, 1_000, context_length=8192) == 8192 // 16 * size
+    # 2. A large model takes a fifth of the machine, beyond 2 GiB.
+    assert pool_bytes(base, 100 << 30, context_length=1 << 20) == (1 << 40) // 5 // size * size
+    # 3. What is configured wins, and a limit is one.
+    assert pool_bytes(EngineConfig("m", kv_memory_bytes=10 * size), 11_000_000) == 10 * size
+    assert pool_bytes(EngineConfig("m", kv_memory_limit_bytes=20 * size), 11_000_000) == 20 * size
+
+
+def test_a_cuda_device_is_named_by_its_number() -> None:
+    assert EngineConfig("m", device="cuda:3").device == "cuda:3"
+    with pytest.raises(ValueError, match="device is 'gpu', must be auto, cpu, cuda or cuda:N"):
+        EngineConfig("m", device="gpu")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(EngineConfig("m", device="cuda:1")), type=EngineConfig)
+
+
+def test_a_cuda_device_that_the_machine_lacks_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelUnusable, match="--device cuda:1, but torch finds no CUDA device"):
+        choose_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ModelUnusable, match="--device cuda:2, but torch finds 2 CUDA devices; the first is cuda:0"):
+        choose_device("cuda:2")
+
+
+def test_the_mapped_bytes_are_those_that_are_read_from_the_packed_file(folder: Path, tmp_path: Path) -> None:
+    """Weights of float16 are kept in float32: the checkpoint's size is half of what is mapped."""
+    halves = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(halves, folder / "model.safetensors", {"format": "pt"})
+    loaded = _load(folder, state_dir=str(tmp_path / "state"))
+    (packed,) = (tmp_path / "state" / "packed").glob("*.safetensors")
+    num_checkpoint_bytes = sum(tensor.nbytes for tensor in halves.values())
+    assert 2 * num_checkpoint_bytes <= loaded.mapped_bytes <= packed.stat().st_size
+    assert _load(folder).mapped_bytes == 0, "without a state directory they are private"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "packed").write_text("no folder")
+    assert _load(folder, state_dir=str(tmp_path / "other")).mapped_bytes == 0, "they could not be kept"

@@ -159,6 +159,23 @@ def test_mixtures_are_served_by_way_of_transformers(
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+def test_classes_name_the_vectors_of_torch_where_torch_computes(tmp_path: Path) -> None:
+    """Its exp differs between AVX2 and AVX-512, so the shares of a mixture's experts do."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    mixture = MixtralConfig(**_SHAPE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None)
+    classes = {}
+    for name, config, route in (
+        ("mixture", mixture, "lean"),
+        ("plain", LlamaConfig(**_SHAPE), "lean"),
+        ("compatibility", LlamaConfig(**_SHAPE), "transformers"),
+    ):
+        (tmp_path / name).mkdir()
+        values: dict[str, Any] = {"route": route, "num_threads": 1, "num_kv_blocks": 8, "device": "cpu"}
+        loaded = load_model(EngineConfig(str(made(tmp_path / name, config)), **values), lambda *_: None)
+        classes[name] = loaded.info.numerics_class.split("/")[1]
+    assert classes == {"mixture": f"cpu-{capability}", "plain": "cpu", "compatibility": f"cpu-{capability}"}
+
+
 @kernels
 def test_the_compatibility_route_is_batch_dependent_and_speculates_on_nothing(kernels: Any, tmp_path: Path) -> None:
     folder = made(tmp_path, LlamaConfig(**_SHAPE))

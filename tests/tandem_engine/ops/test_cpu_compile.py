@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 
 from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
 from tandem_engine.ops.cpu.compile import compile_kernels
+from tests.tandem_runtime.test_paths_and_identity import no_home
 
 COMPILER = """#!/bin/sh
 case "$1" in --version) echo "imitation 1.0"; exit 0;; esac
@@ -50,6 +52,14 @@ def test_other_flags_make_another_library(tmp_path: Path, monkeypatch: pytest.Mo
     assert compile_kernels(tmp_path / "c", ["-march=a"]) != compile_kernels(tmp_path / "c", ["-march=b"])
 
 
+def test_a_compiler_needs_no_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a read-only root there is none: the scratch folder beside the library takes its temporary files."""
+    said = tmp_path / "said"
+    _compiler(tmp_path, monkeypatch, COMPILER.format(log=tmp_path / "log") + f'echo "$TMPDIR" > "{said}"\n')
+    compile_kernels(tmp_path / "cache")
+    assert Path(said.read_text().strip()).parent == tmp_path / "cache"
+
+
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _compiler(tmp_path, monkeypatch, FAILING)
     with pytest.raises(KernelsUnavailable, match="no such flag"):
@@ -71,6 +81,43 @@ def test_a_folder_that_anyone_may_write_is_refused(tmp_path: Path, monkeypatch: 
     cache.chmod(0o777)
     with pytest.raises(KernelsUnavailable, match="writable by everyone"):
         compile_kernels(cache)
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "said"),
+    [(65_534, 0o700, "belongs to user 65534"), (os.getuid(), 0o775, "writable by its group")],
+)
+def test_a_library_that_another_user_may_have_planted_is_not_loaded(
+    owner: int, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.getuid() and owner != os.getuid():
+        pytest.skip("only root gives files away")
+    _compiler(tmp_path, monkeypatch, COMPILER.format(log=tmp_path / "log"))
+    planted = compile_kernels(tmp_path / "cache")
+    os.chown(tmp_path / "cache", owner, -1)
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(KernelsUnavailable, match=said):
+        compile_kernels(tmp_path / "cache")
+    assert planted.exists()
+
+
+def test_kernels_are_kept_where_the_user_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(tmp_path, monkeypatch, COMPILER.format(log=tmp_path / "log"))
+    no_home(monkeypatch)
+    for name in ("XDG_CACHE_HOME", "TANDEM_STATE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    # 1. No home and nothing else: the error names what to set.
+    with pytest.raises(KernelsUnavailable, match=r"no home folder.*set TANDEM_STATE_DIR"):
+        compile_kernels()
+    # 2. The state directory, also if the home folder cannot be written.
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "state"))
+    assert compile_kernels().parent == tmp_path / "state" / "kernels"
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert compile_kernels().parent == tmp_path / "state" / "kernels"
+    # 3. The home folder where there is one.
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compile_kernels().parent == tmp_path / "home" / ".cache" / "tandem" / "kernels"
 
 
 def test_a_file_that_is_no_library_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

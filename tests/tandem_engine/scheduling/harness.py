@@ -46,6 +46,8 @@ class FakeRunner:
         self.generations = array("Q", bytes(8 * num_blocks))
         self.steps: list[list[tuple[str, int, int]]] = []
         self.imported: list[tuple[int, int]] = []
+        self.copy_seconds = 0.0
+        """Simulated time of one block's copy."""
         self.regions: dict[str, int] = {}
         self.stop_positions: set[int] = set()
         self.breaks_with: Exception | None = None
@@ -81,6 +83,7 @@ class FakeRunner:
             if extent.slot in self.stale_slots:
                 raise RegionError(f"slot {extent.slot} of {extent.region_id} was handed out again")
             self.imported.append((extent.slot, block))
+            self.seconds += self.copy_seconds
             self._kv[block] = list(self.remote.get(extent.slot, [None] * 4))
         return sum(extent.num_bytes for extent in extents)
 
@@ -148,6 +151,7 @@ class EngineHarness:
         max_num_seqs: int = 8,
         max_num_waiting: int = 8,
         max_prefill_tokens_with_decodes: int = 64,
+        max_prefill_context_with_decodes: int = 1 << 20,
         window: int | None = None,
         num_window_groups: int | None = None,
         group_window: int | None = None,
@@ -159,6 +163,7 @@ class EngineHarness:
 
         With `max_draft_tokens` answers have drafts, from `drafter` alone if it is given.
         """
+        self.clock_error_seconds = 0.0
         self.runner = FakeRunner(num_blocks, window, group_window)
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -169,6 +174,7 @@ class EngineHarness:
             max_num_seqs=max_num_seqs,
             max_num_waiting=max_num_waiting,
             max_prefill_tokens_with_decodes=max_prefill_tokens_with_decodes,
+            max_prefill_context_with_decodes=max_prefill_context_with_decodes,
             window=window,
             max_draft_tokens=max_draft_tokens,
             num_window_groups=num_window_groups,
@@ -179,7 +185,8 @@ class EngineHarness:
         else:
             runner = self.runner
             runner.step_seconds = step_seconds
-            self.core = EngineCore(config, runner, lambda: 1 + int(runner.seconds * 1e9))
+            wall = lambda: 1 + int((runner.seconds + self.clock_error_seconds) * 1e9)  # noqa: E731
+            self.core = EngineCore(config, runner, wall, lambda: 1 + int(runner.seconds * 1e9))
         self.pool = self.core.scheduler.pool
         if drafter is not None:
             self.core.scheduler.speculator.use([drafter])
@@ -263,12 +270,12 @@ def slab(request_id: str, first_block: int, slots: Sequence[int], slab_index: in
     return ImportSlab(request_id, slab_index, first_block, [extent(slot) for slot in slots], group)
 
 
-def extent(slot: int) -> ExtentRef:
-    return ExtentRef("prefill", slot * 100, 100, slot, 1)
+def extent(slot: int, num_bytes: int = 100) -> ExtentRef:
+    return ExtentRef("prefill", slot * num_bytes, num_bytes, slot, 1)
 
 
 def tokens_of(outputs: Sequence[RequestOutput], request_id: str) -> list[int]:
     return [token for output in outputs if output.request_id == request_id for token in output.token_ids]
 
 
-__all__ = ["ROOT", "STOP", "EngineHarness", "FakeRunner", "RequestsFailed", "kv_of", "slab", "tokens_of"]
+__all__ = ["ROOT", "STOP", "EngineHarness", "FakeRunner", "RequestsFailed", "extent", "kv_of", "slab", "tokens_of"]

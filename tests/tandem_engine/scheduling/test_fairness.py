@@ -117,7 +117,7 @@ def test_decode_requests_beyond_the_seats_get_them_by_key() -> None:
         harness.add(name, [1, 2, 3], mode="decode", max_tokens=4, fairness_key=name[0])
         harness.core.handle(slab(name, 0, [20]))
         harness.core.handle(StartDecode(name, [1003]))
-    assert order_of_starts(harness) == ["a0", "a1", "b0", "a2", "a3"]
+    assert order_of_starts(harness) == ["a0", "a1", "a2", "b0", "a3"]  # a2 and b0 in one step
     for name in ("a0", "a1", "b0", "a2", "a3"):  # who has a seat keeps it
         steps = [index for index, step in enumerate(harness.runner.steps) if name in {run[0] for run in step}]
         assert len(steps) == 3 == steps[-1] - steps[0] + 1
@@ -210,6 +210,17 @@ def test_a_lower_class_gets_a_turn_now_and_then() -> None:
     assert starts["lowest"] <= AGEING_SECONDS + 6
     assert starts["low 0"] + AGEING_SECONDS <= starts["low 1"] <= 2 * AGEING_SECONDS + 10
     assert len(harness.runner.steps) == 40
+
+
+@pytest.mark.parametrize("jump_seconds", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_moves_no_turn(jump_seconds: float) -> None:
+    harness = one_seat()
+    harness.add("low", [1], max_tokens=1, priority=-1)
+    endless(harness, 0, 2)
+    harness.clock_error_seconds = jump_seconds
+    endless(harness, 0, 20)
+    start = next(index for index, step in enumerate(harness.runner.steps) if "low" in {run[0] for run in step})
+    assert AGEING_SECONDS <= start <= AGEING_SECONDS + 5
 
 
 @pytest.mark.parametrize("priority", [1, -1])

@@ -62,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_draft_tokens=st.sampled_from([0, 1, 5]),
         num_window_groups=st.integers(0, 2),
         context_length=st.sampled_from([SHORT, LONG]),
+        copy_seconds=st.sampled_from([0.0, 0.011]),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_window_groups: int,
         context_length: int,
         max_draft_tokens: int,
+        copy_seconds: float,
     ) -> None:
         self.context_length = context_length
         self.num_groups = 1 + (num_window_groups if window else 0)
@@ -92,6 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
             drafter=Drafting(lambda position: self.token_at(position)),
         )
         self.harness.runner.stop_positions = {17}
+        self.harness.runner.copy_seconds = copy_seconds  # of a block: a load takes several steps, or none
         self.alive: dict[str, Expected] = {}
         self.num_added = 0
         self.num_slots = 0
@@ -185,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
             for index in range(first_of_windows if group else 0, min(num_blocks, len(kv) // 4)):
                 self.num_slots += 1
                 self.harness.runner.remote[self.num_slots] = kv[4 * index : 4 * index + 4]
-                prefix.append(PrefixBlock(index, extent(self.num_slots), group))
+                prefix.append(PrefixBlock(index, extent(self.num_slots, 4 << 20), group))
         return prefix
 
     @rule(name=requests, seconds=st.integers(1, 6))

@@ -23,7 +23,7 @@ def harness_of(chunk: int, num_blocks: int = 1024) -> EngineHarness:
 
 def prefill_tokens_beside_answers(harness: EngineHarness) -> list[int]:
     """Run to the end; return the prompt tokens of each step that had both answers and prompts."""
-    chunks = []
+    chunks: list[int] = []
     while harness.core.has_work():
         harness.step()
         runs = harness.last_runs()
@@ -40,6 +40,38 @@ def test_a_prompt_beside_answers_is_cut_to_chunks() -> None:
     harness.step()
     harness.add("p", list(range(400)), max_tokens=1)
     assert prefill_tokens_beside_answers(harness) == [64] * 6 + [16]
+    harness.assert_nothing_is_left()
+
+
+def test_behind_a_long_context_chunks_beside_answers_are_smaller() -> None:
+    harness = EngineHarness(
+        1024, context_length=1024, max_num_batched_tokens=1024, max_prefill_context_with_decodes=64 * 128
+    )
+    harness.add("a", [1, 2, 3], max_tokens=200)
+    harness.step()
+    harness.add("p", list(range(800)), max_tokens=1)
+    chunks: list[tuple[int, int]] = []
+    while len(chunks) < 3 or chunks[-1][1] < 800:
+        harness.step()
+        chunks += [(first, first + number) for name, first, number in harness.last_runs() if name == "p"]
+    assert chunks[:3] == [(0, 64), (64, 128), (128, 170)]
+    assert all((end - first) * end <= 64 * 128 for first, end in chunks)
+    assert all(end - first <= 64 and 2 * (end - first) * (end + 64) >= 64 * 128 for first, end in chunks[1:-1])
+    harness.run()
+    harness.assert_nothing_is_left()
+
+
+def test_a_prompt_goes_on_token_by_token_where_its_context_is_beyond_the_limit() -> None:
+    harness = EngineHarness(1024, context_length=1024, max_num_batched_tokens=64, max_prefill_context_with_decodes=16)
+    harness.add("p", list(range(80)), max_tokens=2)
+    harness.step()
+    harness.add("a", [1], max_tokens=40)
+    harness.add("b", [1], max_tokens=40)
+    outputs = harness.run()
+    assert tokens_of(outputs, "p") == [1080, 1081]
+    assert harness.runner.steps[1] != [("a", 0, 1)]
+    beside = [sum(n for name, first, n in step if first == 0 or name == "p") for step in harness.runner.steps[2:]]
+    assert max(beside) <= 16
     harness.assert_nothing_is_left()
 
 
@@ -92,6 +124,8 @@ def test_a_preempted_answer_makes_room_in_the_chunk_again() -> None:
 def test_the_setting_is_at_least_one_and_64_by_default() -> None:
     assert EngineConfig("m").max_prefill_tokens_with_decodes == 64
     assert SchedulerConfig(1, 4, 8, 9).max_prefill_tokens_with_decodes == 64
+    assert EngineConfig("m").max_prefill_context_with_decodes == 64 * 16_384
+    assert SchedulerConfig(1, 4, 8, 9).max_prefill_context_with_decodes == 64 * 16_384
     with pytest.raises(ValueError, match="max_prefill_tokens_with_decodes is 0, must be at least 1"):
         EngineConfig("m", max_prefill_tokens_with_decodes=0)
 

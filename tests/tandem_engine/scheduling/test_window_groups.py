@@ -192,19 +192,27 @@ def test_a_slab_of_a_group_that_the_model_has_not_is_refused() -> None:
     harness.assert_nothing_is_left()
 
 
-def test_a_decode_that_lost_its_windows_waits_for_no_seat_and_stops_no_newcomer() -> None:
+def test_a_decode_that_lost_its_windows_has_its_turn_and_stops_no_newcomer() -> None:
     harness = EngineHarness(num_blocks=400, max_num_seqs=2, num_window_groups=1, group_window=5)
+
+    def start(name: str) -> None:
+        harness.add(name, PROMPT, mode="decode", max_tokens=10, root=ROOT)
+        import_prompt(harness, 5, range(2), name)
+        harness.core.handle(StartDecode(name, [1024]))
+
     for number in range(5):
-        harness.add(f"d{number}", PROMPT, mode="decode", max_tokens=100, root=ROOT)
-        import_prompt(harness, 5, range(2), f"d{number}")
-        harness.core.handle(StartDecode(f"d{number}", [1024]))
+        start(f"d{number}")
     harness.add("lost", PROMPT, mode="decode", max_tokens=4)
     harness.core.handle(Recompute("lost"))
     (reserved,) = harness.add("new", PROMPT, mode="decode", max_tokens=4)
     assert isinstance(reserved, Reserved)
-    for _ in range(20):
-        harness.step()
-    assert "lost" not in harness.core.scheduler._requests, "it has been answered, although five others run"
+    harness.core.scheduler.abort("new")
+    for number in range(5, 9):
+        start(f"d{number}")
+    harness.run()
+    starts = list(dict.fromkeys(name for step in harness.runner.steps for name, _, _ in step))
+    assert starts == ["d0", "d1", "d2", "d3", "d4", "lost", "d5", "d6", "d7", "d8"]
+    harness.assert_nothing_is_left()
 
 
 def test_a_prompt_that_would_lack_blocks_half_way_is_not_begun() -> None:

@@ -144,6 +144,9 @@ class ThreadPool {
     for (int i = 0; i < num_threads; i++) {
       std::atomic<uint64_t>& next = tickets_[(thread + i) % num_threads].next;
       for (;;) {
+        // A load first: a row that is used up costs no write to a line that all threads share.
+        const uint64_t seen = next.load(std::memory_order_acquire);
+        if ((uint32_t)seen >= seen >> 32) break;
         const uint64_t ticket = next.fetch_add(1, std::memory_order_acq_rel);
         const uint32_t index = (uint32_t)ticket, end = ticket >> 32;
         if (index >= end) break;

@@ -22,7 +22,7 @@ from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.load import LeanRequest, load_decoder
 from tandem_engine.models.lean.packed_weights import PackedKey, PackedWeightsCache
 from tandem_engine.models.lean.registry import FAMILIES
-from tandem_engine.models.lean.tensor_file import ALIGNMENT
+from tandem_engine.models.lean.tensor_file import ALIGNMENT, TensorFile, TensorFileWriter
 from tandem_engine.ops.base import Ops, Weight
 from tandem_engine.ops.torch_ops import TorchOps
 from tests.tandem_engine.models.lean.kinds import NUM_POSITIONS
@@ -109,6 +109,34 @@ def test_a_damaged_file_is_written_anew(damage: str, make_kind: MakeKind, tmp_pa
     assert file.read_bytes() == content
 
 
+def test_a_flipped_bit_is_found_when_asked_for(make_kind: MakeKind, tmp_path: Path) -> None:
+    folder = make_kind("llama2")
+    expected = _logits(_load(folder, tmp_path, TorchOps(), is_verified=True))
+    file, reports = _file(tmp_path), list[str]()
+    content = file.read_bytes()
+    gc.collect()
+    place = TensorFile(file).places["final_norm"].start
+    file.unlink()  # a decoder that maps it must not see the damage
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    # 1. Nobody asks: the file is mapped as it is.
+    _load(folder, tmp_path, TorchOps(), reports)
+    assert reports == [] and file.read_bytes() != content
+    # 2. Asked for: it is named and written again.
+    assert torch.equal(_logits(_load(folder, tmp_path, TorchOps(), reports, is_verified=True)), expected)
+    assert "is damaged in " in reports[0] and file.read_bytes() == content
+
+
+def test_a_file_of_an_earlier_version_is_written_again_when_asked_for(make_kind: MakeKind, tmp_path: Path) -> None:
+    folder = make_kind("llama2")
+    _load(folder, tmp_path, TorchOps())
+    file = _file(tmp_path)
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content.replace(b'"checksums"', b'"elsewhere"'))
+    _load(folder, tmp_path, TorchOps(), is_verified=True)
+    assert file.read_bytes() == content
+
+
 def test_what_a_dead_worker_left_unfinished_is_not_used_and_goes(make_kind: MakeKind, tmp_path: Path) -> None:
     folder = make_kind("llama2")
     _load(folder, tmp_path, TorchOps())
@@ -150,7 +178,12 @@ def test_a_state_directory_that_cannot_be_written_costs_the_sharing_alone(make_k
     assert torch.equal(_logits(decoder), _logits(_load(make_kind("llama2"), None, TorchOps())))
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(writer: TensorFileWriter) -> None:
+        raise OSError("no space left on device for the buffered bytes either")
+
+    monkeypatch.setattr(TensorFileWriter, "close", close)
+
     def entries() -> Iterator[tuple[str, Weight | torch.Tensor]]:
         yield "head", TorchOps().pack(torch.ones(4, 4))
         raise OSError("no space left on device")
@@ -266,3 +299,24 @@ def test_workers_that_start_at_once_share_the_pages_of_one_file(make_kind: MakeK
     for mapping in mappings:
         assert mapping["Private_Dirty"] == 0
         assert mapping["Pss"] < 0.5 * mapping["Rss"], "pages are counted to all who share them"
+
+
+def test_rotary_tables_are_read_only_as_far_as_positions_occur(tmp_path: Path) -> None:
+    writer = TensorFileWriter(tmp_path / "f.safetensors", ALIGNMENT * 64)
+    for name in ("rotary..cos", "rotary..sin"):
+        writer.add(name, torch.ones(64, 1 << 18))  # 64 MiB
+    writer.add("weight", torch.ones(8, 1 << 18))
+    writer.finish({})
+    writer.close()
+    tensors = TensorFile(tmp_path / "f.safetensors").map(lazy_prefix="rotary.")
+    assert _resident_mb(tmp_path / "f.safetensors") <= 16
+    assert tensors["rotary..sin"].sum() == 64 << 18
+    assert _resident_mb(tmp_path / "f.safetensors") >= 64
+
+
+def _resident_mb(path: Path) -> float:
+    """Return how much of a file is mapped into this process and in memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begins = [index for index, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [next(line for line in lines[index:] if line.startswith("Rss:")) for index in begins]
+    return sum(int(line.split()[1]) for line in sizes) / 1024

@@ -1,0 +1,199 @@
+"""Tests that on a decode worker every class of every kind of request has its turn, whatever else comes without end.
+
+The kinds: `local`, a prompt that this worker reads itself; `migrated`, an answer that began elsewhere; `handed`, a
+prompt whose blocks come from prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+import pytest
+
+from tandem_engine.messages import Refused, Reserved, StartDecode
+from tandem_engine.scheduling.waiting_queue import AGEING_SECONDS
+from tests.tandem_engine.scheduling.harness import EngineHarness, slab
+
+STEP_SECONDS = 0.25
+Kind = Literal["local", "migrated", "handed"]
+KINDS: tuple[Kind, ...] = ("local", "migrated", "handed")
+
+
+@dataclass
+class Client:
+    """One request; a hand-over is offered again in every step until the worker accepts it."""
+
+    name: str
+    kind: Kind
+    priority: int
+    num_tokens: int
+    max_tokens: int
+    arrived: float
+    num_offers: int = 0
+
+
+class Worker:
+    """A decode worker and the gateways before it, one for each class; every step takes a quarter of a second."""
+
+    def __init__(self, num_blocks: int, num_seqs: int) -> None:
+        self.harness = EngineHarness(
+            num_blocks,
+            context_length=1024,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=1024,
+            max_num_waiting=1024,
+            max_prefill_tokens_with_decodes=32,
+            step_seconds=lambda output: STEP_SECONDS,
+        )
+        self.started: dict[str, float] = {}
+        """When each request was first in a step."""
+        self._clients: dict[str, Client] = {}
+        self._offered: list[Client] = []
+        self._numbers = count()
+
+    @property
+    def now(self) -> float:
+        return self.harness.runner.seconds
+
+    def send(self, kind: Kind, priority: int = 0, num_tokens: int = 8, max_tokens: int = 4) -> str:
+        client = Client(f"{kind}-{next(self._numbers)}", kind, priority, num_tokens, max_tokens, self.now)
+        self._clients[client.name] = client
+        if kind == "handed":
+            self._offered.append(client)
+        else:
+            prompt = [1] * num_tokens
+            num_prompt_tokens = num_tokens if kind == "local" else max(1, num_tokens - 2)
+            (event,) = self.harness.add(
+                client.name, prompt, max_tokens=max_tokens + 2, priority=priority, num_prompt_tokens=num_prompt_tokens
+            )
+            assert isinstance(event, Reserved)
+        return client.name
+
+    def num_waiting(self, kind: Kind, priority: int) -> int:
+        """Count the requests of a class that were sent and have not been in a step."""
+        return sum((client.kind, client.priority) == (kind, priority) for client in self.waiting)
+
+    @property
+    def waiting(self) -> Iterable[Client]:
+        return [client for name, client in self._clients.items() if name not in self.started]
+
+    def step(self) -> None:
+        self._offer()
+        if not self.harness.core.has_work():
+            self.harness.runner.seconds += STEP_SECONDS
+            return
+        num_steps = len(self.harness.runner.steps)
+        now = self.now
+        self.harness.step()
+        if len(self.harness.runner.steps) == num_steps:  # nothing could run: time passes nevertheless
+            self.harness.runner.seconds += STEP_SECONDS
+            return
+        for name, _, _ in self.harness.last_runs():
+            self.started.setdefault(name, now)
+
+    def _offer(self) -> None:
+        """Offer the first hand-over of each class; the next one too, once that is accepted."""
+        refused: set[int] = set()
+        for client in list(self._offered):
+            if client.priority in refused:
+                continue
+            if self._is_accepted(client):
+                self._offered.remove(client)
+            else:
+                refused.add(client.priority)
+
+    def _is_accepted(self, client: Client) -> bool:
+        client.num_offers += 1
+        prompt, request_id = [1] * client.num_tokens, f"{client.name}"
+        (event,) = self.harness.add(
+            request_id, prompt, mode="decode", max_tokens=client.max_tokens, priority=client.priority
+        )
+        if isinstance(event, Refused):
+            assert event.reason == "kv_full", event.message
+            return False
+        self.harness.core.handle(slab(request_id, 0, range(-(-client.num_tokens // 4))))
+        self.harness.core.handle(StartDecode(request_id, [1000 + client.num_tokens]))
+        return True
+
+
+def flood(worker: Worker, kind: Kind, priority: int, num_tokens: int = 8, max_tokens: int = 4, depth: int = 2) -> None:
+    """Take a step in which `depth` requests of a class wait."""
+    while worker.num_waiting(kind, priority) < depth:
+        worker.send(kind, priority, num_tokens, max_tokens)
+    worker.step()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_seqs"), [(200, 64), (4000, 8)], ids=["few blocks", "few seats"])
+@pytest.mark.parametrize("priority", [5, 0, -5])
+def test_a_long_prompt_has_its_turn_while_hand_overs_come_without_end(
+    num_blocks: int, num_seqs: int, priority: int
+) -> None:
+    worker = Worker(num_blocks, num_seqs)
+    for number in range(40):  # they end one by one
+        flood(worker, "handed", 0, num_tokens=48, max_tokens=12 + number % 9, depth=1 if num_seqs > 8 else 6)
+    name = worker.send("local", priority, num_tokens=400)
+    since = worker.now
+    for number in range(100):
+        flood(worker, "handed", 0, num_tokens=48, max_tokens=12 + number % 9, depth=6)
+    assert name in worker.started
+    assert worker.started[name] - since <= AGEING_SECONDS + 20 * STEP_SECONDS + 1
+
+
+@pytest.mark.parametrize("others", KINDS)
+@pytest.mark.parametrize("priority", [0, -5])
+def test_a_long_hand_over_has_its_turn_while_others_come_without_end(others: Kind, priority: int) -> None:
+    worker = Worker(num_blocks=60, num_seqs=64)
+    for _ in range(20):
+        flood(worker, others, 1, num_tokens=12, max_tokens=6, depth=8)
+    name = worker.send("handed", priority, num_tokens=160)
+    since = worker.now
+    for _ in range(100):
+        flood(worker, others, 1, num_tokens=12, max_tokens=6, depth=8)
+    assert name in worker.started
+    assert worker.started[name] - since <= AGEING_SECONDS + 12 * STEP_SECONDS + 1
+
+
+def test_an_answer_of_a_lower_class_has_a_seat_while_higher_ones_come_without_end() -> None:
+    worker = Worker(num_blocks=400, num_seqs=2)
+    for _ in range(4):
+        flood(worker, "handed", 3, depth=8)
+    names = [worker.send("handed", 0) for _ in range(2)]
+    since = worker.now
+    for _ in range(100):
+        flood(worker, "handed", 3, depth=8)
+    assert [worker.started[name] - since for name in names] == [
+        pytest.approx(turn * AGEING_SECONDS, abs=4 * STEP_SECONDS) for turn in (1, 2)
+    ]
+
+
+def test_an_answer_of_a_higher_class_takes_a_seat_at_once_and_gives_it_back() -> None:
+    worker = Worker(num_blocks=400, num_seqs=2)
+    low = [worker.send("handed", 0, max_tokens=40) for _ in range(2)]
+    worker.step()
+    high = worker.send("handed", 3, max_tokens=4)
+    for _ in range(60):
+        worker.step()
+    steps = [{name for name, _, _ in step} for step in worker.harness.runner.steps]
+    assert steps[0] == set(low)
+    assert steps[1:4] == [{low[0], high}] * 3
+    assert steps[4] == set(low)
+    worker.harness.assert_nothing_is_left()
+
+
+def test_a_hand_over_that_is_not_offered_again_holds_nobody_back() -> None:
+    worker = Worker(num_blocks=60, num_seqs=64)
+    worker.harness.add("its blocks do not come", [1] * 100, mode="decode")
+    worker.send("handed", num_tokens=160)
+    while not worker.harness.core.is_held():  # its turn has come, and everything else has ended
+        flood(worker, "local", 0, num_tokens=8, max_tokens=4)
+    assert worker.now <= AGEING_SECONDS + 10 * STEP_SECONDS
+    worker.step()
+    assert not worker.harness.core.has_work()
+    worker.harness.runner.seconds += 1.5
+    assert worker.harness.core.has_work(), "nobody offers it: the queue goes on without a command"
+    worker.harness.run()
+    worker.harness.core.scheduler.abort("its blocks do not come")
+    worker.harness.assert_nothing_is_left()

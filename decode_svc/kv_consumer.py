@@ -8,6 +8,7 @@ same, since a token is a pure function of its request, but later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from decode_svc.kv_pull import KVPull, SlabCopier
@@ -121,7 +122,7 @@ class KVConsumer(KVConnector):
             reader_id=request.submit.request_id,
             kv_address=self._link.address,
             num_bytes=prompt_bytes(self._layout, handle.num_tokens),
-            deadline_unix_ms=request.submit.deadline_unix_ms,
+            deadline_unix_ms=request.deadline_unix_ms,
         )
 
     async def wait_drained(self) -> None:
@@ -171,13 +172,19 @@ class KVConsumer(KVConnector):
     def _release(self, request: ActiveRequest, pull: KVPull, *, has_failed: bool) -> None:
         self._release_tasks.spawn(self._release_when_copied(request, pull, has_failed))
 
+    async def _wait_copied(self, request: ActiveRequest, pull: KVPull) -> None:
+        """Wait for the engine's copies, twice: a process that slept through the first timeout has answers waiting."""
+        for _ in range(2):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(1.0, request.seconds_left)):
+                    await pull.wait_copied()
+                    return
+        log.error("kv_copy_timed_out", request_id=request.submit.request_id)
+
     async def _release_when_copied(self, request: ActiveRequest, pull: KVPull, has_failed: bool) -> None:
         """Release our lease of the handle once our engine no longer reads it; other choices may still read."""
         try:
-            async with asyncio.timeout(max(1.0, request.seconds_left)):
-                await pull.wait_copied()
-        except TimeoutError:
-            log.error("kv_copy_timed_out", request_id=request.submit.request_id)
+            await self._wait_copied(request, pull)
         except KvCorrupt as error:  # the engine computes those blocks itself
             if not has_failed:
                 self._failed(request, error)
@@ -185,7 +192,7 @@ class KVConsumer(KVConnector):
         submit = request.submit
         try:
             with lost_is_unavailable():
-                await self._link.client().release(submit.handle, submit.request_id)
+                await self._link.client().release(submit.handle, submit.request_id, request.seconds_left)
         except Unavailable as error:
             log.info("kv_release_failed", error=error.message)  # the lease expires by itself
         except TandemError as error:

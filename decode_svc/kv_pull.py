@@ -152,6 +152,8 @@ class KVPull:
         self._first_block = first_block
         self._copier = copier
         self._copies: list[SlabCopy] = []
+        self._windows: asyncio.Queue[tuple[int, asyncio.Future[None]]] = asyncio.Queue()
+        """Windows to acknowledge: the number of slabs up to each, and its copy. The KV service's memory bounds them."""
 
     async def run(self, client: KvClient) -> kv.FirstToken:
         """Return our choice's first token once every block is being copied; raises TandemError on failure.
@@ -161,7 +163,7 @@ class KVPull:
         """
         try:
             async with asyncio.timeout(max(0.0, self._request.seconds_left)):
-                closed = await self._pull(client)
+                closed = await self._pull_and_acknowledge(client)
         except TimeoutError as error:
             raise DeadlineExceeded("the prompt's KV cache did not come before the request's deadline") from error
         self._request.ledger.transfer_end_ns = time.time_ns()  # a copy that ends later moves this time
@@ -172,13 +174,41 @@ class KVPull:
 
     async def wait_copied(self) -> None:
         """Return once the engine no longer reads the handle's memory; raises KvCorrupt."""
-        results = await asyncio.gather(*(copy.done for copy in self._copies), return_exceptions=True)
-        for error in filter(None, results):
+        copies = [copy.done for copy in self._copies]
+        if copies:
+            await asyncio.wait(copies)  # unlike gather, a caller that times out does not cancel the copies
+        for error in [error for copy in copies if (error := copy.exception()) is not None]:
             raise error
+
+    async def _pull_and_acknowledge(self, client: KvClient) -> kv.Closed:
+        """Pull; meanwhile tell the KV service which windows our engine has copied, or no further ones would come."""
+        pulling = asyncio.ensure_future(self._pull(client))
+        acknowledging = asyncio.ensure_future(self._acknowledge(client))
+        try:
+            await asyncio.wait((pulling, acknowledging), return_when=asyncio.FIRST_COMPLETED)
+            if not pulling.done():
+                acknowledging.result()  # raises: it ends with an error only
+            return pulling.result()
+        finally:
+            for task in (pulling, acknowledging):
+                task.cancel()
+            await asyncio.gather(pulling, acknowledging, return_exceptions=True)
+
+    async def _acknowledge(self, client: KvClient) -> None:
+        """Acknowledge each window, in order, once our engine has copied it, until cancelled; raises KvCorrupt."""
+        submit = self._request.submit
+        while True:
+            num_slabs, copied = await self._windows.get()
+            await asyncio.wait((copied,))
+            copied.result()
+            await client.acknowledge(submit.handle, submit.request_id, num_slabs)
 
     async def _pull(self, client: KvClient) -> kv.Closed:
         submit, ledger = self._request.submit, self._request.ledger
-        watch = client.watch(submit.handle, submit.request_id, self._layout, self._first_block)
+        left = self._request.seconds_left
+        watch = client.watch(
+            submit.handle, submit.request_id, self._layout, self._first_block, seconds_left=left, acknowledges=True
+        )
         async with aclosing(watch) as events:
             async for event in events:
                 if event.HasField("closed"):
@@ -186,7 +216,17 @@ class KVPull:
                 ledger.transfer_start_ns = ledger.transfer_start_ns or time.time_ns()
                 ledger.transport = "grpc" if self._copier.transport == "grpc" else event.transport
                 await self._copy(client, event.slab)
+                if event.is_window:
+                    self._windows.put_nowait((event.slab.index + 1, self._last_copy()))
         raise InternalError("the KV service ended its Watch without closing the handle")
+
+    def _last_copy(self) -> asyncio.Future[None]:
+        """Return the copy of the last slab; over gRPC it has ended."""
+        if self._copies:
+            return self._copies[-1].done
+        ended = asyncio.get_running_loop().create_future()
+        ended.set_result(None)
+        return ended
 
     async def _copy(self, client: KvClient, slab: kv.Slab) -> None:
         if self._copier.transport == "grpc":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prefill_svc.pinned_blocks import PinnedBlocks
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -15,7 +16,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import HoldRow, TablesReply
 from tandem_engine import messages
 from tandem_runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError, Unsupported
-from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL, KvClient
 from tandem_runtime.kv.seal_stream import SealStream, seal_request
 from tandem_runtime.kv.tables import fill, prompt_bytes
 from tandem_runtime.log import get_logger
@@ -70,9 +71,8 @@ class KVProducer(KVConnector):
         await self._link.wait_lent()
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
-        handle = request.submit.handle
-        publisher = KVPublisher(handle, self._layout, self._region_id, len(request.submit.choice_seeds) or 1)
-        self._pinned.add(handle, request.key)
+        publisher = KVPublisher(request, self._layout, self._region_id)
+        self._pinned.add(request)
         self._publishers[request.key] = publisher, self._tasks.spawn(self._publish(request, publisher))
 
     def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
@@ -91,7 +91,7 @@ class KVProducer(KVConnector):
         _, task = self._publishers.pop(request.key, (None, None))
         if task is not None and error is not None:
             task.cancel()
-            self._pinned.abort(request.submit.handle, error)
+            self._pinned.abort(request, error)
 
     def spans(self, ledger: pb.PhaseLedger) -> Iterator[PhaseSpan]:
         yield PhaseSpan("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
@@ -111,16 +111,17 @@ class KVProducer(KVConnector):
 
     def fill_tables(self, reply: TablesReply, requests: Sequence[ActiveRequest], max_rows: int) -> None:
         reply.lease_ms = self._lease_ms
-        reply.num_left_out += fill(reply.holds, self._pinned.handles(), self._hold_row, max_rows)
+        reply.num_left_out += fill(reply.holds, self._pinned.requests(), self._hold_row, max_rows)
 
-    def _hold_row(self, handle: pb.KvHandle) -> HoldRow:
+    def _hold_row(self, request: ActiveRequest) -> HoldRow:
+        handle = request.submit.handle
         return HoldRow(
             handle_id=handle.handle_id,
             request_id=handle.request_id,
             attempt=handle.attempt,
             holder_incarnation=handle.holder_incarnation,
             num_bytes=prompt_bytes(self._layout, handle.num_tokens),
-            deadline_unix_ms=handle.deadline_unix_ms,
+            deadline_unix_ms=request.deadline_unix_ms,
         )
 
     async def wait_drained(self) -> None:
@@ -149,7 +150,7 @@ class KVProducer(KVConnector):
     def _publish_failed(self, request: ActiveRequest, error: TandemError) -> None:
         self._counters["kv_seal_failures"] += 1
         log.warning("kv_seal_failed", request_id=request.submit.request_id, error=error.message)
-        self._pinned.abort(request.submit.handle, error)
+        self._pinned.abort(request, error)
 
 
 class KVPublisher:
@@ -158,12 +159,13 @@ class KVPublisher:
     Blocks that complete during a call are sealed together by the next call.
     """
 
-    def __init__(self, handle: pb.KvHandle, layout: pb.KvLayout, region_id: str, num_choices: int) -> None:
+    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region_id: str) -> None:
         self.num_slabs = 0
-        self._handle = handle
+        self._request = request
+        self._handle = request.submit.handle
         self._layout = layout
         self._region_id = region_id
-        self._num_choices = num_choices
+        self._num_choices = len(request.submit.choice_seeds) or 1
         self._slabs: list[kv.Slab] = []
         self._num_blocks = 0
         self._has_all_blocks = False
@@ -172,8 +174,8 @@ class KVPublisher:
 
     def add_blocks(self, sealed: messages.SealedBlocks) -> None:
         """Add a run of completed blocks; the last run may be empty."""
-        if sealed.slots:
-            self._slabs.append(self._slab(sealed))
+        for start in range(0, len(sealed.slots), MAX_BLOCKS_PER_CALL):
+            self._slabs.append(self._slab(sealed, start, start + MAX_BLOCKS_PER_CALL))
         self._num_blocks = max(self._num_blocks, sealed.first_block + len(sealed.slots))
         self._has_all_blocks = self._has_all_blocks or sealed.is_last
         self._changed.set()
@@ -187,7 +189,7 @@ class KVPublisher:
 
     async def run(self, client: KvClient) -> None:
         """Reserve the handle, then seal until the handle is closed; raises TandemError if the KV service refuses."""
-        await client.reserve(self._handle, self._region_id, self._layout)
+        await client.reserve(self._handle, self._region_id, self._layout, self._request.seconds_left)
         stream = client.seal_stream()
         try:
             while not await self._seal_next(stream):
@@ -199,25 +201,36 @@ class KVPublisher:
         """Seal the blocks added since the last call; return True once the handle is closed."""
         await self._changed.wait()
         self._changed.clear()
-        slabs, self._slabs = self._slabs, []
-        is_complete = self._has_all_blocks and len(self._first_tokens) == self._num_choices
+        slabs = self._next_slabs()
+        has_all = self._has_all_blocks and not self._slabs
+        is_complete = has_all and len(self._first_tokens) == self._num_choices
         if not slabs and not is_complete:
             return False
         await stream.seal(seal_request(self._handle, slabs, self._closed() if is_complete else None))
         return is_complete
 
+    def _next_slabs(self) -> list[kv.Slab]:
+        """Remove and return the slabs of one call; those that it cannot take wait for the next one."""
+        totals = accumulate(slab.num_blocks for slab in self._slabs)
+        num_slabs = sum(total <= MAX_BLOCKS_PER_CALL for total in totals)
+        slabs, self._slabs = self._slabs[:num_slabs], self._slabs[num_slabs:]
+        if self._slabs:
+            self._changed.set()
+        return slabs
+
     def _closed(self) -> kv.Closed:
         first_tokens = [self._first_tokens[index] for index in range(self._num_choices)]
         return kv.Closed(num_slabs=self.num_slabs, num_blocks=self._num_blocks, first_tokens=first_tokens)
 
-    def _slab(self, sealed: messages.SealedBlocks) -> kv.Slab:
+    def _slab(self, sealed: messages.SealedBlocks, start: int, end: int) -> kv.Slab:
+        """Return the slab of some blocks of a run, counted from the run's first."""
         group = self._layout.groups[sealed.group]
         size = group.bytes_per_block
         slab = kv.Slab(
             index=self.num_slabs,
             group=sealed.group,
-            first_block=sealed.first_block,
-            num_blocks=len(sealed.slots),
+            first_block=sealed.first_block + start,
+            num_blocks=len(sealed.slots[start:end]),
             first_layer=group.layers[0],
             num_layers=len(group.layers),
             extents=[
@@ -229,9 +242,9 @@ class KVPublisher:
                     slot=slot,
                     generation=generation,
                 )
-                for slot, generation in zip(sealed.slots, sealed.generations, strict=True)
+                for slot, generation in zip(sealed.slots[start:end], sealed.generations[start:end], strict=True)
             ],
-            checksums=sealed.checksums,
+            checksums=sealed.checksums[start:end],
         )
         self.num_slabs += 1
         return slab

@@ -7,11 +7,9 @@ unreachable for one lease, or restarts as another incarnation, its handles have 
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import aclosing
 from functools import partial
 
-from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import ReleaseHeld
 from tandem_runtime.errors import TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
@@ -19,6 +17,7 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet, supervised
 from tandem_worker.engine_link import EngineLink
 from tandem_worker.kv_link import KvLink, lost_is_unavailable
+from tandem_worker.requests import ActiveRequest
 
 log = get_logger(__name__)
 
@@ -32,29 +31,30 @@ class PinnedBlocks:
         self._engine = engine
         self._link = link
         self._pinned: dict[bytes, tuple[str, str]] = {}  # handle id -> (engine's request id, KV service's incarnation)
-        self._handles: dict[bytes, pb.KvHandle] = {}
+        self._requests: dict[bytes, ActiveRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks = TaskSet()
 
-    def add(self, handle: pb.KvHandle, request_id: str) -> None:
-        self._pinned[handle.handle_id] = (request_id, handle.holder_incarnation)
-        self._handles[handle.handle_id] = handle
+    def add(self, request: ActiveRequest) -> None:
+        handle = request.submit.handle
+        self._pinned[handle.handle_id] = (request.key, handle.holder_incarnation)
+        self._requests[handle.handle_id] = request
         self._empty.clear()
 
-    def abort(self, handle: pb.KvHandle, error: TandemError) -> None:
+    def abort(self, request: ActiveRequest, error: TandemError) -> None:
         """Release a request's blocks now, and abort the handle at the KV service, so that its readers do not wait."""
-        self._release(handle.handle_id)
-        self._tasks.spawn(self._abort(handle, error))
+        self._release(request.submit.handle.handle_id)
+        self._tasks.spawn(self._abort(request, error))
 
     def follow(self, region_id: str) -> None:
         """Start following the handles of a region, to release the blocks of each handle that ends."""
         follow = supervised("kv-owner", lambda: self._follow(region_id), longest_pause_seconds=1.0)
         self._tasks.spawn(follow, name="kv-owner")
 
-    def handles(self) -> list[pb.KvHandle]:
-        """Return the handles whose blocks are pinned."""
-        return list(self._handles.values())
+    def requests(self) -> list[ActiveRequest]:
+        """Return the requests whose blocks are pinned, those that have ended here included."""
+        return list(self._requests.values())
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -65,7 +65,7 @@ class PinnedBlocks:
     def _release(self, handle_id: bytes) -> None:
         if (pinned := self._pinned.pop(handle_id, None)) is not None:
             self._engine.send(ReleaseHeld(pinned[0]))
-            del self._handles[handle_id]
+            del self._requests[handle_id]
         if not self._pinned:
             self._empty.set()
 
@@ -97,20 +97,21 @@ class PinnedBlocks:
         except TandemError as error:
             log.warning("kv_owner_refused", error=error.message)
 
-    async def _abort(self, handle: pb.KvHandle, error: TandemError) -> None:
+    async def _abort(self, request: ActiveRequest, error: TandemError) -> None:
         """Abort the handle once the KV service can be reached; otherwise its readers wait until the deadline."""
         try:
-            async with asyncio.timeout(max(0.0, handle.deadline_unix_ms / 1000 - time.time())):
-                await self._abort_until_delivered(handle, error)
+            async with asyncio.timeout(max(0.0, request.seconds_left)):
+                await self._abort_until_delivered(request, error)
         except TimeoutError:
-            log.info("kv_abort_failed", request_id=handle.request_id)
+            log.info("kv_abort_failed", request_id=request.submit.handle.request_id)
 
-    async def _abort_until_delivered(self, handle: pb.KvHandle, error: TandemError) -> None:
+    async def _abort_until_delivered(self, request: ActiveRequest, error: TandemError) -> None:
+        handle = request.submit.handle
         while True:
             client, _ = await self._link.wait_client()
             try:
                 with lost_is_unavailable():
-                    await client.abort(handle, error)
+                    await client.abort(handle, error, request.seconds_left)
                 return
             except Unavailable:
                 await asyncio.sleep(_RETRY_SECONDS)

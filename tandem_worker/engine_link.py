@@ -79,28 +79,40 @@ class EngineRegions:
     async def map(self, region_ids: Iterable[str]) -> None:
         """Have the engine map these regions; raises Unavailable or KvNotFound."""
         for region_id in set(region_ids):
-            mapping = self._mapped.get(region_id)
-            if mapping is None:
-                mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
-            try:
-                await asyncio.shield(mapping.task)
-            except Exception:
-                if self._mapped.get(region_id) is mapping:  # the next caller tries again
-                    del self._mapped[region_id]
-                raise
-            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
+            mapping = self._mapped.get(region_id) or self._begin(region_id)
+            await asyncio.shield(mapping.task)
+            self._unmap_later(region_id, mapping)
 
     def unmap(self, region_ids: Iterable[str]) -> None:
         """Have the engine unmap regions that are idle or could not be read; their owner may be dead."""
         for region_id in region_ids:
-            if (mapping := self._mapped.pop(region_id, None)) is not None:
+            mapping = self._mapped.get(region_id)
+            if mapping is not None and mapping.task.done():  # else it is being mapped anew: nothing to unmap yet
+                del self._mapped[region_id]
                 mapping.cancel_expiry()
                 self._engine.send(messages.UnmapRegion(region_id))
 
     def close(self) -> None:
-        for mapping in self._mapped.values():
+        mapped, self._mapped = self._mapped, {}
+        for mapping in mapped.values():
             mapping.cancel_expiry()
             mapping.task.cancel()
+
+    def _begin(self, region_id: str) -> _Mapping:
+        mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
+        mapping.task.add_done_callback(lambda task: self._mapping_ended(region_id, mapping))
+        return mapping
+
+    def _mapping_ended(self, region_id: str, mapping: _Mapping) -> None:
+        """Give a new mapping its end, even if every caller was cancelled meanwhile; forget one that failed."""
+        if not mapping.task.cancelled() and mapping.task.exception() is None:
+            self._unmap_later(region_id, mapping)
+        elif self._mapped.get(region_id) is mapping:
+            del self._mapped[region_id]  # the next caller tries again
+
+    def _unmap_later(self, region_id: str, mapping: _Mapping) -> None:
+        if self._mapped.get(region_id) is mapping:
+            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
 
     async def _map(self, region_id: str) -> None:
         grant = await self._link.fetch_region(region_id)

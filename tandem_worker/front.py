@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,9 +26,11 @@ from tandem_runtime.errors import (
 )
 from tandem_runtime.log import get_logger
 from tandem_runtime.memory import MemoryProbe
+from tandem_runtime.tasks import supervised
 from tandem_runtime.tracebacks import message_of
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
+from tandem_worker.engine_watch import EngineWatch
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import check_model, model_card
@@ -46,6 +49,7 @@ class WorkerFront:
         requests: RequestTable,
         connector: KVConnector,
         offload: KVOffload,
+        engine_timeout_seconds: float = 10.0,
     ) -> None:
         self.incarnation = incarnation
         self.card: pb.ModelCard | None = None
@@ -65,12 +69,25 @@ class WorkerFront:
         self._stats: messages.EngineStats | None = None
         self._bytes_per_block = 0
         self._preparing: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._when_ready: Callable[[dict[str, str]], None] = lambda paths: None
+        self._when_changed: Callable[[], None] = lambda: None
+        self._watch = EngineWatch(
+            engine,
+            engine_timeout_seconds,
+            is_busy=lambda: len(self._requests) > 0,
+            on_silent=self._engine_silent,
+            on_answer=self._engine_answers,
+        )
         self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
 
     def when_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
         """Call `callback` with the paths of the assets once the worker is ready."""
         self._when_ready = callback
+
+    def when_changed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the engine has fallen silent, and when it answers again: `load` differs then."""
+        self._when_changed = callback
 
     # ------------------------------------------------------------------------------------- commands of gateways
 
@@ -128,6 +145,8 @@ class WorkerFront:
             raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
         if self._state == pb.WORKER_STATE_DRAINING:
             raise Draining("the worker is draining and accepts no new requests", retry_after_seconds=1.0)
+        if self._watch.is_silent:
+            raise Unavailable("the worker's engine does not answer", retry_after_seconds=1.0)
         if self.card is None:
             raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
         check_model(self.card, request.submit.model)
@@ -154,6 +173,7 @@ class WorkerFront:
         """Handle the engine's events until the engine ends; then fail the requests left, and set `stopped`."""
         try:
             async for event, fds in self._engine.events():
+                self._watch.heard(time.monotonic())
                 self._handle(event, fds)
         except TandemError as error:
             self._fail_worker(error)
@@ -239,6 +259,7 @@ class WorkerFront:
         self._connector.on_ready(ready, fds)
         self._offload.on_ready(ready)
         self._preparing = asyncio.create_task(self._prepare(ready))
+        self._watching = asyncio.create_task(supervised("engine_watch", self._watch.run))
 
     async def _prepare(self, ready: messages.Ready) -> None:
         """Get ready for requests; a worker that cannot get ready ends."""
@@ -273,6 +294,18 @@ class WorkerFront:
         else:
             log.error("engine_failed", error=error.message)
 
+    def _engine_silent(self, seconds: float) -> None:
+        """Let the requests go on elsewhere; an engine that wakes forgets them."""
+        log.error("engine_silent", pid=self._engine.pid, seconds=round(seconds, 1), num_requests=len(self._requests))
+        for request in self._requests:
+            self._engine.send(messages.AbortRequest(request.key))
+        self._fail_all(Unavailable(f"the worker's engine has not answered for {seconds:.0f} s"))
+        self._when_changed()
+
+    def _engine_answers(self, seconds: float) -> None:
+        log.warning("engine_answers_again", pid=self._engine.pid, seconds=round(seconds, 1))
+        self._when_changed()
+
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:
             request.stream.fail(request.submit, error)
@@ -292,13 +325,18 @@ class WorkerFront:
         """The engine's stats after its last step; None before it has loaded."""
         return self._stats
 
+    async def read_memory(self) -> None:
+        """Take the first reading of GPU and host memory, off the event loop; before the first report."""
+        await asyncio.to_thread(self._memory.read)
+
     def load(self) -> pb.LoadReport:
         """Return the worker's load after the engine's last step."""
+        is_silent = self._watch.is_silent and self._state == pb.WORKER_STATE_READY
         report = pb.LoadReport(
-            state=self._state,
+            state=pb.WORKER_STATE_LOADING if is_silent else self._state,
             memory=self._memory.report(),
             load_progress=self._progress.fraction,
-            load_stage=self._progress.stage,
+            load_stage="the engine process does not answer" if is_silent else self._progress.stage,
             counters={**self._connector.counters(), **self._offload.counters},
             error=str(self.engine_failure or ""),
         )
@@ -343,9 +381,10 @@ class WorkerFront:
             log.warning("gateway_streams_not_drained", num_streams=len(self._streams))
 
     async def close(self) -> None:
-        if self._preparing is not None:
-            self._preparing.cancel()
-            await asyncio.gather(self._preparing, return_exceptions=True)
+        for task in (self._preparing, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._offload.close()
         await self._connector.close()
         await self._engine.stop()

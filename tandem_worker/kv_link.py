@@ -16,7 +16,8 @@ import grpc
 
 from tandem.v1 import control_plane_pb2 as cp
 from tandem_engine import messages
-from tandem_runtime.errors import TandemError, Unavailable
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.known_blocks import REGION_ID, KnownBlocks
 from tandem_runtime.kv.regions import RegionClient, RegionGrant
@@ -25,6 +26,8 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _POLL_SECONDS = 0.25
+_HIDDEN_SECONDS = 10.0
+"""Seconds that the service's socket may be out of sight before a worker that needs it ends."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,18 @@ class _Connection:
 class KvLink:
     """Follows the KV service of this host through restarts, and lends our region to each incarnation of it."""
 
-    def __init__(self, incarnation: str, lease_seconds: float) -> None:
+    def __init__(self, incarnation: str, lease_seconds: float, member: FleetMember | None = None) -> None:
         self._incarnation = incarnation
+        self._member = member
         self._lease_seconds = lease_seconds
         self._connection: _Connection | None = None
         self._pool: LentPool | None = None
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
+        self._failure = ""
+        self._hidden_since: float | None = None
+        self._refusal: InvalidRequest | None = None
         self._on_change: Callable[[], None] = lambda: None
 
     @property
@@ -92,9 +99,18 @@ class KvLink:
         self._wake.set()
 
     async def wait_lent(self) -> None:
-        """Return once a KV service has accepted the region passed to `lend`."""
+        """Return once a KV service has accepted the region passed to `lend`.
+
+        Raises InvalidRequest if the service's socket is not in this process's file system.
+        """
+
+        def is_lent() -> bool:
+            return self._pool is not None and self._lent is self._pool
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self._pool is not None and self._lent is self._pool)
+            await self._changed.wait_for(lambda: is_lent() or self._refusal is not None)
+            if self._refusal is not None and not is_lent():
+                raise self._refusal
 
     def client(self) -> KvClient:
         """Return the client of the current KV service; raises Unavailable if there is none."""
@@ -148,14 +164,34 @@ class KvLink:
                     last_named = time.monotonic()
                     if self._is_other(found) or self._lent is not self._pool:
                         await self._connect(found)
+                    self._failure, self._hidden_since = "", None
                 elif self._connection is not None and time.monotonic() - last_named > self._lease_seconds:
                     await self.disconnect()
             except (TandemError, OSError) as error:
-                log.warning("kv_service_unreachable", address=found.address if found else "", error=str(error))
+                await self._note_failure(found, str(error))
             except Exception:  # without this task no KV block would move again
                 log.exception("kv_link_failed")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
+
+    async def _note_failure(self, found: cp.KvServiceAddress | None, error: str) -> None:
+        """Log each new failure once, and refuse to wait for ever for a socket that this process cannot see."""
+        if error != self._failure:
+            self._failure = error
+            log.warning("kv_service_unreachable", address=found.address if found else "", error=error)
+        if found is None or os.path.exists(found.socket):  # noqa: ASYNC240, PTH110 - one look at a local folder
+            self._hidden_since = None
+            return
+        now = time.monotonic()
+        self._hidden_since = self._hidden_since or now
+        if now - self._hidden_since >= _HIDDEN_SECONDS:
+            async with self._changed:
+                self._refusal = InvalidRequest(
+                    f"the KV service of this host, at {found.address}, has its socket at {found.socket}, which this "
+                    "process cannot see: in containers, mount one folder into both and name it in TANDEM_RUNTIME_DIR, "
+                    "or start a KV service beside this worker and give both a --host-id of their own"
+                )
+                self._changed.notify_all()
 
     def _is_other(self, found: cp.KvServiceAddress) -> bool:
         return self._connection is None or found.incarnation != self._connection.service.incarnation
@@ -168,13 +204,20 @@ class KvLink:
             if pool is not None:
                 await self._lend(regions, pool)
             known = await _known_blocks(regions)
+            client = self._client_of(found)
         except BaseException:
             await regions.close()
             raise
-        client = KvClient(found.address, self._incarnation, lease_seconds=self._lease_seconds)
         await self._set_connection(_Connection(found, client, regions, known, pool))
         self._on_change()
         log.info("kv_service_found", address=found.address, incarnation=found.incarnation, lent=pool is not None)
+
+    def _client_of(self, found: cp.KvServiceAddress) -> KvClient:
+        member, lease_seconds = self._member, self._lease_seconds
+        if member is None:
+            return KvClient(found.address, self._incarnation, lease_seconds=lease_seconds)
+        expect = member.expected_or_role("kv", found.worker_id, found.address)
+        return KvClient(found.address, self._incarnation, lease_seconds=lease_seconds, member=member, expect=expect)
 
     async def _lend(self, regions: RegionClient, pool: LentPool) -> None:
         await regions.offer(

@@ -21,6 +21,7 @@ from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_runtime.errors import TandemError
+from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
@@ -33,13 +34,13 @@ from tandem_worker.requests import ActiveRequest
 log = get_logger(__name__)
 
 _LOOKUP_SECONDS = 0.25
-"""The deadline of a lookup; computing the prompt is often faster than a slower answer."""
+"""The deadline of a lookup, for each call of it; computing the prompt is often faster than a slower answer."""
 _REMOTE_LOOKUP_SECONDS = 2.0
 """The deadline of a lookup that includes another host's store."""
 _MAX_LOOKUP_ROUNDS = 3
 """A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
-_MAX_BLOCKS_PER_CALL = 256
+_MAX_BLOCKS_PER_PUBLISH = 256
 _PUBLIC_TAG = b"public"
 """The tag of blocks that all accounts share. Tags of accounts are longer."""
 _Hash = TypeVar("_Hash", str, bytes)
@@ -146,9 +147,11 @@ class KVOffload:
         start_ns = time.time_ns()
         prefix: list[messages.PrefixBlock] = []
         try:
-            async with asyncio.timeout(_REMOTE_LOOKUP_SECONDS if request.submit.prefix_source else _LOOKUP_SECONDS):
+            useful = self._useful(request.submit.block_hashes, command)
+            seconds = _REMOTE_LOOKUP_SECONDS if request.submit.prefix_source else _LOOKUP_SECONDS
+            async with asyncio.timeout(seconds * -(-len(useful) // MAX_BLOCKS_PER_CALL)):
                 with lost_is_unavailable():
-                    prefix = await self._load_prefix(request, self._useful(request.submit.block_hashes, command))
+                    prefix = await self._load_prefix(request, useful)
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
             reason = str(error) or "no answer"
@@ -174,18 +177,26 @@ class KVOffload:
         self, request: ActiveRequest, group: int, block_hashes: Sequence[bytes], first: int
     ) -> list[messages.PrefixBlock]:
         """Load blocks of a group, numbered from `first` on; return the leading blocks that the store lends."""
-        reply = await self._link.client().load(
-            kv.LoadRequest(
-                layout_digest=self._digest,
-                group=group,
-                block_hashes=block_hashes,
-                reader_id=self._reader_id(request.key),
-                reader_incarnation=self._incarnation,
-                source_address=request.submit.prefix_source,
-                bytes_per_block=self._bytes_per_block,
+        found: list[messages.PrefixBlock] = []
+        for start in range(0, len(block_hashes), MAX_BLOCKS_PER_CALL):
+            run = block_hashes[start : start + MAX_BLOCKS_PER_CALL]
+            reply = await self._link.client().load(
+                kv.LoadRequest(
+                    layout_digest=self._digest,
+                    group=group,
+                    block_hashes=run,
+                    reader_id=self._reader_id(request.key),
+                    reader_incarnation=self._incarnation,
+                    source_address=request.submit.prefix_source,
+                    source_id=request.submit.prefix_source_id,
+                    bytes_per_block=self._bytes_per_block,
+                )
             )
-        )
-        return [messages.PrefixBlock(first + block.index, _extent_ref(block), group) for block in reply.blocks]
+            index = first + start
+            found += [messages.PrefixBlock(index + block.index, _extent_ref(block), group) for block in reply.blocks]
+            if len(reply.blocks) < len(run):
+                break
+        return found
 
     async def _unload(self, request_id: str) -> None:
         try:
@@ -229,8 +240,8 @@ class KVOffload:
         num_public = sum(block.block_hash in public for block in blocks)
         parent = bytes.fromhex(filled.parent)
         for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (submit.account_tag, blocks[num_public:])):
-            for start in range(0, len(part), _MAX_BLOCKS_PER_CALL):
-                run = part[start : start + _MAX_BLOCKS_PER_CALL]
+            for start in range(0, len(part), _MAX_BLOCKS_PER_PUBLISH):
+                run = part[start : start + _MAX_BLOCKS_PER_PUBLISH]
                 yield _Run(filled.group, tag, parent, tuple(run))
                 parent = run[-1].block_hash
 

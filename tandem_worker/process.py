@@ -12,6 +12,8 @@ from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem_engine.client import EngineClient
 from tandem_runtime import identity, log, metrics, paths, tracing
+from tandem_runtime.certificates.membership import WORKER_ROLES, FleetMember
+from tandem_runtime.enrolment.membership import StoppedEarly, member_of_fleet
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.lifecycle import run
 from tandem_runtime.registration import Registrar
@@ -61,6 +63,7 @@ class _Worker:
         self._name = name
         self._make_connector = make_connector
         self.incarnation = identity.new_incarnation()
+        self._member: FleetMember | None = None
         self._host_id = settings.host_id or identity.default_host_id()
         self._address = ""
 
@@ -72,13 +75,21 @@ class _Worker:
         except ValueError as error:
             logger.error("setting_refused", error=str(error))
             return EXIT_CONFIG
-        engine = EngineLink(await EngineClient.start(config))
-        link = KvLink(self.incarnation, settings.lease_seconds)
+        engine = EngineLink(await EngineClient.start(config))  # it loads the model while this process joins the fleet
+        try:
+            self._member = await member_of_fleet(settings, WORKER_ROLES[self._role], drain)
+        except StoppedEarly:
+            await engine.stop()
+            return 0
+        except BaseException:
+            await engine.stop()
+            raise
+        link = KvLink(self.incarnation, settings.lease_seconds, self._member)
         regions = EngineRegions(engine, link)
         requests = RequestTable()
         connector = self._make_connector(engine, link, regions, requests, settings)
         offload = KVOffload(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
-        front = WorkerFront(self.incarnation, engine, requests, connector, offload)
+        front = WorkerFront(self.incarnation, engine, requests, connector, offload, settings.engine_timeout_seconds)
         stats.export_metrics(lambda: front.stats)
         return await self._serve(front, link, drain)
 
@@ -89,12 +100,18 @@ class _Worker:
             settings.listen,
             lambda grpc_server: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server),
             [_SERVICE_NAME],
-            insecure=settings.insecure,
+            member=self._member,
+            insecure=settings.allows_plaintext,
+            has_reflection=settings.grpc_reflection,
         )
+        await front.read_memory()
+        if self._member is not None:
+            self._member.start()
         bound = await server.start()
         self._address = settings.advertise or bound
-        registrar = Registrar(settings.control, self._info(front), front.load)
+        registrar = Registrar(settings.control, self._info(front), front.load, member=self._member)
         front.when_ready(lambda asset_paths: self._ready(front, assets, asset_paths, registrar, server))
+        front.when_changed(registrar.beat_now)
         link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(self._info(front)))
         registrar.start()
         pump = asyncio.create_task(front.pump())
@@ -109,8 +126,10 @@ class _Worker:
         await server.stop(grace_seconds=1.0)
         await front.close()
         await link.close()
+        if self._member is not None:
+            await self._member.close()
         await asyncio.gather(pump, return_exceptions=True)
-        return exit_code(front)
+        return exit_code(front) or (self._member.exit_code if self._member is not None else 0)
 
     def _ready(
         self,
@@ -127,8 +146,9 @@ class _Worker:
 
     def _info(self, front: WorkerFront) -> pb.WorkerInfo:
         settings = self._settings
+        own_id = self._member.identity.id if self._member is not None else settings.worker_id
         return pb.WorkerInfo(
-            worker_id=settings.worker_id or f"{self._name}-{self._host_id}-{os.getpid()}",
+            worker_id=own_id or f"{self._name}-{self._host_id}-{os.getpid()}-{self.incarnation[:4]}",
             incarnation=self.incarnation,
             role=self._role,
             address=self._address,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
+from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.tracing import record_span
 
 
@@ -78,9 +79,20 @@ class ActiveRequest:
         """The request's id in the engine: the gateway's id and attempt."""
         return f"{self.submit.request_id}.{self.submit.attempt}"
 
+    def __post_init__(self) -> None:
+        """Take the deadline from the time left, by our own clock: the gateway's may differ."""
+        stated = stated_seconds_left(self.submit)
+        seconds = self.submit.deadline_unix_ms / 1000 - time.time() if stated is None else stated
+        self._ends_at = time.monotonic() + seconds
+
     @property
     def seconds_left(self) -> float:
-        return self.submit.deadline_unix_ms / 1000 - time.time()
+        return self._ends_at - time.monotonic()
+
+    @property
+    def deadline_unix_ms(self) -> int:
+        """The deadline by this machine's clock."""
+        return int((time.time() + self.seconds_left) * 1000)
 
 
 class RequestTable:

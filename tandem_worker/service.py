@@ -53,7 +53,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 async def _read(front: WorkerFront, stream: GatewayStream, commands: AsyncIterator[pb.Command]) -> None:
     try:
         async for command in commands:
-            _handle(front, stream, command)
+            if command.WhichOneof("kind") == "choices":
+                await _submit_choices(front, stream, command.choices)
+            else:
+                _handle(front, stream, command)
     except Exception as error:  # noqa: BLE001 - not swallowed: the call ends with this error
         stream.close(error)
     else:
@@ -68,6 +71,16 @@ def _handle(front: WorkerFront, stream: GatewayStream, command: pb.Command) -> N
             _submit(front, stream, command.submit)
         case "cancel":
             front.cancel(stream, command.cancel)
+
+
+async def _submit_choices(front: WorkerFront, stream: GatewayStream, choices: pb.SubmitChoices) -> None:
+    """Submit requests that share a prompt, each in its own turn of the loop: a long prompt takes milliseconds."""
+    for choice in choices.choices:
+        submit = pb.Submit()
+        submit.CopyFrom(choices.shared)
+        submit.MergeFrom(choice)
+        _submit(front, stream, submit)
+        await asyncio.sleep(0)
 
 
 def _submit(front: WorkerFront, stream: GatewayStream, submit: pb.Submit) -> None:
@@ -89,5 +102,6 @@ def _greet(front: WorkerFront, stream: GatewayStream, hello: pb.AttachHello) -> 
         gateway_id=hello.gateway_id,
         gateway_incarnation=hello.gateway_incarnation,
         worker_incarnation=front.incarnation,
+        takes_choices=True,
     )
     stream.send(pb.Event(hello=reply))

@@ -6,12 +6,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tandem_engine.settings import EngineConfig
+from tandem_runtime import plaintext_settings
 from tandem_runtime.model_table import SHIPPED, ModelTable
+from tandem_runtime.plaintext_settings import PlaintextSettings
 from tandem_runtime.settings import setting
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(PlaintextSettings):
     """Settings of a prefill or decode worker; each field is a flag, a variable and a key of tandem.toml."""
 
     model: str = setting(
@@ -24,9 +26,29 @@ class WorkerSettings:
     )
     listen: str = setting("127.0.0.1:0", "address of the gRPC server; port 0 selects a free port")
     advertise: str = setting("", "address that other processes connect to; the listen address if empty")
-    insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
+    insecure: bool = plaintext_settings.insecure()
+    tls_cert: str = setting(
+        "",
+        "PEM file of this process's certificate, leaf first; with --tls-key and --tls-ca, gRPC is encrypted and both "
+        "sides are verified",
+    )
+    tls_key: str = setting("", "PEM file of the private key of --tls-cert")
+    tls_ca: str = setting("", "PEM file of the trusted certificate authorities, one or two")
+    join: str = setting(
+        "",
+        "join token of `tandem fleet token`, to get a certificate at the first start; pass it by variable",
+        secret=True,
+    )
+    join_file: str = setting(
+        "", "file with a join token; if empty, the one that a gateway of this machine writes into its state directory"
+    )
+    insecure_plaintext: bool = plaintext_settings.insecure_plaintext()
+    plaintext_until: str = plaintext_settings.plaintext_until()
+    grpc_reflection: bool = setting(
+        False, "describe the gRPC methods to those who may call them, for tools such as grpcurl", shared=True
+    )
     host_id: str = setting("", "name of this host; several names make one machine act as several hosts", shared=True)
-    worker_id: str = setting("", "stable name of this worker; built from role, host and process id if empty")
+    worker_id: str = setting("", "stable name of this worker; from role, host, process id and incarnation if empty")
     device: str = setting("auto", "device of the model: auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "number format of the computation")
     route: Literal["auto", "lean", "transformers"] = setting(
@@ -44,6 +66,11 @@ class WorkerSettings:
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_prefill_tokens_with_decodes: int = setting(
         64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"
+    )
+    max_prefill_context_with_decodes: int = setting(
+        1 << 20,
+        "most tokens of a prompt's chunk times tokens of its context, in a step that also has decodes; chunks of 64 "
+        "tokens become smaller behind a context of more than 16,384",
     )
     max_num_seqs: int = setting(64, "requests that run at once")
     speculation: Literal["auto", "off"] = setting(
@@ -65,9 +92,18 @@ class WorkerSettings:
     verify_kv: bool = setting(
         False, "compute checksums of KV blocks, and verify those of blocks from other processes", shared=True
     )
+    verify_weights: bool = setting(
+        False,
+        "compare the packed weights in the state directory with their checksums at start, and write damaged ones again",
+    )
     lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
+    engine_timeout_seconds: float = setting(
+        10.0, "seconds without an answer and without processor time of the engine, after which its requests move on"
+    )
     drain_seconds: float = setting(120.0, "most seconds for running requests to finish after SIGTERM")
-    state_dir: str = setting("", "folder of digests and caches; the XDG state directory if empty", shared=True)
+    state_dir: str = setting(
+        "", "folder of certificates, digests and caches; the XDG state directory if empty", shared=True
+    )
     loop_stall_seconds: float = setting(
         0.05,
         "seconds that the event loop may stand still before a log line names the code that stopped it; 0: never",
@@ -75,6 +111,11 @@ class WorkerSettings:
     )
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
+
+    def __post_init__(self) -> None:
+        if self.engine_timeout_seconds <= 0:
+            raise ValueError(f"--engine-timeout-seconds {self.engine_timeout_seconds:g} must be more than 0")
+        _ = self.plaintext_until_unix_seconds  # raises ValueError at start rather than later
 
     def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
         """Return the settings of the engine process; fields with equal names have equal values.

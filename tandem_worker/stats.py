@@ -70,7 +70,7 @@ def _row(request: ActiveRequest, pool: pb.KvPool) -> RequestRow:
         attempt=submit.attempt,
         gateway_id=request.stream.gateway_id,
         num_bytes=num_blocks * pool.bytes_per_block,
-        deadline_unix_ms=submit.deadline_unix_ms,
+        deadline_unix_ms=request.deadline_unix_ms,
         handle_id=submit.handle.handle_id,
     )
 

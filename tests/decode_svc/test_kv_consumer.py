@@ -293,3 +293,43 @@ async def test_an_engine_that_dies_with_copies_unanswered_keeps_no_lease(tmp_pat
         await until(lambda: nothing_is_left(here.host))
         await here.connector.wait_drained()
         assert here.connector.counters()["kv_pull_failures"] == 0
+
+
+async def test_a_prompt_longer_than_the_arena_is_copied_in_windows_and_nothing_is_computed(tmp_path: Path) -> None:
+    async with (
+        running_host(tmp_path, arena_bytes=2 * 8192) as host,
+        running_host(tmp_path) as far,
+        running_writer(far) as writer,
+    ):
+        here = Harness(host, writer, WorkerSettings())
+        await here.link.wait_client()
+        handle = await here.reserve()
+        request = here.begin(a_request(handle))
+        await here.seal_all(handle)
+        assert await here.sent(StartDecode) == StartDecode("r.0", [7])
+        imported = here.engine.sent_of(ImportSlab)
+        assert [(each.first_block, len(each.extents)) for each in imported] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+        assert here.engine.sent_of(Recompute) == []
+        assert request.ledger.num_bytes_pulled == 4 * 8192 > host.arena.total_bytes
+        await until(lambda: nothing_is_left(host) and nothing_is_left(far))
+        await here.connector.close()
+        await here.link.close()
+
+
+async def test_a_window_that_could_not_be_copied_ends_the_pull_at_once(tmp_path: Path) -> None:
+    """No further window would come: the request must not wait for its deadline."""
+    async with (
+        running_host(tmp_path, arena_bytes=2 * 8192) as host,
+        running_host(tmp_path) as far,
+        running_writer(far) as writer,
+    ):
+        here = Harness(host, writer, WorkerSettings())
+        await here.link.wait_client()
+        here.import_error = "generation 2, sealed was 1"
+        handle = await here.reserve()
+        here.begin(a_request(handle))
+        await here.seal_all(handle)
+        assert await here.sent(Recompute) == Recompute("r.0")
+        await until(lambda: nothing_is_left(host) and nothing_is_left(far))
+        await here.connector.close()
+        await here.link.close()

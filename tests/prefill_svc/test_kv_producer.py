@@ -18,7 +18,7 @@ from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import ReleaseHeld, Reserved, SealedBlocks
 from tandem_runtime.errors import Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
-from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL, KvClient
 from tandem_runtime.server import GrpcServer
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.model_card import kv_layout
@@ -248,3 +248,22 @@ async def test_closing_leaves_no_task_behind(tmp_path: Path) -> None:
 def _is_of_prefill(task: asyncio.Task[Any]) -> bool:
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and Path(code.co_filename).parent == Path(prefill_svc.__file__).parent
+
+
+async def test_a_long_prompt_that_is_sealed_at_once_is_cut_into_slabs_that_the_service_takes(tmp_path: Path) -> None:
+    num_blocks = 2 * MAX_BLOCKS_PER_CALL + 1
+    async with harness(tmp_path) as here, a_client(here.host) as reader:
+        handle = a_handle(here.writer, prefill="worker-1", num_blocks=num_blocks)
+        request = here.begin(handle)
+        slots = [block % 8 for block in range(num_blocks)]
+        here.sample(request)
+        here.compute(request, 0, slots, is_last=True)  # all of them were in prefill's cache
+        here.connector.on_end(request, None)
+        *slabs, closed = await watch(reader, handle)
+        firsts = [(event.slab.first_block, event.slab.num_blocks) for event in slabs]
+        assert firsts == [(0, 4096), (4096, 4096), (8192, 1)]
+        assert [extent.slot for event in slabs for extent in event.slab.extents] == slots
+        assert (closed.closed.num_slabs, closed.closed.num_blocks) == (3, num_blocks)
+        await reader.release(handle, "reader")
+        await here.released("r.0")
+        assert here.connector.counters()["kv_seal_failures"] == 0

@@ -10,12 +10,11 @@ from typing import Any
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.mac import sign_handle
 from tandem_worker.kv_link import KvLink
 from tandem_worker.model_card import kv_layout
 from tandem_worker.requests import ActiveRequest, GatewayStream
 from tests.kv_transfer_svc.host import Host
-from tests.kv_transfer_svc.layout import KEY
+from tests.kv_transfer_svc.layout import SIGNER
 from tests.kv_transfer_svc.writer import Writer
 from tests.tandem_worker.scripted_engine import LAYOUT
 
@@ -42,12 +41,14 @@ class FollowedLink(KvLink):
         return cp.KvServiceAddress(address=host.address, incarnation=host.incarnation, socket=host.socket)
 
 
-def a_handle(writer: Writer, num_readers: int = 1, seconds: float = 60.0, prefill: str = "") -> pb.KvHandle:
+def a_handle(
+    writer: Writer, num_readers: int = 1, seconds: float = 60.0, prefill: str = "", num_blocks: int = 4
+) -> pb.KvHandle:
     """Return a signed handle that the worker `prefill` fills; by default, the writer fills it."""
-    handle = writer.handle(num_blocks=4, num_readers=num_readers, seconds=seconds)
+    handle = writer.handle(num_blocks=num_blocks, num_readers=num_readers, seconds=seconds)
     handle.prefill_incarnation = prefill or writer.incarnation
     handle.layout_digest = layout_digest(kv_layout(LAYOUT))
-    return sign_handle(handle, KEY)
+    return SIGNER.sign(handle)
 
 
 def a_request(handle: pb.KvHandle, name: str = "r", seconds: float = 60.0, **fields: Any) -> ActiveRequest:

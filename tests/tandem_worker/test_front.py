@@ -207,6 +207,18 @@ async def test_what_cannot_be_served_is_refused_before_the_engine_hears_of_it(
         assert here.engine.sent == []
 
 
+async def test_the_time_left_counts_and_not_what_the_two_clocks_say() -> None:
+    async with harness() as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit("late by its clock", seconds=-3600.0, time_left_ms=60_000))
+        (request,) = here.front._requests
+        assert 59.0 < request.seconds_left <= 60.0
+        here.front.submit(stream, submit("early by its clock", seconds=3600.0, time_left_ms=0))
+        assert error_of((await received(stream, 1))[0]) == "DeadlineExceeded"
+        here.front.submit(stream, submit("of release 0.2", seconds=-1.0))
+        assert error_of((await received(stream, 1))[0]) == "DeadlineExceeded"
+
+
 async def test_a_request_ends_at_its_deadline() -> None:
     async with harness() as here:
         stream = GatewayStream()

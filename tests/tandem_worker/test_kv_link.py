@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+import structlog
 
-from tandem_runtime.errors import Unavailable
+from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_worker.kv_link import LentPool, lost_is_unavailable
 from tests.kv_transfer_svc.host import running_host
@@ -43,6 +44,26 @@ async def test_whoever_asks_hears_of_every_change_of_address(tmp_path: Path) -> 
         await until(lambda: addresses == [host.address])
         await link.disconnect()
         assert addresses[1] == ""
+        await link.close()
+
+
+async def test_a_worker_whose_container_lacks_the_service_s_socket_is_told_once_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the host's network, two containers have one host id, and each has a /tmp of its own."""
+    monkeypatch.setattr("tandem_worker.kv_link._HIDDEN_SECONDS", 0.3)
+    async with running_host(tmp_path) as host:
+        monkeypatch.setattr(type(host), "socket", str(tmp_path / "elsewhere" / "kv.sock"))
+        link = FollowedLink(host)
+        region = SharedRegion.create("test-pool", 8192, 1)
+        link.lend(LentPool("mine", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd)))
+        with structlog.testing.capture_logs() as lines, pytest.raises(InvalidRequest, match="TANDEM_RUNTIME_DIR"):
+            await asyncio.wait_for(link.wait_lent(), 10)
+        assert [line["event"] for line in lines].count("kv_service_unreachable") == 1
+        # As soon as the socket is there, all is well.
+        monkeypatch.undo()
+        await asyncio.wait_for(link.wait_client(), 10)
+        await link.wait_lent()
         await link.close()
 
 

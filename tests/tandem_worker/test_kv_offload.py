@@ -9,15 +9,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import AddRequest, FilledBlocks
+from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_worker import convert
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.kv_link import LentPool
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.requests import ActiveRequest, GatewayStream
+from tests.kv_transfer_svc import host as kv_host
 from tests.kv_transfer_svc.host import Host, running_host
 from tests.tandem_worker.kv_harness import FollowedLink, until
 from tests.tandem_worker.scripted_engine import LAYOUT, ScriptedEngine, ready
@@ -154,3 +158,33 @@ async def test_a_store_that_has_nothing_of_a_prompt_is_not_asked_and_one_that_ha
         assert [block.index for block in (await here.added(a_submit())).prefix] == [0, 1]
         await here.added(a_submit(prefix_source="127.0.0.1:1"))
         assert len(here.loads) == 2
+
+
+async def test_a_prompt_of_more_blocks_than_one_call_takes_is_loaded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_blocks = MAX_BLOCKS_PER_CALL + 2
+    monkeypatch.setattr(kv_host, "_STORE_BYTES", (num_blocks + 64) * LAYOUT.bytes_per_block)
+    hashes = [number.to_bytes(16) for number in range(1, num_blocks + 1)]
+    async with harness(tmp_path) as here:
+        # 1. The store has the whole prompt.
+        region = here.region
+        for first in range(0, num_blocks, 1000):
+            part = hashes[first : first + 1000]
+            slots = [index % NUM_BLOCKS for index in range(len(part))]
+            parent = hashes[first - 1].hex() if first else ""
+            generations = [region.generation(slot) for slot in slots]
+            filled = FilledBlocks("r", parent, [each.hex() for each in part], slots, generations)
+            here.offload.on_filled(ActiveRequest(a_submit(), GatewayStream()), filled)
+            num_expected = first + len(part)
+            await until(lambda: here.offload.counters["prompt_cache_blocks_published"] == num_expected)  # noqa: B023
+        # 2. A reader gets every block but that of the last token.
+        submit = a_submit()
+        del submit.token_ids[:], submit.block_hashes[:]
+        submit.token_ids.extend([1] * num_blocks * BLOCK)
+        submit.block_hashes.extend(hashes)
+        submit.num_prompt_tokens = num_blocks * BLOCK
+        command = await here.added(submit)
+        assert [block.index for block in command.prefix] == list(range(num_blocks - 1))
+        assert [len(load.block_hashes) for load in here.loads] == [MAX_BLOCKS_PER_CALL, 1]
+        assert here.offload.counters["prompt_cache_failures"] == 0

@@ -64,6 +64,29 @@ async def test_a_gateway_that_hangs_up_takes_its_requests_with_it() -> None:
         assert [type(error).__name__ for error in here.connector.ends] == ["Cancelled"]
 
 
+async def test_requests_that_share_a_prompt_are_as_if_each_had_brought_it() -> None:
+    async with served() as (here, stub):
+        call = stub.Attach()
+        await call.write(hello())
+        assert (await call.read()).hello.takes_choices
+        shared = pb.Submit(token_ids=[1, 2, 3], block_hashes=[b"h" * 16])
+        choices = []
+        for index in range(3):
+            own = submit(f"r-{index}")
+            own.token_ids[:] = [9] * index
+            own.sampling.seed = index
+            choices.append(own)
+        await command(call, choices=pb.SubmitChoices(shared=shared, choices=choices))
+        await until(lambda: len(here.engine.sent_of(AddRequest)) == 3)
+        sent = here.engine.sent_of(AddRequest)
+        assert [each.request_id for each in sent] == ["r-0.0", "r-1.0", "r-2.0"]
+        assert [each.token_ids for each in sent] == [[1, 2, 3], [1, 2, 3, 9], [1, 2, 3, 9, 9]]
+        assert [each.sampling.seed for each in sent] == [0, 1, 2]
+        assert all(each.block_hashes == [(b"h" * 16).hex()] for each in sent)
+        call.cancel()
+        await asyncio.wait_for(here.front.drain(10), 10)
+
+
 async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> None:
     async with served() as (here, stub):
         call = stub.Attach()

@@ -20,6 +20,7 @@ from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
 from control_plane.audit import gauges
 from control_plane.audit.auditor import Auditor
+from control_plane.audit.table_reader import TableReader
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.route_feedback import ReadinessProofs
@@ -28,13 +29,15 @@ from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
+from control_plane.fleet.worker_addresses import WorkerAddresses, parse_networks
 from control_plane.fleet.worker_links import LinkPool
+from control_plane.fleet_identity.service import FleetIdentity
 from control_plane.generation import AccountPolicies
 from control_plane.listening import allow_many_connections, listen
 from control_plane.readiness import Prober
 from control_plane.routing.prefix_index import PrefixIndex
 from control_plane.routing.router import Router
-from control_plane.secrets import handle_key, load_secret
+from control_plane.secrets import kv_keys, load_secret
 from control_plane.settings import ControlPlaneSettings
 from control_plane.storage.database import database_url
 from control_plane.text.public_prefixes import PublicPrefixes
@@ -42,6 +45,7 @@ from control_plane.text.text_service import TextService
 from control_plane.text_processes.pool import TextLimits, TextProcesses
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
 from tandem_runtime.tasks import supervised
@@ -55,19 +59,26 @@ _DRAIN_SECONDS = 30
 class Gateway:
     """Owns the registry, the dispatcher and both servers of one control-plane process."""
 
-    def __init__(self, settings: ControlPlaneSettings) -> None:
+    def __init__(self, settings: ControlPlaneSettings, fleet: FleetIdentity | None = None) -> None:
+        """`fleet` is open; without it the gateway has the certificate of its settings, or none: `start.py` decides."""
         self._settings = settings
+        self._fleet = fleet
         state_dir = paths.state_dir(settings.state_dir or None, "--state-dir")
         secret = load_secret(settings.secret, state_dir)
         self._incarnation = incarnation = identity.new_incarnation()
-        self._handle_key = handle_key(secret)
+        until = settings.plaintext_until_unix_seconds
+        self.member = (
+            FleetMember.from_settings(settings, "gateway", until) if fleet is None else fleet.new_member(until)
+        )
         self._database_url = database_url(settings.database_url, state_dir)
         self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
         gateway_id = f"gateway-{incarnation}"
-        self._links = LinkPool(self.registry, gateway_id, incarnation)
-        self._kv_clients = KvClients(incarnation)
+        self._links = LinkPool(self.registry, gateway_id, incarnation, self.member)
+        self._kv_clients = KvClients(incarnation, self.member)
         self.registry.listen(self._kv_clients.changed)
-        self.catalog = ModelCatalog(self.registry, models=settings.models, fallback_model=settings.fallback_model)
+        self.catalog = ModelCatalog(
+            self.registry, models=settings.models, fallback_model=settings.fallback_model, member=self.member
+        )
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
         self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
@@ -92,6 +103,7 @@ class Gateway:
             is_alone=len(settings.replicas) <= 1,
             audit_seconds=settings.audit_seconds,
             grace_seconds=settings.audit_grace_seconds,
+            table_reader=TableReader(member=self.member),
         )
         gauges.export(lambda: self.auditor.report)
 
@@ -110,6 +122,7 @@ class Gateway:
             accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
             max_unread_tokens=self._settings.max_unread_tokens,
             proofs=proofs,
+            macs_until=self._settings.macs_until,
         )
 
     async def run(self, drain: asyncio.Event) -> int:
@@ -124,9 +137,13 @@ class Gateway:
         finally:
             await self.text_processes.close()
             await accounts.close()
+            if self.member is not None:
+                await self.member.close()
 
     async def _run(self, drain: asyncio.Event, accounts: Accounts) -> int:
         self.text_processes.start()
+        if self.member is not None:
+            self.member.start()
         await accounts.open()
         host = split_address(self._settings.listen)[0]
         is_local = await is_loopback(host)
@@ -134,7 +151,7 @@ class Gateway:
             await accounts.check_exposed(self._settings.listen)
         http_socket = await listen(
             self._settings.listen,
-            insecure=self._settings.insecure,
+            insecure=self._settings.allows_plaintext or self._settings.insecure_http,
             reuse_port=self._settings.reuse_port,
             stalled_client_seconds=self._settings.stalled_client_seconds,
         )
@@ -143,7 +160,9 @@ class Gateway:
             self._settings.grpc_listen,
             self._add_services,
             ["tandem.v1.ControlPlaneService"],
-            insecure=self._settings.insecure,
+            member=self.member,
+            insecure=self._settings.allows_plaintext,
+            has_reflection=self._settings.grpc_reflection,
         )
         self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
         grpc_server.set_serving(True)
@@ -173,10 +192,24 @@ class Gateway:
 
     def background(self, accounts: Accounts) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return what runs beside the servers, by name; supervised: no failure of these ends the gateway."""
-        return {"sweep": self._sweep, "prober": self.prober.run, "auditor": self.auditor.run, **accounts.loops}
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "sweep": self._sweep,
+            "prober": self.prober.run,
+            "auditor": self.auditor.run,
+            **accounts.loops,
+        }
+        return loops | (self._fleet.loops if self._fleet is not None else {})
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        service = ControlPlaneService(self.registry, self._handle_key, self._settings.replicas)
+        settings = self._settings
+        service = ControlPlaneService(
+            self.registry,
+            kv_keys(self._secret),
+            settings.replicas,
+            macs_until=settings.macs_until,
+            addresses=WorkerAddresses(parse_networks(settings.worker_networks)),
+            news=self._fleet,
+        )
         control_plane_pb2_grpc.add_ControlPlaneServiceServicer_to_server(service, server)
 
     def _connection_limits(self, max_open_files: int) -> ConnectionLimits:
@@ -217,12 +250,17 @@ class Gateway:
         )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of)
         app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
-        return server_config(app, connections, timeout_graceful_shutdown=_DRAIN_SECONDS)
+        return server_config(
+            app,
+            connections,
+            forwarded_allow_ips=settings.forwarded_allow_ips,
+            timeout_graceful_shutdown=_DRAIN_SECONDS,
+        )
 
     async def _sweep(self) -> None:
         while True:
-            self.registry.sweep()
-            await asyncio.sleep(_SWEEP_SECONDS)
+            more = self.registry.sweep()
+            await asyncio.sleep(0 if more else _SWEEP_SECONDS)
 
 
 class _HttpServer(uvicorn.Server):

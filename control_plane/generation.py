@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, overload
 
 import msgspec
@@ -352,7 +353,7 @@ class ModelDescription:
     is_fallback: bool = False
     """This model answers in place of the requested model, which is not loaded."""
 
-    @property
+    @cached_property
     def facts(self) -> ModelFacts:
         return ModelFacts(
             self.model_id,

@@ -22,7 +22,7 @@ async def listen(address: str, *, insecure: bool, reuse_port: bool, stalled_clie
     if not insecure and not await is_loopback(host):
         raise InvalidRequest(
             f"--listen {address} is beyond loopback and the connection is not encrypted; "
-            "listen on 127.0.0.1, or set --insecure if the network is trusted"
+            "listen on 127.0.0.1, or set --insecure-http if a proxy in front encrypts or the network is trusted"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named, or asyncio leaves Nagle's algorithm on: a write in two parts would wait 40 ms for an ACK.

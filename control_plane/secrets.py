@@ -1,4 +1,4 @@
-"""Loads the control plane's secret, and derives the key that signs KV handles."""
+"""Loads the control plane's secret, and derives the keys for KV handles and for links between KV services."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import secrets
 from pathlib import Path
 
 from tandem_runtime.errors import InvalidRequest
+from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.kv.signatures import HandleSigner
 
 _NUM_BYTES = 32
 
@@ -30,9 +32,25 @@ def load_secret(configured: str, state_dir: Path) -> bytes:
     return _parse(text, str(path))
 
 
-def handle_key(secret: bytes) -> bytes:
-    """Return the key that signs KV handles; KV services get the key when they register."""
-    return hmac.digest(secret, b"tandem kv handle", hashlib.sha256)
+def handle_signer(secret: bytes, macs_until: float = 0.0) -> HandleSigner:
+    """Return what signs KV handles, the same in every gateway with this secret.
+
+    Until `macs_until` (seconds since the epoch) handles also carry the MAC that KV services of release 0.2 verify.
+    """
+    return HandleSigner(_derived(secret, b"tandem kv handle signature"), _mac_key(secret), macs_until)
+
+
+def kv_keys(secret: bytes) -> KvKeys:
+    """Return the keys that KV services get when they register. The signing key is not among them."""
+    return KvKeys((handle_signer(secret).public_key,), _derived(secret, b"tandem kv link"), _mac_key(secret))
+
+
+def _mac_key(secret: bytes) -> bytes:
+    return _derived(secret, b"tandem kv handle")
+
+
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(secret, purpose, hashlib.sha256)
 
 
 def _make(path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
+from control_plane.fleet.worker_addresses import parse_networks
 from control_plane.generation import AccountPolicies
+from tandem_runtime import plaintext_settings
 from tandem_runtime.model_table import SHIPPED, ModelTable
+from tandem_runtime.plaintext_settings import HandleSettings
+from tandem_runtime.server import split_address
 from tandem_runtime.settings import setting
 
 _POSITIVE = (
@@ -21,16 +27,48 @@ _POSITIVE = (
     "max_connections",
     "max_unfinished_heads",
 )
+_MIN_CERTIFICATE_SECONDS = 10
+_MAX_CERTIFICATE_SECONDS = 30 * 86_400
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
-class ControlPlaneSettings:
+class ControlPlaneSettings(HandleSettings):
     """Settings of one control-plane process; each field is a flag, a variable and a key of tandem.toml."""
 
     listen: str = setting("127.0.0.1:8642", "address of the HTTP gateway")
     grpc_listen: str = setting("127.0.0.1:8643", "address that workers register at")
+    enrolment_listen: str = setting(
+        "",
+        "address that processes join the fleet at, over TLS; the host of --grpc-listen and the next port if empty",
+    )
+    enrolment_advertise: tuple[str, ...] = setting(
+        (),
+        "addresses of the enrolment port for other machines, written into join tokens; by --enrolment-listen if empty",
+    )
+    certificate_seconds: float = setting(86_400.0, "seconds that certificates are valid; renewed after half of them")
     replicas: tuple[str, ...] = setting((), "gRPC addresses of all control-plane processes, this one included")
-    insecure: bool = setting(False, "allow listening beyond loopback without TLS", shared=True)
+    worker_networks: tuple[str, ...] = setting(
+        (),
+        "networks, such as 10.0.0.0/8, whose addresses workers and KV services may register beside those of their own "
+        "host: for processes behind address translation, or with several interfaces",
+    )
+    insecure: bool = plaintext_settings.insecure()
+    tls_cert: str = setting(
+        "",
+        "PEM file of this process's certificate, leaf first; with --tls-key and --tls-ca, gRPC is encrypted and both "
+        "sides are verified",
+    )
+    tls_key: str = setting("", "PEM file of the private key of --tls-cert")
+    tls_ca: str = setting("", "PEM file of the trusted certificate authorities, one or two")
+    insecure_plaintext: bool = plaintext_settings.insecure_plaintext()
+    insecure_http: bool = setting(
+        False, "allow HTTP beyond loopback in plain text, for a proxy in front that encrypts; gRPC stays encrypted"
+    )
+    plaintext_until: str = plaintext_settings.plaintext_until()
+    grpc_reflection: bool = setting(
+        False, "describe the gRPC methods to those who may call them, for tools such as grpcurl", shared=True
+    )
     reuse_port: bool = setting(
         False, "share the HTTP port with other gateways of this host that set this too; the kernel spreads connections"
     )
@@ -65,12 +103,19 @@ class ControlPlaneSettings:
         "host names of proxies in front of this gateway; if it listens on loopback, or if this is set, a request for "
         "another host than these and this machine's names is refused; * for any",
     )
+    forwarded_allow_ips: tuple[str, ...] = setting(
+        (),
+        "addresses or networks of proxies in front of this gateway whose X-Forwarded-For and X-Forwarded-Proto are "
+        "believed; * for any; nobody's if empty",
+    )
     text_processes: int = setting(
         0, "processes that prepare bodies above 64 KiB; 0: as many as the cores, at least 3 and at most 8"
     )
     text_cpu_seconds: float = setting(2.0, "processor seconds to prepare a body of any size; more is answered with 400")
     text_cpu_seconds_per_mb: float = setting(3.0, "processor seconds more for each megabyte of the body")
-    text_memory_mb: int = setting(1024, "MiB of memory to prepare one body; more is answered with 400")
+    text_memory_mb: int = setting(
+        256, "MiB of memory to prepare one body of 0.75 MB or more, a quarter of them for a short one; more: 400"
+    )
     text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
     text_max_waiting_mb: int = setting(
         128, "megabytes of bodies that may wait to be prepared; more are refused with 429"
@@ -121,6 +166,7 @@ class ControlPlaneSettings:
         shared=True,
         secret=True,
     )
+    hmac_handles_until: str = plaintext_settings.hmac_handles_until()
     state_dir: str = setting("", "folder of secret and database; XDG state directory if empty", shared=True)
     database_url: str = setting(
         "",
@@ -157,7 +203,18 @@ class ControlPlaneSettings:
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
+    @property
+    def enrolment_address(self) -> str:
+        """The address to listen on for enrolment. Raise InvalidRequest if --grpc-listen is no address."""
+        if self.enrolment_listen:
+            return self.enrolment_listen
+        if self.grpc_listen.startswith("unix:"):
+            return "127.0.0.1:8644"
+        host, port = split_address(self.grpc_listen)
+        return f"{host}:{_next_port(port)}"
+
     def __post_init__(self) -> None:
+        _check_networks("forwarded_allow_ips", self.forwarded_allow_ips)
         AccountPolicies.parse(self.prompt_cache_accounts)  # raises ValueError at start rather than later
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
@@ -168,3 +225,26 @@ class ControlPlaneSettings:
                 "raise it, or lower max_body_bytes"
             )
         PriceTable.parse(self.prices)
+        if not _MIN_CERTIFICATE_SECONDS <= self.certificate_seconds <= _MAX_CERTIFICATE_SECONDS:
+            raise ValueError(
+                f"certificate_seconds is {self.certificate_seconds:g}, must be {_MIN_CERTIFICATE_SECONDS} to "
+                f"{_MAX_CERTIFICATE_SECONDS:,} (30 days); leave it out for a day"
+            )
+        _ = self.macs_until  # raises ValueError at start rather than later
+        parse_networks(self.worker_networks)
+
+
+def _next_port(port: int) -> int:
+    """Return the enrolment port beside a gRPC port: the next one, or the one before the last; 0 (any) for 0."""
+    return port - 1 if port == _LAST_PORT else port and port + 1
+
+
+def _check_networks(name: str, entries: Sequence[str]) -> None:
+    for entry in entries:
+        try:
+            if entry != "*":
+                ipaddress.ip_network(entry)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} has {entry!r}, which is no address or network ({error}); write 10.0.0.7, 10.0.0.0/8 or *"
+            ) from error

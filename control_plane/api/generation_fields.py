@@ -165,6 +165,8 @@ class StructuredBody(Body):
 
     def structure(self) -> tuple[str, Grammar | None]:
         """Return the field that requests a structure, and the answer's grammar. Raise InvalidRequest."""
+        if self.model_fields_set.isdisjoint(_STRUCTURE_FIELDS):
+            return "response_format", None
         requested = {
             "response_format": self.response_format.grammar() if self.response_format is not None else None,
             "guided_json": _json_grammar(self.guided_json, "guided_json"),
@@ -177,6 +179,9 @@ class StructuredBody(Body):
         if len(found) > 1:
             raise InvalidRequest(f"{' and '.join(found)} exclude each other; send one of them", field=list(found)[1])
         return next(iter(found.items()), ("response_format", None))
+
+
+_STRUCTURE_FIELDS = frozenset(StructuredBody.model_fields)
 
 
 def _stop_strings(value: Any) -> list[str]:

@@ -14,6 +14,7 @@ import anyio
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta
 from control_plane.text.text_service import TextStream
+from tandem_runtime.errors import note_work
 
 
 class MultiPromptStream:
@@ -78,11 +79,17 @@ async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) ->
     tasks = [asyncio.ensure_future(start) for start in starting]
     try:
         return MultiPromptStream(await asyncio.gather(*tasks), before)
-    except BaseException:
+    except BaseException as error:
+        if before.microneurons or any(_has_result(task) for task in tasks):  # the others' prompts, or scores
+            note_work(error)
         with anyio.CancelScope(shield=True):
             await _cancel(tasks)
-            await close_all([task.result() for task in tasks if not task.cancelled() and task.exception() is None])
+            await close_all([task.result() for task in tasks if _has_result(task)])
         raise
+
+
+def _has_result(task: asyncio.Future[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def close_all(streams: Sequence[TextStream]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the tables of all services at the same time."""
+"""Reads the tables of all services at the same time; the calls begin one by one, each in a turn of the event loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from control_plane.fleet.registry import Worker
 from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
-from tandem_runtime.channel import open_channel
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import StaleIncarnation, TandemError
+from tandem_runtime.tasks import Turns
 
 ANSWER_SECONDS = 2.0
 MAX_ROWS = 4096
@@ -26,9 +28,11 @@ _Stub: TypeAlias = "kv_transfer_pb2_grpc.KvTransferServiceAsyncStub | worker_pb2
 class TableReader:
     """Reads tables over one channel per service, which it keeps between audits."""
 
-    def __init__(self, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, answer_seconds: float = ANSWER_SECONDS, member: FleetMember | None = None) -> None:
         self._answer_seconds = answer_seconds
+        self._member = member
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns = Turns()
 
     async def read(self, workers: Sequence[Worker]) -> tuple[list[AuditedService], dict[str, str]]:
         """Return the tables of services that answer in time, and the errors of the others by incarnation."""
@@ -48,10 +52,11 @@ class TableReader:
         await self._close_all_but(set())
 
     async def _tables(self, worker: Worker) -> TablesReply | str:
+        await self._turns.next()  # a channel and its first call take half a millisecond; a fleet has hundreds
         channel = self._channels.get(worker.incarnation)
-        if channel is None:
-            channel = self._channels[worker.incarnation] = open_channel(worker.info.address)
         try:
+            if channel is None:
+                channel = self._channels[worker.incarnation] = open_worker_channel(worker.info, self._member)
             reply: TablesReply = await _stub(worker, channel).Tables(
                 TablesRequest(max_rows=MAX_ROWS), timeout=self._answer_seconds
             )
@@ -62,8 +67,9 @@ class TableReader:
         return reply
 
     async def _close_all_but(self, wanted: set[str]) -> None:
-        gone = [self._channels.pop(incarnation) for incarnation in self._channels.keys() - wanted]
-        await asyncio.gather(*(channel.close() for channel in gone))
+        for incarnation in self._channels.keys() - wanted:
+            await self._turns.next()
+            await self._channels.pop(incarnation).close()
 
 
 def _stub(worker: Worker, channel: grpc.aio.Channel) -> _Stub:

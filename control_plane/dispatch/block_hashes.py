@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import overload
 
 from control_plane.generation import AccountPolicies, TokenIds, TokenRequest, WirePrompt
@@ -29,6 +30,7 @@ from tandem_engine.scheduling.block_hash import (
 
 _PUBLIC_SALT = b"public"
 """Shorter than every account's salt, so equal to none."""
+_MAX_ACCOUNTS = 4096  # whose salts and tags are kept
 _INLINE_TOKENS = 8192
 """Longer prompts that come without hashes are hashed in a thread; this many take about 1 ms."""
 
@@ -84,17 +86,25 @@ class PromptHashes:
     max_left_blocks: int | None = None
     """Leading blocks that later requests may find; None: all, and the answer's blocks."""
     wire: bytes = b""
-    """A serialized Submit that has the block hashes only; b"": not made."""
+    """A serialized Submit that has the block hashes only; b"": there are none."""
 
     def __post_init__(self) -> None:
         ends_private = self.num_public_blocks < max(1, len(self.blocks))
         assert ends_private, "all accounts would share the answer's blocks: their chain continues from the last hash"
 
+    def followed_by(self, block_hashes: Iterable[bytes]) -> BlockHashes:
+        """Return the prompt's hashes and those of an answer after it."""
+        return BlockHashes(b"".join((self.blocks.packed, *block_hashes)))
+
     def with_answer(self, token_ids: Sequence[int], answer: Sequence[int], block_size: int) -> BlockHashes:
         """Return the hashes of all full blocks of the prompt's `token_ids` and an answer after them."""
+        return self.followed_by(self.after_prompt(token_ids, answer, block_size))
+
+    def after_prompt(self, token_ids: Sequence[int], answer: Sequence[int], block_size: int) -> list[BlockHash]:
+        """Return the hashes of the blocks that an answer fills after the prompt's full blocks."""
         parent = self.blocks[-1] if self.blocks else self.root
         rest = [*token_ids[len(self.blocks) * block_size :], *answer]
-        return BlockHashes(self.blocks.packed + b"".join(hash_blocks(BlockHash(parent), rest, block_size)))
+        return hash_blocks(BlockHash(parent), rest, block_size)
 
 
 def hash_prompt(
@@ -103,7 +113,8 @@ def hash_prompt(
     """Hash a prompt whose first `num_public_tokens` tokens are a public text."""
     packed = token_ids.packed() if isinstance(token_ids, TokenIds) else TokenIds(token_ids).packed()
     root, hashes, num_public = hash_packed(card.fingerprint.digest, card.block_size, packed, salt, num_public_tokens)
-    return PromptHashes(root, BlockHashes(hashes), account_tag, num_public)
+    blocks = BlockHashes(hashes)
+    return PromptHashes(root, blocks, account_tag, num_public, wire=_wire_hashes(blocks))
 
 
 def hash_packed(
@@ -125,11 +136,20 @@ def wire_prompt(
 
     `salt`: the account's, with the request's own after it. This takes time for long prompts; text processes call it.
     """
-    ids = pb.Submit(token_ids=token_ids).SerializeToString()
+    ids = wire_ids(token_ids)
     if salt is None or not block_size:
         return WirePrompt(ids, b"")
     root, hashes, num_public = hash_packed(fingerprint, block_size, token_ids.packed(), salt, num_public_tokens)
-    return WirePrompt(ids, root, hashes, num_public, pb.Submit(block_hashes=BlockHashes(hashes)).SerializeToString())
+    return WirePrompt(ids, root, hashes, num_public, _wire_hashes(BlockHashes(hashes)))
+
+
+def wire_ids(token_ids: Sequence[int]) -> bytes:
+    """Return a serialized Submit that has these token ids only."""
+    return pb.Submit(token_ids=token_ids).SerializeToString()
+
+
+def _wire_hashes(blocks: BlockHashes) -> bytes:
+    return pb.Submit(block_hashes=blocks).SerializeToString()
 
 
 class PromptHasher:
@@ -182,11 +202,13 @@ class PromptHasher:
         return cache_salt(self._secret, request.account) + request.salt
 
 
+@lru_cache(maxsize=_MAX_ACCOUNTS)
 def cache_salt(secret: bytes, account: str) -> bytes:
     """Return the salt that separates an account's cached blocks from those of every other account."""
     return hmac.digest(secret, b"tandem cache salt\0" + account.encode(), hashlib.sha256)[:16]
 
 
+@lru_cache(maxsize=_MAX_ACCOUNTS)
 def account_tag(secret: bytes, account: str) -> bytes:
     """Return the tag that an account's cached blocks are counted under; KV services never see its name."""
     return hmac.digest(secret, b"tandem account tag\0" + account.encode(), hashlib.sha256)[:8]

@@ -20,7 +20,7 @@ from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import AccountPolicies, TokenRequest
 from control_plane.routing.router import Router
-from control_plane.secrets import handle_key
+from control_plane.secrets import handle_signer
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import TandemError
 from tandem_runtime.tasks import TaskSet
@@ -50,8 +50,9 @@ class Dispatcher:
         accounts: AccountPolicies | None = None,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         proofs: ReadinessProofs | None = None,
+        macs_until: float = 0.0,
     ) -> None:
-        """`proofs`: where requests that have gone the whole way are recorded."""
+        """`proofs`: where requests that have gone the whole way are recorded. `macs_until`: see `handle_signer`."""
         self._cards = cards
         self._hasher = PromptHasher(secret, accounts or AccountPolicies())
         self._max_unread_tokens = max_unread_tokens
@@ -63,7 +64,8 @@ class Dispatcher:
         self.quarantine = Quarantine()
         self.budget = budget or RetryBudget()
         self._feedback = RouteFeedback(registry, router)
-        submitter = Submitter(registry, links, router.in_flight, self._feedback, accept_seconds, handle_key(secret))
+        signer = handle_signer(secret, macs_until)
+        submitter = Submitter(registry, links, router.in_flight, self._feedback, accept_seconds, signer)
         self._starter = RequestStarter(
             router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks
         )

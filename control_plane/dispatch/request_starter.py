@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
 from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
@@ -21,6 +23,8 @@ from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import span
 
 log = get_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class RequestStarter:
@@ -121,37 +125,44 @@ class RequestStarter:
         Everything is sent before the first await, so that the next request's route counts this request.
         """
         choices = [choice for choice in state.choices if not choice.is_over]  # over: prefill sent its only token
-        calls = [self._submitter.submit_choice(state, choice, route.decodes[0], route) for choice in choices]
-        prefill = None
+        waits = [self._wait_reserved(state, choices, self._submit_choices(state, choices, route, 0), route)]
         if route.prefill is not None and state.handle is not None:
             prefill = self._submitter.submit_prefill(state, route.prefill, route)
-        waits = [self._wait_reserved(state, choice, call, route) for choice, call in zip(choices, calls, strict=True)]
-        if prefill is not None:
             waits.append(self._submitter.wait_accepted(state, prefill))
-        tasks = [asyncio.create_task(wait) for wait in waits]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await _all(waits)
 
-    async def _wait_reserved(self, state: RequestState, choice: ChoiceState, call: WorkerCall, route: Route) -> None:
-        """Wait until a decode worker has reserved memory; after a refusal, try the route's others in order."""
-        for following in (*route.decodes[1:], None):
-            try:
-                await self._submitter.wait_accepted(state, call)
-            except FINAL:
-                raise
-            except TandemError as refusal:
-                if choice.is_over:  # prefill's first token was its last
-                    return
-                state.refused(refusal)
-                if following is None:
-                    raise
-                call = self._submitter.submit_choice(state, choice, following, route)
-            else:
+    def _submit_choices(
+        self, state: RequestState, choices: Sequence[ChoiceState], route: Route, rank: int
+    ) -> list[WorkerCall]:
+        """Send choices to one decode worker of the route, in one turn of the loop: the prompt is sent once."""
+        return [self._submitter.submit_choice(state, choice, route.decodes[rank], route) for choice in choices]
+
+    async def _wait_reserved(
+        self, state: RequestState, choices: Sequence[ChoiceState], calls: Sequence[WorkerCall], route: Route
+    ) -> None:
+        """Wait until decode workers have reserved memory; try the route's others in order with what one refuses."""
+        for rank in range(1, len(route.decodes) + 1):
+            waits = [self._refusal(state, choice, call) for choice, call in zip(choices, calls, strict=True)]
+            answers = zip(choices, await _all(waits), strict=True)
+            refused = [(choice, refusal) for choice, refusal in answers if refusal is not None and not choice.is_over]
+            if not refused:
                 return
+            if rank == len(route.decodes):
+                raise refused[0][1]
+            choices = [choice for choice, _ in refused]
+            calls = self._submit_choices(state, choices, route, rank)
+
+    async def _refusal(self, state: RequestState, choice: ChoiceState, call: WorkerCall) -> TandemError | None:
+        """Wait until a worker has accepted a choice; return its refusal, or raise one that is final."""
+        try:
+            await self._submitter.wait_accepted(state, call)
+        except FINAL:
+            raise
+        except TandemError as refusal:
+            if not choice.is_over:  # else prefill's first token was its last
+                state.refused(refusal)
+            return refusal
+        return None
 
     def _raise_if_final(self, state: RequestState, error: TandemError) -> None:
         """Raise an error that every other worker would answer too, or the last attempt's; else note the error."""
@@ -161,6 +172,19 @@ class RequestStarter:
             raise error
         if state.is_last_attempt:
             raise state.refusal or error
+
+
+async def _all(waits: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Wait for all; the first exception cancels the others, and is raised."""
+    if len(waits) == 1:  # an ordinary chat: a task and its turns of the loop would delay the first token
+        return [await waits[0]]
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def routing_request(state: RequestState) -> RoutingRequest:

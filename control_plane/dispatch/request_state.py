@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from control_plane.dispatch.admission import RetryBudget
-from control_plane.dispatch.block_hashes import PromptHashes
+from control_plane.dispatch.block_hashes import PromptHashes, wire_ids
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
@@ -125,6 +126,7 @@ class RequestState:
         self._prefill_ledger: pb.PhaseLedger | None = None
         self._prefill_over = asyncio.Event()
         self._phases: dict[WorkerCall, Phase] = {}
+        self._prompt_places: set[tuple[str, str]] = set()
         # end
         self._num_unfinished_tokens = 0
         self._num_reports_due = 0
@@ -220,7 +222,23 @@ class RequestState:
             return ()
         return self.hashes.with_answer(self.request.token_ids, answer, self.card.block_size)
 
+    def hashes_after_prompt(self, answer: Sequence[int]) -> Sequence[bytes]:
+        """Return the hashes of the blocks that an answer fills after the prompt's full blocks; the prompt is not read.
+
+        A request may have 128 choices of a prompt of 100,000 blocks.
+        """
+        if self.hashes is None or not answer:
+            return ()
+        return self.hashes.after_prompt(self.request.token_ids, answer, self.card.block_size)
+
     # ---------------------------------------------------------------------------------------------------- calls
+
+    @cached_property
+    def prompt(self) -> bytes:
+        """A serialized Submit that has the prompt's token ids and block hashes only; one object for all calls."""
+        wire = self.request.wire
+        token_ids = wire_ids(self.request.token_ids) if wire is None else wire.token_ids
+        return token_ids + (self.hashes.wire if self.hashes is not None else b"")
 
     @property
     def route(self) -> Mapping[str, Any]:
@@ -265,6 +283,13 @@ class RequestState:
         self._prefill = None
         self._prefill_over.clear()
         return was_open
+
+    def prompt_came_to(self, incarnation: str, host_id: str) -> bool:
+        """Note a pool and a host's store that have the prompt's cache now; False if that was noted before."""
+        place = incarnation, host_id
+        is_new = place not in self._prompt_places
+        self._prompt_places.add(place)
+        return is_new
 
     def phase_ended(self, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         self._phases[call] = Phase(ledger, call is self._prefill, call.estimate)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
@@ -28,12 +29,18 @@ class RouteFeedback:
         self._affinity.remember(state.request.session_affinity, route)
 
     def prompt_read(self, state: RequestState, call: WorkerCall) -> None:
-        """The call's worker has the prompt's cache. It computed the cache and offered it to the store, or pulled it."""
+        """The call's worker has the prompt's cache. It computed the cache and offered it to the store, or pulled it.
+
+        The prompt is learnt once for each place, and not for each of its choices.
+        """
+        hashes = state.hashes
+        if hashes is None:
+            return
         was_pulled = call.link.worker.role == pb.WORKER_ROLE_DECODE and call.submit.HasField("handle")
         host_id = "" if was_pulled else self._store_of(call)
-        if state.hashes is not None:
-            blocks = state.hashes.blocks if call.is_fresh else call.submit.block_hashes
-            self._prefixes.learn(blocks[: state.hashes.max_left_blocks], call.incarnation, host_id)
+        self._learn_answer(hashes, call.submit.block_hashes, call.incarnation, host_id)
+        if state.prompt_came_to(call.incarnation, host_id):
+            self._prefixes.learn(hashes.blocks[: hashes.max_left_blocks], call.incarnation, host_id)
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
@@ -47,7 +54,8 @@ class RouteFeedback:
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // size
             first = end - min(num_missing, cached.remote) // size
-            self._prefixes.forget(call.submit.block_hashes[first:end], cached.remote_host)
+            blocks = state.hashes.followed_by(call.submit.block_hashes)
+            self._prefixes.forget(blocks[first:end], cached.remote_host, first)
 
     def finished(self, state: RequestState) -> None:
         """Every token was delivered: record how long the hand-over took."""
@@ -60,14 +68,27 @@ class RouteFeedback:
 
         An answer's last token has no KV. An answer of one token may come from prefill alone.
         """
+        hashes = state.hashes
+        if hashes is None:
+            return
+        stores: dict[str, str] = {}
         for choice in state.choices:
             call = choice.call
-            if state.hashes is None or call is None or not call.has_output or len(choice.tokens) < 2:
+            if call is None or not call.has_output or len(choice.tokens) < 2:
                 continue
-            num_prompt_blocks = len(state.hashes.blocks)
-            block_hashes = state.hashes_with(choice.tokens[:-1])[: state.hashes.max_left_blocks]
-            self._prefixes.learn(block_hashes, call.incarnation, self._store_of(call), first=num_prompt_blocks)
-            self._prefixes.learn(block_hashes[:num_prompt_blocks], call.incarnation, "")
+            if call.incarnation not in stores:
+                stores[call.incarnation] = self._store_of(call)
+            answer = state.hashes_after_prompt(choice.tokens[:-1])
+            self._learn_answer(hashes, answer, call.incarnation, stores[call.incarnation])
+        for incarnation in stores:  # after the answers: of a chain, the last blocks are dropped first
+            self._prefixes.learn(hashes.blocks[: hashes.max_left_blocks], incarnation, "")
+
+    def _learn_answer(
+        self, hashes: PromptHashes, block_hashes: Sequence[bytes], incarnation: str, host_id: str
+    ) -> None:
+        """A worker has these blocks after the prompt's; later requests may find them if nothing bounds what is left."""
+        if hashes.max_left_blocks is None:
+            self._prefixes.learn(block_hashes, incarnation, host_id, first=len(hashes.blocks))
 
     def _store_of(self, call: WorkerCall) -> str:
         """Return the host whose block store the worker offers its blocks to, "" if there is none."""
@@ -115,5 +136,6 @@ class ReadinessProofs:
 
     def _forget_unserved(self, worker: Worker, is_here: bool) -> None:
         """A model whose decode workers are all gone needs a new proof once one is back."""
-        served = set(self.served())
-        self._proven_at = {kind: proven_at for kind, proven_at in self._proven_at.items() if kind[0] in served}
+        unserved = [kind for kind in self._proven_at if not self._registry.serves(kind[0])]
+        for kind in unserved:
+            del self._proven_at[kind]

@@ -18,7 +18,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv.signatures import HandleSigner
 
 
 class Submitter:
@@ -31,11 +31,11 @@ class Submitter:
         in_flight: InFlight,
         feedback: RouteFeedback,
         accept_seconds: float,
-        handle_key: bytes,
+        signer: HandleSigner,
     ) -> None:
-        """`handle_key` signs KV handles."""
+        """`signer` signs KV handles."""
         self._registry = registry
-        self._handle_key = handle_key
+        self._signer = signer
         self._links = links
         self._in_flight = in_flight
         self._feedback = feedback
@@ -50,20 +50,20 @@ class Submitter:
             return None
         address = route.prefill.info.kv_address
         holders = [kv for kv in self._registry.kv_services(route.prefill.info.host_id) if kv.address == address]
-        return mint_handle(state, route.prefill, holders[0], self._handle_key) if holders else None
+        return mint_handle(state, route.prefill, holders[0], self._signer) if holders else None
 
     def submit_prefill(self, state: RequestState, worker: Worker, route: Route) -> WorkerCall:
         """Send the prompt to a prefill worker, which seals its KV blocks under the state's handle."""
         call = self._new_call(worker, prefill_submit(state), route, None)
         state.call_started(call)
-        call.link.submit(call.submit, PrefillSink(state, call, self._feedback))
+        call.link.submit(call.submit, PrefillSink(state, call, self._feedback), state.prompt)
         return call
 
     def submit_choice(self, state: RequestState, choice: ChoiceState, worker: Worker, route: Route) -> WorkerCall:
         """Send a choice to a decode worker, which continues from the choice's tokens so far."""
         call = self._new_call(worker, decode_submit(state, choice), route, choice.index)
         state.call_started(call)
-        call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback))
+        call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback), state.prompt)
         return call
 
     async def wait_accepted(self, state: RequestState, call: WorkerCall) -> None:
@@ -95,13 +95,14 @@ class Submitter:
         computes_prompt = choice_index is None or not submit.HasField("handle")
         estimate = route.estimate(worker) if computes_prompt else None
         if estimate is not None:
-            submit.prefix_source = estimate.source
-        num_to_compute = estimate.num_computed_tokens if estimate is not None else len(submit.token_ids)
+            submit.prefix_source, submit.prefix_source_id = estimate.source, estimate.source_id
+        num_tokens = submit.num_prompt_tokens + len(submit.token_ids)
+        num_to_compute = estimate.num_computed_tokens if estimate is not None else num_tokens
         is_decode = choice_index is not None
         entry = self._in_flight.add(
             worker.incarnation,
             num_prefill_tokens=num_to_compute if computes_prompt else 0,
-            num_decode_tokens=len(submit.token_ids) + submit.sampling.max_tokens if is_decode else 0,
+            num_decode_tokens=num_tokens + submit.sampling.max_tokens if is_decode else 0,
             num_answers=1 if is_decode else 0,
         )
         return WorkerCall(link, submit, entry, choice_index, estimate)
@@ -182,9 +183,12 @@ def _note_output(state: RequestState, call: WorkerCall, output: pb.TokenOutput, 
 
 
 # ------------------------------------------------------------------------------------------------------- messages
+#
+# A Submit of these functions lacks the prompt's token ids and block hashes. The link sends them before it: they are
+# `RequestState.prompt`, the same bytes for all calls.
 
 
-def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddress, key: bytes) -> pb.KvHandle:
+def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddress, signer: HandleSigner) -> pb.KvHandle:
     """Return a signed handle for the prompt at a KV service of the prefill worker's host."""
     handle = pb.KvHandle(
         handle_id=os.urandom(16),
@@ -193,17 +197,18 @@ def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddres
         prefill_incarnation=prefill.incarnation,
         holder_address=holder.address,
         holder_incarnation=holder.incarnation,
+        holder_id=holder.worker_id,
         model=_model_ref(state.card),
         layout_digest=layout_digest(state.card.layout),
         num_tokens=len(state.request.token_ids),
         num_readers=len(state.request.choice_seeds),
         deadline_unix_ms=int(state.request.deadline * 1000),
     )
-    return sign_handle(handle, key)
+    return signer.sign(handle)
 
 
 def prefill_submit(state: RequestState) -> pb.Submit:
-    """Return the message for a prefill worker: the prompt, and a seed for the first token of each choice."""
+    """Return the message for a prefill worker, after the prompt: a seed for the first token of each choice."""
     assert state.handle is not None, "a prefill worker seals its blocks under a handle"
     submit = _base_submit(state)
     submit.choice_seeds.extend(state.request.choice_seeds)
@@ -212,7 +217,7 @@ def prefill_submit(state: RequestState) -> pb.Submit:
 
 
 def decode_submit(state: RequestState, choice: ChoiceState) -> pb.Submit:
-    """Return the message for a decode worker.
+    """Return the message for a decode worker, after the prompt.
 
     A choice without tokens takes the prompt's KV cache by the handle, if there is one. A choice with tokens continues
     from them, and its block hashes cover prompt and tokens.
@@ -222,15 +227,14 @@ def decode_submit(state: RequestState, choice: ChoiceState) -> pb.Submit:
     submit.choice_index = choice.index
     submit.sampling.seed = state.request.choice_seeds[choice.index]
     submit.token_ids.extend(choice.tokens)
-    if block_hashes := state.hashes_with(choice.tokens):
-        submit.block_hashes.extend(block_hashes[len(submit.block_hashes) :])
+    submit.block_hashes.extend(state.hashes_after_prompt(choice.tokens))
     if state.handle is not None and not choice.tokens:
         submit.handle.CopyFrom(state.handle)
     return submit
 
 
 def _base_submit(state: RequestState) -> pb.Submit:
-    """Return what prefill and decode have in common."""
+    """Return what prefill and decode have in common, besides the prompt."""
     request, hashes = state.request, state.hashes
     submit = pb.Submit(
         request_id=request.request_id,
@@ -239,20 +243,13 @@ def _base_submit(state: RequestState) -> pb.Submit:
         num_prompt_tokens=len(request.token_ids),
         sampling=sampling_to_proto(request.sampling),
         deadline_unix_ms=int(request.deadline * 1000),
+        time_left_ms=max(0, int((request.deadline - time.time()) * 1000)),
         traceparent=state.traceparent,
         priority=request.priority,
         fairness_key=request.fairness_key,
     )
-    if request.wire is not None:  # protobuf reads 500,000 ids from bytes in 2 ms, and from a list in 30 ms
-        submit.MergeFromString(request.wire.token_ids)
-    else:
-        submit.token_ids.extend(request.token_ids)
     if hashes is not None:
         submit.hash_root = hashes.root
-        if hashes.wire:
-            submit.MergeFromString(hashes.wire)
-        else:
-            submit.block_hashes.extend(hashes.blocks)
         submit.account_tag = hashes.account_tag
         submit.num_public_blocks = hashes.num_public_blocks
         if hashes.max_found_blocks is not None:

@@ -23,6 +23,7 @@ class WorkerCall:
 
     link: WorkerLink
     submit: pb.Submit
+    """Without the prompt's token ids and block hashes."""
     entry: InFlightEntry
     choice_index: int | None = None
     """The choice that the call generates. None: the call computes the prompt at a prefill worker."""
@@ -40,7 +41,7 @@ class WorkerCall:
     @property
     def is_fresh(self) -> bool:
         """Whether the call began with the prompt alone, and not in the middle of an answer."""
-        return len(self.submit.token_ids) == self.submit.num_prompt_tokens
+        return not self.submit.token_ids
 
     def answer(self, error: TandemError | None) -> bool:
         """Complete `answered`; return False if it was completed before."""

@@ -6,8 +6,10 @@ import asyncio
 
 from control_plane.fleet.registry import Worker
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.time_left import seconds_left_by_wall_clock
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
@@ -15,34 +17,36 @@ log = get_logger(__name__)
 
 
 class KvClients:
-    """Clients of the KV services that hold this gateway's handles, by address.
+    """Clients of the KV services that hold this gateway's handles, by address and id.
 
-    A message that cannot be delivered is only logged: the handle's lease expires by itself.
+    A message that cannot be delivered is only logged: the handle's lease expires by itself. The handles are of this
+    gateway's own, so its clock tells the time left.
     """
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, member: FleetMember | None = None) -> None:
         self._incarnation = incarnation
-        self._clients: dict[str, KvClient] = {}
+        self._member = member
+        self._clients: dict[tuple[str, str], KvClient] = {}
         self._closing = TaskSet()
 
     async def release_all(self, handle: pb.KvHandle) -> None:
         """End the handle: no reader needs its blocks any more."""
         try:
-            await self._client(handle).release_all(handle)
+            await self._client(handle).release_all(handle, seconds_left_by_wall_clock(handle))
         except TandemError as error:
             log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
     async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
         """Give back the lease of a reader that died."""
         try:
-            await self._client(handle).release(handle, reader_id)
+            await self._client(handle).release(handle, reader_id, seconds_left_by_wall_clock(handle))
         except TandemError as error:
             log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
     async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
         """End the handle and give its readers the reason."""
         try:
-            await self._client(handle).abort(handle, reason)
+            await self._client(handle).abort(handle, reason, seconds_left_by_wall_clock(handle))
         except TandemError as error:
             log.info("kv_abort_failed", request_id=handle.request_id, error=error.message)
 
@@ -50,7 +54,7 @@ class KvClients:
         """Close the client of a KV service that is gone; a listener of the registry."""
         if is_here or worker.role != pb.WORKER_ROLE_KV:
             return
-        if client := self._clients.pop(worker.info.address, None):
+        if client := self._clients.pop((worker.info.address, worker.worker_id), None):
             self._closing.spawn(client.close())
 
     async def close(self) -> None:
@@ -58,7 +62,8 @@ class KvClients:
         await asyncio.gather(*(client.close() for client in clients), self._closing.join())
 
     def _client(self, handle: pb.KvHandle) -> KvClient:
-        address = handle.holder_address
-        if address not in self._clients:
-            self._clients[address] = KvClient(address, self._incarnation)
-        return self._clients[address]
+        address, id = key = handle.holder_address, handle.holder_id
+        expect = self._member.expected_or_role("kv", id, address) if self._member is not None else "kv"
+        if key not in self._clients:
+            self._clients[key] = KvClient(address, self._incarnation, member=self._member, expect=expect)
+        return self._clients[key]

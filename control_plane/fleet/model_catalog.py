@@ -8,13 +8,15 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from control_plane.generation import ModelDescription
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
-from tandem_runtime.channel import open_channel
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
@@ -25,7 +27,10 @@ log = get_logger(__name__)
 _FETCH_SECONDS = 20.0
 _MAX_KEPT = 32
 
-Key = tuple[str, bytes, int]
+Key = tuple[str, Variant, int]
+
+MAX_ASSET_BYTES = 256 << 20
+"""Of a tokenizer's files; the largest of today's models are 34 MB."""
 
 
 class ModelCatalog:
@@ -41,13 +46,17 @@ class ModelCatalog:
         *,
         models: ModelTable = SHIPPED,
         fallback_model: str = "",
+        member: FleetMember | None = None,
     ) -> None:
         """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded."""
         self._models = models
         self._fallback_model = fallback_model
         self._registry = registry
+        self._member = member
         self._clock = clock
-        self._gone: dict[str, tuple[float, pb.ModelCard]] = {}
+        self._gone: dict[str, tuple[float, _Known]] = {}
+        self._served: tuple[_Known, ...] | None = None
+        """Of the registered workers; None: a worker has changed since."""
         self._assets: dict[bytes, bytes] = {}
         self._descriptions: dict[Key, ModelDescription] = {}
         self._problems: dict[str, str] = {}
@@ -62,51 +71,57 @@ class ModelCatalog:
     def card(self, name: str) -> pb.ModelCard:
         """Return the card of a model by id, alias or a name of the table; raises ModelNotFound with the served models.
 
-        Where workers differ, return the card of a ready worker with the shortest context: every worker takes such
-        requests. A model whose last worker has gone stays known for as long as requests wait for the worker.
+        Where contexts differ, return the card of a ready worker with the shortest one: every worker takes such
+        requests. Where more differs, see model_variants. A model whose last worker has gone stays known for as long as
+        requests wait for the worker.
         """
-        cards = self._cards()
-        known = (*cards, *self._lately_gone())
-        for card in known:
-            if name == card.model_id or name in card.aliases:
-                return card
-        for card in known:
-            if name in self._models.names_of(card.model_id):
-                return card
-        served = ", ".join(sorted({card.model_id for card in cards})) or "nothing yet: no worker has loaded a model"
-        raise ModelNotFound(f"no model {name!r} here; served: {served}", field="model")
+        return self._find(name).card
+
+    def _find(self, name: str) -> _Known:
+        known = (*self._known_of_workers(), *self._lately_gone())
+        for each in known:
+            if name == each.card.model_id:
+                return each
+        for each in known:
+            if name in each.card.aliases:  # after all ids: no worker takes another model's name as its alias
+                return each
+        for each in known:
+            if name in self._models.names_of(each.card.model_id):
+                return each
+        names = ", ".join(sorted(self._served_ids())) or "nothing yet: no worker has loaded a model"
+        raise ModelNotFound(f"no model {name!r} here; served: {names}", field="model")
 
     async def get(self, name: str) -> ModelDescription:
-        card, is_fallback = self._card_or_fallback(name)
-        model = await self._describe_once(card)
+        known, is_fallback = self._known_or_fallback(name)
+        model = await self._describe_once(known)
         if not is_fallback:
             return model
         requested = self._models.describes(name)  # its clients parse the answers, so the wire format stays
         return replace(model, is_fallback=True, wire_format=(requested and requested.wire_format) or "native")
 
-    def _card_or_fallback(self, name: str) -> tuple[pb.ModelCard, bool]:
+    def _known_or_fallback(self, name: str) -> tuple[_Known, bool]:
         try:
-            return self.card(name), False
+            return self._find(name), False
         except ModelNotFound as error:
             if not self._fallback_model or not self._models.writes_text(name):
                 raise
             try:
-                return self.card(self._fallback_model), True
+                return self._find(self._fallback_model), True
             except ModelNotFound:
                 raise error from None
 
-    async def _describe_once(self, card: pb.ModelCard) -> ModelDescription:
-        key = _key(card)
+    async def _describe_once(self, known: _Known) -> ModelDescription:
+        key = known.key
         if key not in self._descriptions:
             async with self._lock:
                 if key not in self._descriptions:
-                    self._descriptions[key] = await self._describe(card)
+                    self._descriptions[key] = await self._describe(known.card)
                     _drop_oldest(self._descriptions)
         return self._descriptions[key]
 
     def list(self) -> list[ModelDescription]:
         """Return the descriptions that are cached; `prefetch` fetches those of all served models."""
-        keys = {_key(self.card(card.model_id)) for card in self._cards()}
+        keys = {self._find(model_id).key for model_id in self._served_ids()}
         known = [description for key, description in self._descriptions.items() if key in keys]
         return sorted(known, key=lambda description: description.model_id)
 
@@ -119,7 +134,7 @@ class ModelCatalog:
 
         A model that cannot be described is not listed. The cause is logged when it is new; the next call tries again.
         """
-        served = {card.model_id for card in self._cards()}
+        served = self._served_ids()
         self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in served}
         for model_id in sorted(served):
             try:
@@ -138,20 +153,32 @@ class ModelCatalog:
         self._problems[model_id] = why
         return why != before
 
-    def _cards(self) -> tuple[pb.ModelCard, ...]:
-        """Return every worker's card; of each model the preferred card comes first."""
-        workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
-        loaded = [worker for worker in workers if worker.info.card.model_id]
-        loaded.sort(key=lambda worker: (not worker.is_usable, worker.info.card.context_length))
-        return tuple(worker.info.card for worker in loaded)
+    def _served_ids(self) -> set[str]:
+        return {each.card.model_id for each in self._known_of_workers()}
 
-    def _lately_gone(self) -> tuple[pb.ModelCard, ...]:
-        return tuple(card for gone_at, card in self._gone.values() if self._clock() - gone_at < RESTART_SECONDS)
+    def _known_of_workers(self) -> tuple[_Known, ...]:
+        """Return the different cards of all workers; of each model the preferred one comes first.
+
+        Every request asks for them, so they are sorted once after each change of a worker.
+        """
+        if self._served is None:
+            workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
+            loaded = [worker for worker in workers if worker.info.card.model_id]
+            loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable, worker.info.card.context_length))
+            served: dict[Key, _Known] = {}
+            for known in map(_Known.of, loaded):
+                served.setdefault(known.key, known)
+            self._served = tuple(served.values())
+        return self._served
+
+    def _lately_gone(self) -> tuple[_Known, ...]:
+        return tuple(known for gone_at, known in self._gone.values() if self._clock() - gone_at < RESTART_SECONDS)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         """Remember the model of a worker that is gone; a listener of the registry."""
+        self._served = None
         if not is_here and worker.info.card.model_id:
-            self._gone[worker.info.card.model_id] = self._clock(), worker.info.card
+            self._gone[worker.info.card.model_id] = self._clock(), _Known.of(worker)
             _drop_oldest(self._gone)
 
     async def _describe(self, card: pb.ModelCard) -> ModelDescription:
@@ -187,7 +214,7 @@ class ModelCatalog:
             if not any(other.digest == asset.digest for other in worker.info.card.assets):
                 continue
             try:
-                content = await _fetch(worker, asset)
+                content = await _fetch(worker, asset, self._member)
             except TandemError as error:
                 reason = error.message
             else:
@@ -197,9 +224,16 @@ class ModelCatalog:
         raise Unavailable(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
 
 
-def _key(card: pb.ModelCard) -> Key:
-    """Return the cache key: the same weights with another name or context length are another model to clients."""
-    return card.model_id, card.fingerprint.digest, card.context_length
+class _Known(NamedTuple):
+    """A card, and the cache key: the same weights with another name or context are another model to clients."""
+
+    key: Key
+    card: pb.ModelCard
+
+    @classmethod
+    def of(cls, worker: Worker) -> _Known:
+        card = worker.info.card
+        return cls((card.model_id, worker.variant, card.context_length), card)
 
 
 def _tokenizer_config(model_id: str, content: bytes) -> dict[str, Any]:
@@ -220,11 +254,18 @@ def _drop_oldest(kept: dict[Any, Any]) -> None:
         del kept[next(iter(kept))]
 
 
-async def _fetch(worker: Worker, asset: pb.Asset) -> bytes:
-    async with open_channel(worker.info.address) as channel:
+async def _fetch(worker: Worker, asset: pb.Asset, member: FleetMember | None) -> bytes:
+    async with open_worker_channel(worker.info, member) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = pb.AssetRequest(digest=asset.digest)
-        content = b"".join([chunk.data async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS)])
+        content = bytearray()
+        async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS):
+            content += chunk.data
+            if len(content) > MAX_ASSET_BYTES:
+                raise Unavailable(
+                    f"worker {worker.worker_id} sends more than {MAX_ASSET_BYTES:,} bytes as {asset.name}; "
+                    "check the model's folder there"
+                )
     if hashlib.blake2b(content, digest_size=16).digest() != asset.digest:
         raise Unavailable(f"worker {worker.worker_id} sent a {asset.name} that does not match its digest")
-    return content
+    return bytes(content)

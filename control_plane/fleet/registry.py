@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from control_plane.fleet.model_variants import ModelVariants, Variant, variant_of
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import StaleIncarnation
+from tandem_runtime.errors import Overloaded, StaleIncarnation
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -19,6 +20,9 @@ RESTART_SECONDS = 15.0
 
 _LONG_PAUSE_SECONDS = 1.0
 _MAX_REPLACED = 1024
+_MAX_CHANGES_PER_SWEEP = 16
+"""Each takes a fraction of a millisecond: line of log, listeners, end of a stream. A rack has hundreds of workers."""
+MAX_WORKERS = 16_384
 
 Listener = Callable[["Worker", bool], None]
 """Called with a worker and whether it is registered, after every change except a heartbeat's load."""
@@ -34,6 +38,10 @@ class Worker:
     """time.monotonic() seconds."""
     is_suspected: bool = False
     info_version: int = 0
+    variant: Variant = ()
+    """What the workers of one model must share."""
+    apart_for: str = ""
+    """Why the worker gets no requests although it is ready: in which field its card differs from the model's."""
 
     @property
     def worker_id(self) -> str:
@@ -50,6 +58,10 @@ class Worker:
     @property
     def is_usable(self) -> bool:
         """Whether new requests may go there."""
+        return self.is_ready and not self.apart_for
+
+    @property
+    def is_ready(self) -> bool:
         return self.load.state == pb.WORKER_STATE_READY and not self.is_suspected
 
     def serves(self, model_id: str) -> bool:
@@ -66,15 +78,25 @@ class WorkerRegistry:
         self._gone_seconds = gone_seconds
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        self._ids_by_role: dict[pb.WorkerRole.ValueType, dict[str, None]] = {}
+        """Every heartbeat asks for its host's KV services: the other workers are not looked at for that."""
         self._listeners: list[Listener] = []
         self._replaced: OrderedDict[str, None] = OrderedDict()
         self._last_sweep = clock()
+        self._variants = ModelVariants()
 
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
     def workers(self, role: pb.WorkerRole.ValueType | None = None) -> list[Worker]:
-        return [worker for worker in self._workers.values() if role is None or worker.role == role]
+        if role is None:
+            return list(self._workers.values())
+        return [self._workers[worker_id] for worker_id in self._ids_by_role.get(role, ())]
+
+    def serves(self, model_id: str) -> bool:
+        """Return whether a decode worker takes requests for the model."""
+        decodes = self._ids_by_role.get(pb.WORKER_ROLE_DECODE, ())
+        return any(self._workers[worker_id].serves(model_id) for worker_id in decodes)
 
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
@@ -87,6 +109,7 @@ class WorkerRegistry:
                 incarnation=worker.incarnation,
                 host_id=worker.info.host_id,
                 socket=worker.info.kv_socket,
+                worker_id=worker.worker_id,
             )
             for worker in self.workers(pb.WORKER_ROLE_KV)
             if worker.is_usable and (host_id is None or worker.info.host_id == host_id)
@@ -111,6 +134,11 @@ class WorkerRegistry:
                 "give each its own --worker-id"
             )
         previous = self._workers.get(info.worker_id)
+        if previous is None and len(self._workers) >= MAX_WORKERS:
+            raise Overloaded(
+                f"{MAX_WORKERS:,} workers are registered, which is the most a gateway keeps; stop some",
+                retry_after_seconds=self._gone_seconds,
+            )
         if previous is not None and previous.incarnation == info.incarnation and info_version < previous.info_version:
             log.info("late_registration_ignored", worker=info.worker_id, version=info_version)
             return
@@ -119,8 +147,9 @@ class WorkerRegistry:
             self._replaced[previous.incarnation] = None
             if len(self._replaced) > _MAX_REPLACED:
                 self._replaced.popitem(last=False)
-        worker = Worker(info, load, self._clock(), info_version=info_version)
-        self._workers[info.worker_id] = worker
+        variant = variant_of(info.card)
+        also_changed = self._put(Worker(info, load, self._clock(), info_version=info_version, variant=variant))
+        worker = self._workers[info.worker_id]
         log.info(
             "worker_registered",
             worker=info.worker_id,
@@ -129,6 +158,7 @@ class WorkerRegistry:
             model=info.card.model_id,
         )
         self._notify(worker, True)
+        self._notify_all(also_changed, worker)
 
     def heartbeat(self, beat: cp.HeartbeatRequest) -> bool:
         """Return False if the sender has to register (again); raises StaleIncarnation for an earlier incarnation."""
@@ -147,10 +177,10 @@ class WorkerRegistry:
             info = pb.WorkerInfo()
             info.CopyFrom(worker.info)
             info.kv_address = beat.kv_address
-        fresh = Worker(info, beat.load, self._clock(), info_version=worker.info_version)
+        fresh = replace(worker, info=info, load=beat.load, last_heartbeat=self._clock(), is_suspected=False)
         self._workers[beat.worker_id] = fresh
         if worker.load.state != fresh.load.state or worker.is_suspected:
-            self._notify(fresh, True)
+            self._state_changed(fresh)
         return True
 
     def deregister(self, worker_id: str, incarnation: str) -> None:
@@ -158,8 +188,10 @@ class WorkerRegistry:
         if worker is not None and worker.incarnation == incarnation:
             self._forget(worker, "deregistered")
 
-    def sweep(self) -> None:
-        """Suspect and forget silent workers; called a few times a second.
+    def sweep(self) -> bool:
+        """Suspect and forget silent workers, at most 16; called a few times a second.
+
+        Return whether the next call should follow in the next turn of the event loop: more workers may be silent.
 
         While this process was stopped or starved, no heartbeat could arrive: that time does not count as silence.
         """
@@ -171,21 +203,83 @@ class WorkerRegistry:
                 worker_id: replace(worker, last_heartbeat=worker.last_heartbeat + pause)
                 for worker_id, worker in self._workers.items()
             }
-            return
-        for worker in self.workers():
+            return False
+        num_changed = 0
+        for worker_id in list(self._workers):
+            worker = self._workers[worker_id]  # as it is now: the end of another may have changed it
             silence = now - worker.last_heartbeat
+            if num_changed == _MAX_CHANGES_PER_SWEEP:
+                return True
             if silence > self._gone_seconds:
+                num_changed += 1
                 self._forget(worker, "silent")
             elif silence > self._suspect_seconds and not worker.is_suspected:
+                num_changed += 1
                 suspected = replace(worker, is_suspected=True)
                 self._workers[worker.worker_id] = suspected
                 log.warning("worker_suspected", worker=worker.worker_id, silent_seconds=round(silence, 1))
-                self._notify(suspected, True)
+                self._state_changed(suspected)
+        return False
 
     def _forget(self, worker: Worker, reason: str) -> None:
         del self._workers[worker.worker_id]
+        del self._ids_by_role[worker.role][worker.worker_id]
         log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, reason=reason)
+        also_changed = self._left(worker)
         self._notify(worker, False)
+        self._notify_all(also_changed)
+
+    def _put(self, worker: Worker) -> list[Worker]:
+        """Keep a registered worker; return the workers of its model that come forward or step back with it."""
+        previous = self._workers.get(worker.worker_id)
+        self._workers[worker.worker_id] = worker
+        if previous is not None and previous.role != worker.role:
+            del self._ids_by_role[previous.role][worker.worker_id]
+        self._ids_by_role.setdefault(worker.role, {})[worker.worker_id] = None
+        model_id = worker.info.card.model_id
+        if model_id:
+            self._variants.add(model_id, worker.variant)
+        changed = self._left(previous) if previous is not None else []
+        return changed + self._choose_variants(model_id)
+
+    def _left(self, worker: Worker) -> list[Worker]:
+        """A worker no longer serves a model as this snapshot says; return the workers for which that changes it."""
+        model_id = worker.info.card.model_id
+        if not model_id:
+            return []
+        was_mixed = self._variants.is_mixed(model_id)
+        self._variants.remove(model_id, worker.variant)
+        return self._choose_variants(model_id, is_other=was_mixed)
+
+    def _state_changed(self, worker: Worker) -> None:
+        """Notify of a worker that is ready now, or no longer, and of those that come forward or step back with it."""
+        also_changed = self._choose_variants(worker.info.card.model_id)
+        worker = self._workers[worker.worker_id]
+        self._notify(worker, True)
+        self._notify_all(also_changed, worker)
+
+    def _choose_variants(self, model_id: str, *, is_other: bool = False) -> list[Worker]:
+        """Let one variant of the model get requests; return the workers for which that changed.
+
+        `is_other`: workers were added or removed, so the last other variant may be gone.
+        """
+        if not model_id or not (is_other or self._variants.is_mixed(model_id)):
+            return []
+        of_model = [worker for worker in self._workers.values() if worker.info.card.model_id == model_id]
+        changed = []
+        for worker, reason in zip(of_model, self._variants.choose(model_id, of_model), strict=True):
+            if worker.apart_for == reason:
+                continue
+            changed.append(replace(worker, apart_for=reason))
+            self._workers[worker.worker_id] = changed[-1]
+            if reason:
+                log.warning("worker_kept_apart", worker=worker.worker_id, model=model_id, differs_in=reason)
+        return changed
+
+    def _notify_all(self, workers: Sequence[Worker], notified: Worker | None = None) -> None:
+        for worker in workers:
+            if worker is not notified:
+                self._notify(worker, True)
 
     def _notify(self, worker: Worker, is_here: bool) -> None:
         for listener in self._listeners:

@@ -12,6 +12,7 @@ from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 
 _ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode", pb.WORKER_ROLE_KV: "kv"}
+_MAX_NAME_CHARACTERS = 256
 
 
 class FleetStatus:
@@ -38,10 +39,17 @@ class FleetStatus:
         return sorted(rows, key=lambda row: (row["role"], row["id"]))
 
 
+def _name(info: pb.WorkerInfo) -> str:
+    """Return the worker's --worker-id, if it can be shown in a terminal; with certificates its id is another."""
+    name = info.settings.get("worker_id", "")
+    return name if 0 < len(name) <= _MAX_NAME_CHARACTERS and name.isprintable() else info.worker_id
+
+
 def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dict[str, Any]:
     info, load = worker.info, worker.load
     return {
         "id": info.worker_id,
+        "name": _name(info),
         "role": _ROLES.get(info.role, "unknown"),
         "state": pb.WorkerState.Name(load.state).removeprefix("WORKER_STATE_").lower(),
         "suspected": worker.is_suspected,
@@ -57,13 +65,22 @@ def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dic
             "num_tokens_in_flight": load.num_tokens_in_flight,
             "load_stage": load.load_stage,
             "load_progress": round(load.load_progress, 3),
-            "error": load.error or problem_of(info.card.model_id),
+            "error": load.error or _apart(worker) or problem_of(info.card.model_id),
             "counters": dict(load.counters),
         },
         "kv": _kv_pool(load.kv) if load.HasField("kv") else None,
         "kv_service": _kv_service(load.kv_service) if load.HasField("kv_service") else None,
         "memory": _memory(load.memory),
     }
+
+
+def _apart(worker: Worker) -> str:
+    if not worker.apart_for:
+        return ""
+    return (
+        f"kept apart: its {worker.apart_for} differs from that of most workers of {worker.info.card.model_id}; "
+        "give all of them the same model files"
+    )
 
 
 def _kv_pool(pool: pb.KvPool) -> dict[str, int]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
-from tandem.v1 import worker_pb2_grpc
-from tandem_runtime.channel import open_channel
+from tandem.v1 import worker_pb2
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import InternalError, TandemError, Unavailable, from_proto
 from tandem_runtime.log import get_logger
-from tandem_runtime.tasks import TaskSet, supervised
+from tandem_runtime.tasks import TaskSet, Turns, supervised
 from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
@@ -21,6 +23,12 @@ _RECONNECT_SECONDS = 0.2
 _LONGEST_RESTART_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
 """Longer than a step of an engine: an engine reports between two steps."""
+
+_ATTACH = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Attach"
+_COMMAND_SUBMIT = pb.Command.SUBMIT_FIELD_NUMBER
+_COMMAND_CHOICES = pb.Command.CHOICES_FIELD_NUMBER
+_SHARED = pb.SubmitChoices.SHARED_FIELD_NUMBER
+_CHOICES = pb.SubmitChoices.CHOICES_FIELD_NUMBER
 
 Report = Callable[[pb.PhaseLedger | None], None]
 """Takes what a worker had done for a cancelled call; None: it does not say."""
@@ -40,20 +48,52 @@ class Sink(Protocol):
         """The worker refused the request, failed it, or is gone."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Submits:
+    """Requests with one prompt, which the link sends to the worker together."""
+
+    prompt: bytes
+    """A serialized Submit; b"": the requests have their own prompts."""
+    requests: list[pb.Submit]
+
+    def commands(self, takes_choices: bool) -> Iterator[bytes]:
+        """Yield serialized Commands. The prompt is copied, and never parsed: 2 MB take under a millisecond."""
+        if takes_choices and len(self.requests) > 1:
+            shared = _field(_SHARED, self.prompt)
+            choices = [_field(_CHOICES, request.SerializeToString()) for request in self.requests]
+            yield _field(_COMMAND_CHOICES, shared, *choices)
+            return
+        for request in self.requests:
+            yield _field(_COMMAND_SUBMIT, self.prompt, request.SerializeToString())
+
+
 class WorkerLink:
     """The stream to one incarnation of a worker; reopened if it breaks while the worker is registered."""
 
-    def __init__(self, worker: Worker, gateway_id: str, gateway_incarnation: str) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        gateway_id: str,
+        gateway_incarnation: str,
+        member: FleetMember | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        """`turns` is shared by the links that should not open their streams in the same turn of the event loop."""
         self.worker = worker
+        self._member = member
+        self._turns = turns or Turns()
         self._hello = pb.AttachHello(
             gateway_id=gateway_id, gateway_incarnation=gateway_incarnation, worker_incarnation=worker.incarnation
         )
         self._sinks: dict[tuple[str, int], Sink] = {}
         self._reports: dict[tuple[str, int], Report] = {}
-        self._commands: asyncio.Queue[pb.Command | pb.Submit | None] = asyncio.Queue()
+        self._commands: asyncio.Queue[pb.Command | _Submits | None] = asyncio.Queue()
+        self._latest: _Submits | None = None
+        """The last command in the queue, if more requests with its prompt may join it."""
+        self._takes_choices = False
         self._is_retiring = False
         loop = supervised("worker-link", self._run, longest_pause_seconds=_LONGEST_RESTART_SECONDS)
-        self._task = asyncio.create_task(loop, name=f"link-{worker.worker_id}")
+        self._task: asyncio.Task[None] | None = asyncio.create_task(loop, name=f"link-{worker.worker_id}")
 
     @property
     def num_requests(self) -> int:
@@ -64,10 +104,18 @@ class WorkerLink:
         """Return request id and attempt of every call that waits for events of this worker."""
         return list(self._sinks)
 
-    def submit(self, submit: pb.Submit, sink: Sink) -> None:
-        """Send a request; every later event of the request goes to `sink`."""
+    def submit(self, submit: pb.Submit, sink: Sink, prompt: bytes = b"") -> None:
+        """Send a request; every later event of the request goes to `sink`.
+
+        `prompt`: a serialized Submit with the beginning of the request's token ids and block hashes. Requests that
+        share this object, and are submitted in one turn of the loop, share one message.
+        """
         self._sinks[submit.request_id, submit.attempt] = sink
-        self._commands.put_nowait(submit)
+        if prompt and self._latest is not None and self._latest.prompt is prompt:
+            self._latest.requests.append(submit)
+            return
+        self._latest = _Submits(prompt, [submit])
+        self._commands.put_nowait(self._latest)
 
     def cancel(self, request_id: str, attempt: int, on_report: Report | None = None) -> None:
         """Cancel a request and drop its later events; unknown ids are ignored.
@@ -82,6 +130,7 @@ class WorkerLink:
         if on_report is not None:
             self._reports[key] = on_report
             asyncio.get_running_loop().call_later(_REPORT_SECONDS, self._report, key, None)
+        self._latest = None  # a later request is sent after the cancel
         self._commands.put_nowait(pb.Command(cancel=pb.Cancel(request_id=request_id, attempt=attempt)))
 
     def forget(self, request_id: str, attempt: int) -> None:
@@ -92,15 +141,17 @@ class WorkerLink:
         """Read the last events of a worker that drains until it ends the stream, then close."""
         self._is_retiring = True
         try:
-            if self._sinks:
+            if self._sinks and self._task is not None:
                 await asyncio.wait([self._task])
         finally:
             await self.close()
 
     async def close(self) -> None:
         """Close the stream; calls that are left end with Unavailable."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None  # else link, task, its CancelledError and their frames wait for the garbage collector
 
     async def _run(self) -> None:
         try:
@@ -124,17 +175,28 @@ class WorkerLink:
         return "the worker closed it"
 
     async def _attach(self) -> None:
-        async with open_channel(self.worker.info.address) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            async for event in stub.Attach(self._outgoing(self._commands)):
+        await self._turns.next()  # else 500 workers that come back at once are 500 channels in one turn of the loop
+        async with open_worker_channel(self.worker.info, self._member) as channel:
+            attach: Any = channel.stream_stream(_ATTACH, response_deserializer=pb.Event.FromString)
+            async for event in attach(self._outgoing(self._commands)):
                 self._handle(event)
 
-    async def _outgoing(self, commands: asyncio.Queue[pb.Command | pb.Submit | None]) -> AsyncIterator[pb.Command]:
-        """Yield the commands of one stream. Each stream has its own queue, so a dead stream takes no later command."""
-        yield pb.Command(hello=self._hello)
+    async def _outgoing(self, commands: asyncio.Queue[pb.Command | _Submits | None]) -> AsyncIterator[bytes]:
+        """Yield the serialized commands of one stream.
+
+        Each stream has its own queue, so a dead stream takes no later command. A stream is not known to take choices
+        before its worker's hello.
+        """
+        self._takes_choices = False
+        yield pb.Command(hello=self._hello).SerializeToString()
         while (command := await commands.get()) is not None:
-            # A command has a copy of its message: of a prompt of 500,000 tokens that takes 10 ms, one at a time.
-            yield command if isinstance(command, pb.Command) else pb.Command(submit=command)
+            if isinstance(command, pb.Command):
+                yield command.SerializeToString()
+                continue
+            if command is self._latest:
+                self._latest = None
+            for serialized in command.commands(self._takes_choices):
+                yield serialized
 
     def _handle(self, event: pb.Event) -> None:
         match event.WhichOneof("kind"):
@@ -150,6 +212,7 @@ class WorkerLink:
                 ledger = event.failed.ledger if event.failed.HasField("ledger") else None
                 self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
+                self._takes_choices = event.hello.takes_choices
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
 
     def _output(self, output: pb.TokenOutput) -> None:
@@ -184,7 +247,7 @@ class WorkerLink:
         """End every call with `error`, and drop unsent commands: a new stream must not send them."""
         sinks, self._sinks = self._sinks, {}
         self._commands.put_nowait(None)
-        self._commands = asyncio.Queue()
+        self._commands, self._latest = asyncio.Queue(), None
         for key in list(self._reports):
             self._report(key, None)
         for (request_id, _), sink in sinks.items():
@@ -197,11 +260,15 @@ class WorkerLink:
 class LinkPool:
     """A link to every prefill and decode worker that is registered."""
 
-    def __init__(self, registry: WorkerRegistry, gateway_id: str, gateway_incarnation: str) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, gateway_id: str, gateway_incarnation: str, member: FleetMember | None = None
+    ) -> None:
         self._gateway_id = gateway_id
+        self._member = member
         self._gateway_incarnation = gateway_incarnation
         self._links: dict[str, WorkerLink] = {}
         self._closing = TaskSet()
+        self._turns = Turns()
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
@@ -224,7 +291,27 @@ class LinkPool:
         if worker.role == pb.WORKER_ROLE_KV:
             return
         if is_here and worker.incarnation not in self._links:
-            self._links[worker.incarnation] = WorkerLink(worker, self._gateway_id, self._gateway_incarnation)
+            self._links[worker.incarnation] = WorkerLink(
+                worker, self._gateway_id, self._gateway_incarnation, self._member, self._turns
+            )
         elif not is_here and (link := self._links.pop(worker.incarnation, None)):
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
             self._closing.spawn(link.retire() if is_draining else link.close())
+
+
+def _field(number: int, *parts: bytes) -> bytes:
+    """Return a field of a message that has `parts` as its content: protobuf merges serialized messages in a row.
+
+    https://protobuf.dev/programming-guides/encoding/#last-one-wins
+    """
+    length_delimited = 2
+    return b"".join((_varint(number << 3 | length_delimited), _varint(sum(map(len, parts))), *parts))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

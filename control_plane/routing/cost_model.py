@@ -116,6 +116,8 @@ class PrefillEstimate:
     queue_ms: float
     load_ms: float
     compute_ms: float
+    source_id: str = ""
+    """The worker id of that KV service."""
 
     @property
     def total_ms(self) -> float:
@@ -166,14 +168,15 @@ class CostModel:
         size = request.block_size
         num_found = size * blocks.host * self._store_hit_rates.get(worker.info.host_id, 1.0)
         source, fetch_ms = self._source(worker, blocks, size / rate)
-        num_remote = size * blocks.remote if source else 0
+        num_remote = size * blocks.remote if source is not None else 0
         num_missing = max(1, round(request.num_prompt_tokens - size * blocks.own - num_found - num_remote))
         return PrefillEstimate(
             worker=worker,
             cached=CachedPrefix(
-                size * blocks.own, size * blocks.host, num_remote, blocks.remote_host if source else ""
+                size * blocks.own, size * blocks.host, num_remote, blocks.remote_host if source is not None else ""
             ),
-            source=source,
+            source=source.info.address if source is not None else "",
+            source_id=source.worker_id if source is not None else "",
             num_computed_tokens=num_missing,
             queue_ms=1000.0 * self._num_queued(worker) / rate,
             load_ms=1000.0 * num_found / size * pool.bytes_per_block / _MEMORY_BYTES_PER_SECOND + fetch_ms,
@@ -191,16 +194,16 @@ class CostModel:
         """Return the cost of a prompt at a prefill worker, the hand-over included."""
         return estimate.total_ms + self._hand_over_ms
 
-    def _source(self, worker: Worker, blocks: CachedPrefix, seconds_per_block: float) -> tuple[str, float]:
-        """Return the KV service to fetch remote blocks from and the milliseconds; "" if computing them is sooner."""
+    def _source(self, worker: Worker, blocks: CachedPrefix, seconds_per_block: float) -> tuple[Worker | None, float]:
+        """Return the KV service to fetch remote blocks from and the milliseconds; None if computing them is sooner."""
         if not blocks.remote:
-            return "", 0.0
+            return None, 0.0
         here, there = self._registry.store_of(worker.info.host_id), self._registry.store_of(blocks.remote_host)
         if here is None or there is None:
-            return "", 0.0
+            return None, 0.0
         fetch_ms = _fetch_ms(there, here, blocks.remote * worker.load.kv.bytes_per_block)
         is_sooner = fetch_ms < 1000.0 * blocks.remote * seconds_per_block
-        return (there.info.address, fetch_ms) if is_sooner else ("", 0.0)
+        return (there, fetch_ms) if is_sooner else (None, 0.0)
 
     def _num_queued(self, worker: Worker) -> int:
         """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead."""

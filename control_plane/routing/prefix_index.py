@@ -78,13 +78,13 @@ class PrefixIndex:
         return len(self._blocks)
 
     def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0) -> None:
-        """Record that a worker has the blocks of a chain from block `first` on.
+        """Record that a worker has these blocks of a chain, whose first one is block `first` of the chain.
 
         `host_id`: the host whose store has them too, or "".
         """
         known = learnt = None
-        for position in reversed([*_points(first, len(block_hashes))]):
-            block_hash = block_hashes[position]
+        for position in reversed([*_points(first, first + len(block_hashes))]):
+            block_hash = block_hashes[position - first]
             places = self._blocks.get(block_hash, _NOWHERE)
             if places is not known:
                 known = places
@@ -95,9 +95,10 @@ class PrefixIndex:
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
-    def forget(self, block_hashes: Sequence[bytes], host_id: str) -> None:
-        """Record that a host's store did not have these blocks."""
-        for block_hash in block_hashes:
+    def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0) -> None:
+        """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
+        for position in _points(first, first + len(block_hashes)):
+            block_hash = block_hashes[position - first]
             if (places := self._blocks.get(block_hash)) and host_id in places.hosts:
                 hosts = tuple(host for host in places.hosts if host != host_id)
                 self._blocks[block_hash] = self._shared(places._replace(hosts=hosts))

@@ -110,3 +110,62 @@ ledger = Table(
         postgresql_where=text("closed_ms IS NULL"),
     ),
 )
+
+authorities = Table(
+    "authorities",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=False),  # 1 is made once: two gateways make one fleet
+    Column("fleet", String(16), nullable=False),  # equal in all rows; 16 hex digits
+    Column("certificate", LargeBinary, nullable=False),  # DER
+    Column("sealed_key", LargeBinary),  # control_plane.fleet_identity.sealed_key; null once it has left
+    Column("created_ms", BigInteger, nullable=False),
+    Column("issues_from_ms", BigInteger),  # null: it is trusted, but issues nothing yet
+    Column("leaves_ms", BigInteger),  # no longer trusted from then on; null: it stays
+)
+
+members = Table(
+    "members",
+    metadata,
+    Column("id", String(16), primary_key=True),  # made by the authority; a part of the process's name
+    Column("role", String(16), nullable=False),
+    Column("host", String(64), nullable=False),  # as the process calls it; for lists only
+    Column("join_token", String(16)),  # null: a gateway
+    Column("joined_key", LargeBinary(32), nullable=False),  # SHA-256 of its first public key
+    Column("joined_ms", BigInteger, nullable=False),
+    Column("revoked_ms", BigInteger),
+    Index("ix_members_join", "join_token", "joined_key"),
+)
+
+certificates = Table(
+    "certificates",
+    metadata,
+    Column("serial", String(40), primary_key=True),  # hex
+    Column("member", String(16), ForeignKey("members.id"), nullable=False, index=True),
+    Column("key", LargeBinary(32), nullable=False),  # SHA-256 of the public key
+    Column("authority", Integer, nullable=False),
+    Column("bundle", Integer, nullable=False),  # number of the trust bundle that the process got with it
+    Column("issued_ms", BigInteger, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False),
+)
+
+join_tokens = Table(
+    "join_tokens",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("digest", LargeBinary(32), nullable=False),  # SHA-256 of the secret part
+    Column("role", String(16), nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("expires_ms", BigInteger, nullable=False),
+    Column("max_uses", Integer, nullable=False),
+    Column("num_uses", Integer, nullable=False, server_default="0"),
+    Column("num_failures", Integer, nullable=False, server_default="0"),  # wrong secrets with this id
+)
+
+denials = Table(
+    "denials",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),  # without gaps, in the order of commits
+    Column("identity", String(64), nullable=False, index=True),  # a URI; "" in a row that only moves the numbers on
+    Column("denied_ms", BigInteger, nullable=False),
+    Column("until_ms", BigInteger, nullable=False),  # then its last certificate has expired, and renews no more
+)

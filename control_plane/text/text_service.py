@@ -53,7 +53,7 @@ from control_plane.text.tools.parser import CallParser
 from control_plane.text.tools.planning import call_id
 from control_plane.text.vocabulary import Vocabulary
 from tandem_runtime import tracing
-from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError
+from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError, note_work
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
@@ -420,6 +420,8 @@ class TextStream:
     def _close_entry(self, error: BaseException | None) -> None:
         """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
         status, _, reasons, name = _outcome(error)
+        if error is not None and self._has_tokens:
+            note_work(error)
         if not self._has_tokens and (status == "cancelled" or isinstance(error, DeadlineExceeded)):
             # The client left, or set a deadline: it pays for what workers report as computed.
             self._entry.close_unfinished(status, self._tokens.num_unfinished_tokens, name)

@@ -2,7 +2,7 @@
 
 Text from users is ordinary text: `<|im_end|>` in a message becomes about six ordinary tokens. If a user's text has the
 name of a control token, the name is marked before the template is rendered, and encoded with control tokens switched
-off. All other text is encoded in one piece, exactly as `transformers` does.
+off. All other text is encoded exactly as `transformers` does, long texts in pieces.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
@@ -17,8 +18,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelDescription, TokenIds
 from control_plane.text.detokenizer import Detokenizer
+from control_plane.text.pieces import PieceEncoder
 from control_plane.text.template import ChatTemplate, Messages
 from control_plane.text.vocabulary import Vocabulary, VocabularyData, vocabulary_of
 from tandem_runtime.errors import InternalError, InvalidRequest
@@ -40,6 +42,7 @@ class TextTokenizer:
         """
         self._json = tokenizer_json.decode()
         self._tokenizer = _load(self._json)
+        self._encoder = PieceEncoder(self._tokenizer)
         self.special_tokens = _special_tokens(config)
         self.vocabulary_data: VocabularyData = vocabulary_of(self._tokenizer)
         self.control_ids = self.vocabulary_data.control_ids
@@ -57,11 +60,11 @@ class TextTokenizer:
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.vocabulary_data)
 
-    def encode_prompt(self, text: str, *, control_tokens: bool = False) -> list[int]:
+    def encode_prompt(self, text: str, *, control_tokens: bool = False) -> TokenIds:
         _require_unicode(text, "prompt")
         as_text = not control_tokens and self._control.search(text)
-        tokenizer = self._without_control_tokens if as_text else self._tokenizer
-        return _ids(tokenizer, text, add_special_tokens=True)
+        encoder = self._without_control_tokens if as_text else self._encoder
+        return encoder.ids(text, add_special_tokens=True)
 
     def encode_chat(
         self,
@@ -69,7 +72,7 @@ class TextTokenizer:
         messages: Messages,
         tools: Messages = (),
         check_text: Callable[[str], None] = lambda text: None,
-    ) -> list[int]:
+    ) -> TokenIds:
         """Render and encode a chat. No token is added to the template's output.
 
         `check_text` gets the rendered chat, and may refuse it before it is encoded.
@@ -82,8 +85,8 @@ class TextTokenizer:
         if not any(self._control.search(text) for text in strings):
             rendered = template.render(messages, tools=tools or None)
             check_text(rendered)
-            return self._encode(rendered)
-        start, end = _unused_characters("".join(strings) + template.source)
+            return self._encoder.ids(rendered)
+        start, end = _unused_characters([*strings, template.source])
         mark: Callable[[str], str] = lambda text: self._control.sub(f"{start}\\g<0>{end}", text)  # noqa: E731
         marked, marked_tools = _map_strings(messages, mark), _map_strings(tools, mark)
         rendered = template.render(marked, tools=marked_tools or None)
@@ -105,44 +108,36 @@ class TextTokenizer:
         return self.vocabulary.token_bytes(token_id)
 
     @cached_property
-    def _without_control_tokens(self) -> Tokenizer:
+    def _without_control_tokens(self) -> PieceEncoder:
         tokenizer = _load(self._json)
         tokenizer.encode_special_tokens = True  # sic: encodes the names like any other text
-        return tokenizer
+        return PieceEncoder(tokenizer)
 
-    def _encode(self, text: str) -> list[int]:
-        return _ids(self._tokenizer, text)
-
-    def _encode_marked(self, text: str, start: str, end: str) -> list[int]:
+    def _encode_marked(self, text: str, start: str, end: str) -> TokenIds:
         """Encode a rendered chat. Names between markers are text; single markers, left by a template, are removed."""
         parts = re.split(f"{start}({self._control_pattern}){end}|[{start}{end}]", text)
-        token_ids = self._encode(parts[0])
+        token_ids = array("I", self._encoder.ids(parts[0]))
         for user_text, template_text in zip(parts[1::2], parts[2::2], strict=True):
-            token_ids += self._text_ids(user_text) if user_text else []
-            token_ids += _encode_inside(self._tokenizer, template_text)
-        return token_ids
+            token_ids.extend(self._text_ids(user_text) if user_text else ())
+            token_ids.extend(_encode_inside(self._encoder, template_text))
+        return TokenIds(token_ids)
 
-    def _text_ids(self, text: str) -> list[int]:
+    def _text_ids(self, text: str) -> TokenIds:
         token_ids = _encode_inside(self._without_control_tokens, text)
         if self._special_ids.intersection(token_ids):
             raise InvalidRequest(f"the text {text!r} in a message is a control token of this model; remove it")
         return token_ids
 
 
-def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
+def _encode_inside(encoder: PieceEncoder, text: str) -> TokenIds:
     """Encode text that follows other text, without the space that some tokenizers add before a first word."""
     if not text:
-        return []
-    before = _ids(tokenizer, "\n")
-    token_ids = _ids(tokenizer, "\n" + text)
+        return TokenIds()
+    before = encoder.ids("\n")
+    token_ids = encoder.ids("\n" + text)
     if token_ids[: len(before)] == before:
         return token_ids[len(before) :]
-    return _ids(tokenizer, text)
-
-
-def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """Encode a text without the offsets of its tokens; a batch of one, since it gives up the interpreter lock."""
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+    return encoder.ids(text)
 
 
 def _max_token_bytes(tokenizer_json: Mapping[str, Any], vocabulary: VocabularyData) -> int | None:
@@ -231,9 +226,9 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _unused_characters(text: str) -> tuple[str, str]:
-    """Return two private-use characters that do not occur in `text`."""
-    used = set(text)
+def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
+    """Return two private-use characters that do not occur in these texts."""
+    used = set[str]().union(*texts)
     unused = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
     return next(unused), next(unused)
 

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from control_plane.text.prepared import ParsedBody, Preparation
+from control_plane.text.prepared import Asked, ParsedBody, Preparation
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text_processes import limits
 from control_plane.text_processes.bodies import parse
@@ -19,7 +19,13 @@ from tandem_runtime.errors import TandemError
 
 _MAX_GROWTH_BYTES = 64 << 20
 """A process that has grown by more ends after its job: memory that was used once is seldom given back."""
+_MAX_UNCOLLECTED = 20_000
+"""Objects that are made before a collection of garbage: a short chat makes some hundreds."""
+_MAX_TOLD = 16
+"""Names of models that a process keeps."""
 _HALF_A_PAIR = "the body has half of a surrogate pair (U+D800 to U+DFFF); send the whole character, or leave it out"
+_NO_MEMORY = "memory allocation"
+"""In the panic of the tokenizer's regular expressions."""
 _TOO_DEEP = "the body is nested too deeply; make it flatter"
 
 
@@ -34,7 +40,12 @@ class _TextProcess:
         self._channel = channel
         self._tokenizers = tokenizers
         self._preparation = preparation
-        self._data_bytes = limits.data_bytes()
+        self._memory = limits.OwnMemory()
+        self._data_bytes = self._memory.data_bytes()
+        self._told: dict[str, Use] = {}
+        """By the caller's name for a model: the last answer to Named."""
+        self._assumed: Asked | None = None
+        """Of the current job."""
 
     def serve(self) -> None:
         gc.freeze()
@@ -44,6 +55,7 @@ class _TextProcess:
             run, raw, _ = self._channel.receive()
             assert isinstance(run, Run), "a job begins with Run"
             limits.allow_cpu(run.max_cpu_seconds)
+            limits.allow_memory(run.max_memory_bytes, self._memory.data_bytes())
             answer = self._answer(run, raw)
             del raw
             if answer is not None:
@@ -51,7 +63,9 @@ class _TextProcess:
                 if answer.is_last:
                     return
             del answer
-            gc.collect()
+            if gc.get_count()[0] > _MAX_UNCOLLECTED:
+                gc.collect()
+            limits.allow_memory(None)  # the gateway bounds the next body
 
     def _answer(self, run: Run, raw: bytes) -> Done | Failed | None:
         """Return the last message of a job; None if the gateway dropped the job."""
@@ -62,32 +76,56 @@ class _TextProcess:
         except TandemError as error:
             return self._failed(type(error).__name__, error.message, error.field)
         except MemoryError:
-            return Failed(MEMORY, "", cpu_seconds=time.process_time(), is_last=True)
+            return self._out_of_memory()
         except RecursionError:
             return self._failed("InvalidRequest", _TOO_DEEP)
         except UnicodeEncodeError:
             return self._failed("InvalidRequest", _HALF_A_PAIR)
         except Exception as error:  # noqa: BLE001 - the gateway logs it, without its text
-            frames = traceback.extract_tb(error.__traceback__)[-8:]
-            return Failed(
-                "",
-                "",
-                cpu_seconds=time.process_time(),
-                is_last=True,
-                exception=type(error).__name__,
-                frames=tuple(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames),
-            )
+            return self._unexpected(error)
+        except BaseException as error:  # noqa: BLE001 - a panic of a library in Rust is no Exception
+            return self._out_of_memory() if _NO_MEMORY in str(error) else self._unexpected(error)
+
+    def _out_of_memory(self) -> Failed:
+        return Failed(MEMORY, "", cpu_seconds=time.process_time(), is_last=True)
+
+    def _unexpected(self, error: BaseException) -> Failed:
+        frames = traceback.extract_tb(error.__traceback__)[-8:]
+        return Failed(
+            "",
+            "",
+            cpu_seconds=time.process_time(),
+            is_last=True,
+            assumed=self._assumed,
+            exception=type(error).__name__,
+            frames=tuple(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames),
+        )
 
     def _prepare(self, run: Run, raw: bytes) -> Done | None:
+        self._assumed = None
         parsed: ParsedBody = parse(run.job, raw)
         del raw
-        self._channel.send(Named(parsed.asked))
+        asked = parsed.asked
+        use = self._told.get(asked.model) if run.may_assume else None
+        if use is not None:
+            self._assumed = asked
+        elif (use := self._ask(asked)) is None:
+            return None
+        body = self._preparation.body(parsed, use.model, self._tokenizers[use.key], run.job.salt)
+        return Done(body, time.process_time(), self._has_grown(), self._assumed)
+
+    def _ask(self, asked: Asked) -> Use | None:
+        """Return the gateway's answer to a name; None if it dropped the job."""
+        self._channel.send(Named(asked))
         answer, _, _ = self._channel.receive()
+        self._told.pop(asked.model, None)
         if isinstance(answer, Drop):
             return None
         assert isinstance(answer, Use), "Named is answered by Use or Drop"
-        body = self._preparation.body(parsed, answer.model, self._tokenizers[answer.key], run.job.salt)
-        return Done(body, time.process_time(), self._has_grown())
+        self._told[asked.model] = answer
+        if len(self._told) > _MAX_TOLD:
+            del self._told[next(iter(self._told))]
+        return answer
 
     def _send(self, answer: Done | Failed) -> None:
         try:
@@ -96,7 +134,7 @@ class _TextProcess:
             self._channel.send(self._failed("InvalidRequest", _HALF_A_PAIR))
 
     def _failed(self, kind: str, message: str, field: str = "") -> Failed:
-        return Failed(kind, message, field, time.process_time(), self._has_grown())
+        return Failed(kind, message, field, time.process_time(), self._has_grown(), self._assumed)
 
     def _has_grown(self) -> bool:
-        return limits.data_bytes() - self._data_bytes > _MAX_GROWTH_BYTES
+        return self._memory.data_bytes() - self._data_bytes > _MAX_GROWTH_BYTES

@@ -28,12 +28,19 @@ def die_first() -> None:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
 
 
-def allow_memory(num_bytes: int | None) -> None:
-    """Let this process have `num_bytes` more than it has now; None: no bound. Linux only."""
+def allow_memory(num_bytes: int | None, now: int | None = None) -> None:
+    """Let this process have `num_bytes` more than it has now; None: no bound. Linux only.
+
+    `now`: what `OwnMemory` says, if the caller has one open.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    soft = resource.RLIM_INFINITY if num_bytes is None else data_bytes() + num_bytes
-    if data_bytes():
-        resource.setrlimit(resource.RLIMIT_DATA, (_within(soft, hard), hard))
+    soft = resource.RLIM_INFINITY
+    if num_bytes is not None:
+        now = data_bytes() if now is None else now
+        if not now:
+            return
+        soft = now + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (_within(soft, hard), hard))
 
 
 def allow_cpu(seconds: float | None) -> None:
@@ -45,13 +52,33 @@ def allow_cpu(seconds: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_within(soft, hard), hard))
 
 
+class OwnMemory:
+    """Reads the size of this process's private memory from a file that stays open. Not for use across a fork."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # not Linux
+            self._file = -1
+
+    def data_bytes(self) -> int:
+        """Return the bytes; 0 where they are not known."""
+        if self._file < 0:
+            return 0
+        return int(os.pread(self._file, 256, 0).split()[5]) * resource.getpagesize()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
 def data_bytes() -> int:
     """Return the size of this process's private memory; 0 where it is not known."""
+    memory = OwnMemory()
     try:
-        fields = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return int(fields[5]) * resource.getpagesize()
+        return memory.data_bytes()
+    finally:
+        memory.close()
 
 
 def forget_signals() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field
 import psutil
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from control_plane.generation import ModelDescription
-from control_plane.text.prepared import PreparedBody, TextJob
+from control_plane.generation import ModelDescription, ModelFacts
+from control_plane.text.prepared import Asked, PreparedBody, TextJob
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import Parse, Resolve
 from control_plane.text.vocabulary import Vocabulary
@@ -35,6 +34,7 @@ from control_plane.text_processes.wire import (
     Use,
 )
 from control_plane.text_processes.zygote_link import Generation, ZygoteLink
+from tandem_machine.cores import num_usable_cores
 from tandem_runtime import metrics
 from tandem_runtime.errors import Aborted, InternalError, InvalidRequest, TandemError, Unavailable
 from tandem_runtime.log import get_logger
@@ -49,6 +49,8 @@ _NUM_SMALL = 3
 _WATCH_SECONDS = 0.05
 _FINISH_SECONDS = 1.0
 """A job whose client has left may go on for this long, since another process is dearer; then it is killed."""
+_MAX_TOLD = 16
+"""Names of models that are noted for each process. An older name is asked for again."""
 _MAX_RUNS = 8
 """Of one body: tokenizers to load and lost processes make it run again."""
 
@@ -61,18 +63,25 @@ class TextLimits:
     """For bodies above 64 KiB; 0: as many as the cores, at least 3 and at most 8."""
     cpu_seconds: float = 2.0
     cpu_seconds_per_mb: float = 3.0
-    memory_mb: int = 1024
-    """Of one process, beyond the tokenizers that all share."""
+    memory_mb: int = 256
+    """Of one body of a megabyte or more; a shorter one may take less."""
     max_waiting: int = 512
     max_waiting_bytes: int = 128_000_000
 
     def max_cpu_seconds(self, num_bytes: int) -> float:
         return self.cpu_seconds + self.cpu_seconds_per_mb * num_bytes / 1e6
 
+    def max_memory_bytes(self, num_bytes: int) -> int:
+        """Return a quarter of `memory_mb`, and the rest by the length of the body."""
+        return int((self.memory_mb << 20) * min(1.0, 0.25 + num_bytes / 1e6))
+
     @property
     def num_large(self) -> int:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.num_processes or max(_MIN_PROCESSES, min(cores, _MAX_DEFAULT_PROCESSES))
+        return self.num_processes or max(_MIN_PROCESSES, min(num_usable_cores(), _MAX_DEFAULT_PROCESSES))
+
+
+class _Outdated(Exception):
+    """A text process assumed a model that its name does not mean any more."""
 
 
 class _NeedsTokenizer(Exception):
@@ -95,6 +104,8 @@ class _Process:
     """Before its first job."""
     has_job: bool = False
     awaits_model: bool = False
+    told: dict[str, ModelFacts] = field(default_factory=dict)
+    """By a caller's name for a model: what the process was told last."""
     is_over: bool = False
     killed_for: str = ""
 
@@ -118,6 +129,13 @@ class _Process:
             raise Ended from error
         return times.user + times.system, getattr(memory, "data", memory.rss)
 
+    def tell(self, name: str, model: ModelFacts) -> None:
+        """Note what the process is told about a name."""
+        self.told.pop(name, None)
+        self.told[name] = model
+        if len(self.told) > _MAX_TOLD:
+            del self.told[next(iter(self.told))]
+
     def kill(self, reason: str) -> None:
         self.killed_for = self.killed_for or reason
         if self.process is not None:
@@ -125,8 +143,12 @@ class _Process:
                 self.process.kill()  # checks that the id was not given to another process meanwhile
 
     @property
+    def may_serve(self) -> bool:
+        return not self.is_over and self.generation.is_current
+
+    @property
     def is_usable(self) -> bool:
-        return not self.is_over and self.generation.is_current and not self.channel.has_ended
+        return self.may_serve and not self.channel.has_ended
 
 
 @dataclass
@@ -194,10 +216,12 @@ class TextProcesses:
     ) -> tuple[PreparedBody, Vocabulary]:
         """Prepare a body in a text process. Raise TandemError."""
         lane = self.small if len(raw) <= SMALL_BODY_BYTES else self.large
-        was_lost = False
+        was_lost, may_assume = False, lane is self.small
         for _ in range(_MAX_RUNS):
             try:
-                return await self._run_in(lane, job, raw, account, resolve)
+                return await self._run_in(lane, job, raw, account, resolve, may_assume=may_assume)
+            except _Outdated:
+                may_assume = False
             except _NeedsTokenizer as needs:
                 await self.zygote.load(needs.model)
             except Ended as error:
@@ -210,7 +234,7 @@ class TextProcesses:
         raise Unavailable("the gateway's text processes are restarting; try again", retry_after_seconds=1.0)
 
     async def _run_in(
-        self, lane: Lane, job: TextJob, raw: bytes, account: str, resolve: Resolve
+        self, lane: Lane, job: TextJob, raw: bytes, account: str, resolve: Resolve, *, may_assume: bool
     ) -> tuple[PreparedBody, Vocabulary]:
         arrived = time.monotonic()
         await lane.take(account, len(raw))
@@ -218,25 +242,27 @@ class TextProcesses:
         process: _Process | None = None
         try:
             process = self._take_idle(lane) or await self._spawn(lane)
-            return await self._run(process, job, raw, resolve)
+            return await self._run(process, job, raw, resolve, may_assume=may_assume)
         finally:
-            self._meter.ran(lane, started - arrived, time.monotonic() - started)
             self._release(lane, account, process)
+            # Later: a metric must not delay the prompt.
+            asyncio.get_running_loop().call_soon(self._meter.ran, lane, started - arrived, time.monotonic() - started)
 
     async def _run(
-        self, process: _Process, job: TextJob, raw: bytes, resolve: Resolve
+        self, process: _Process, job: TextJob, raw: bytes, resolve: Resolve, *, may_assume: bool
     ) -> tuple[PreparedBody, Vocabulary]:
-        """Run one job. Raise the job's TandemError, _NeedsTokenizer, or Ended if the process died."""
+        """Run one job. Raise the job's TandemError, _Outdated, _NeedsTokenizer, or Ended if the process died."""
         max_cpu_seconds = self.limits.max_cpu_seconds(len(raw))
         watch = _Watch(process, max_cpu_seconds, self._kill)
         watch.start()
         process.has_job = True
         try:
-            await process.channel.send(Run(job, max_cpu_seconds), raw)
+            max_memory_bytes = self.limits.max_memory_bytes(len(raw))
+            await process.channel.send(Run(job, max_cpu_seconds, max_memory_bytes, may_assume), raw)
             answer = await process.channel.receive()
             vocabulary = None
             if isinstance(answer, Named):
-                vocabulary = await self._use(process, await self._resolved(process, answer, resolve))
+                vocabulary = await self._use(process, answer, await self._resolved(process, answer, resolve))
                 answer = await process.channel.receive()
         except Ended:
             process.is_over = True
@@ -248,6 +274,8 @@ class TextProcesses:
         process.has_job = False
         process.cpu_seconds = answer.cpu_seconds
         process.is_over = answer.is_last
+        if answer.assumed is not None:
+            vocabulary = self._assumed(process, answer.assumed, await resolve(answer.assumed))
         if isinstance(answer, Failed):
             raise self._error(answer, len(raw))
         assert vocabulary is not None, "a job is done after its model was found"
@@ -261,12 +289,22 @@ class TextProcesses:
             await self._drop(process)
             raise
 
-    async def _use(self, process: _Process, model: ModelDescription) -> Vocabulary:
+    def _assumed(self, process: _Process, asked: Asked, model: ModelDescription) -> Vocabulary:
+        """Return the vocabulary of a model that a process used without asking. Raise _Outdated, _NeedsTokenizer."""
+        if process.told.get(asked.model) != model.facts:
+            raise _Outdated
+        vocabulary = self.zygote.vocabulary_if_loaded(process.generation, model)
+        if vocabulary is None:
+            raise _NeedsTokenizer(model)
+        return vocabulary
+
+    async def _use(self, process: _Process, named: Named, model: ModelDescription) -> Vocabulary:
         vocabulary = self.zygote.vocabulary_if_loaded(process.generation, model)
         if vocabulary is None:
             await self._drop(process)
             raise _NeedsTokenizer(model)
         process.awaits_model = False
+        process.tell(named.asked.model, model.facts)
         await process.channel.send(Use(model.facts, model.fingerprint))
         return vocabulary
 
@@ -325,7 +363,7 @@ class TextProcesses:
             lane.give_back(account)
 
     def _keep(self, lane: Lane, process: _Process) -> None:
-        if process.is_usable:
+        if process.may_serve:  # whether it still lives is asked when it is taken
             self._idle[lane.name].append(process)
         else:
             self._end(process)
@@ -354,15 +392,15 @@ class TextProcesses:
         if process.killed_for == "cpu":
             raise self._too_slow(num_bytes)
         # The tokenizer's library ends the process if it gets no memory.
-        if watch.memory_bytes > (self.limits.memory_mb << 20) // 4:
+        if watch.memory_bytes > self.limits.max_memory_bytes(num_bytes) // 4:
             self._meter.killed(MEMORY)
-            raise self._too_large()
+            raise self._too_large(num_bytes)
         log.warning("text_process_ended", pid=process.pid)
 
     def _error(self, failed: Failed, num_bytes: int) -> TandemError:
         if failed.kind == MEMORY:
             self._meter.killed(MEMORY)
-            return self._too_large()
+            return self._too_large(num_bytes)
         kind = _errors().get(failed.kind)
         if kind is None:
             log.error("text_job_failed", kind=failed.exception, frames=list(failed.frames))
@@ -376,10 +414,11 @@ class TextProcesses:
             "schema or grammar), or have the operator raise --text-cpu-seconds"
         )
 
-    def _too_large(self) -> InvalidRequest:
+    def _too_large(self, num_bytes: int) -> InvalidRequest:
         return InvalidRequest(
-            f"preparing this request took more than {self.limits.memory_mb} MiB of memory, which is the limit; send a "
-            "shorter body, or have the operator raise --text-memory-mb"
+            f"preparing this request took more than {self.limits.max_memory_bytes(num_bytes) >> 20} MiB of memory, the "
+            f"limit for a body of {num_bytes:,} bytes; send a shorter or simpler body, or have the operator raise "
+            "--text-memory-mb"
         )
 
 

@@ -10,6 +10,7 @@ from control_plane.fleet.registry import WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import Cancelled, KvNotFound, StaleIncarnation, TandemError
 from tandem_runtime.server import GrpcServer
 
@@ -114,13 +115,22 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A prefill or decode worker; `behave` is run for every Submit."""
 
     def __init__(
-        self, worker_id: str, role: pb.WorkerRole.ValueType = DECODE, behave: Behaviour = serve, life: int = 0
+        self,
+        worker_id: str,
+        role: pb.WorkerRole.ValueType = DECODE,
+        behave: Behaviour = serve,
+        life: int = 0,
+        member: FleetMember | None = None,
     ) -> None:
         self.worker_id = worker_id
+        self._member = member
         self.incarnation = f"{worker_id}-life-{life}"
         self.role = role
         self.behave = behave
         self.submits: list[pb.Submit] = []
+        self.takes_choices = True
+        self.num_prompts_read = 0
+        """How many prompts came, of one or several requests each."""
         self.cancels: list[pb.Cancel] = []
         self.num_computed_tokens: int | None = None
         """What the worker reports as computed when a request is cancelled; None: it reports nothing."""
@@ -134,7 +144,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self) -> ScriptedWorker:
         add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-        self._server = GrpcServer("127.0.0.1:0", lambda server: add(self, server), [])
+        self._server = GrpcServer("127.0.0.1:0", lambda server: add(self, server), [], member=self._member)
         self.address = await self._server.start()
         return self
 
@@ -196,16 +206,29 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self.hellos.append(command.hello)
                 if command.hello.worker_incarnation != self.incarnation:
                     attach.events.put_nowait(StaleIncarnation("another life"))
+                elif self.takes_choices:
+                    hello = pb.AttachHello(worker_incarnation=self.incarnation, takes_choices=True)
+                    attach.events.put_nowait(pb.Event(hello=hello))
             case "submit":
-                self.submits.append(command.submit)
-                task = asyncio.ensure_future(self.behave(self, attach, command.submit))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
+                self.num_prompts_read += bool(command.submit.token_ids)
+                self._submit(attach, command.submit)
+            case "choices":
+                self.num_prompts_read += 1
+                for choice in command.choices.choices:
+                    submit = pb.Submit.FromString(command.choices.shared.SerializeToString())
+                    submit.MergeFrom(choice)
+                    self._submit(attach, submit)
             case "cancel":
                 self.cancels.append(command.cancel)
                 if self.num_computed_tokens is not None:
                     ledger = pb.PhaseLedger(num_computed_tokens=self.num_computed_tokens)
                     attach.fail(command.cancel, Cancelled("the gateway cancelled the request"), ledger)
+
+    def _submit(self, attach: AttachStream, submit: pb.Submit) -> None:
+        self.submits.append(submit)
+        task = asyncio.ensure_future(self.behave(self, attach, submit))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
 
 def kv_service(name: str = "kv-0", address: str = "127.0.0.1:1", host_id: str = "host-a") -> pb.WorkerInfo:

@@ -169,3 +169,13 @@ async def test_an_answer_that_was_not_handed_over_takes_no_proof_away() -> None:
     assert not (await harness.prober.check())[0]
     await harness.probe_once()
     assert all(request.is_probe for request in harness.probed.requests)
+
+
+async def test_a_model_whose_last_decode_worker_has_gone_needs_a_new_proof() -> None:
+    harness = Harness()
+    for model_id in ("m", "n"):
+        harness.serve(model_id)
+        harness.proofs.record(model_id, True)
+    harness.registry.deregister("m", "1")
+    harness.serve("m")
+    assert (harness.proofs.age("m"), harness.proofs.age("n")) == (None, 0.0)

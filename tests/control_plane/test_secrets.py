@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.dispatch.block_hashes import cache_salt
-from control_plane.secrets import handle_key, load_secret
+from control_plane.secrets import handle_signer, kv_keys, load_secret
 from control_plane.settings import ControlPlaneSettings
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.settings import describe
@@ -57,8 +57,17 @@ def test_a_state_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path
 
 def test_accounts_share_no_salt_and_salts_are_no_keys() -> None:
     secret = b"s" * 32
-    made = {cache_salt(secret, "a"), cache_salt(secret, "b"), cache_salt(secret, ""), handle_key(secret)[:16]}
-    assert len(made) == 4
+    keys = kv_keys(secret)
+    made = {cache_salt(secret, "a"), cache_salt(secret, "b"), cache_salt(secret, "")}
+    made |= {keys.link_key[:16], keys.mac_key[:16], keys.public_keys[0][:16]}
+    assert len(made) == 6
+
+
+def test_gateways_with_one_secret_sign_with_one_key() -> None:
+    first, second, other = (handle_signer(secret) for secret in (b"s" * 32, b"s" * 32, b"t" * 32))
+    assert first.public_key == second.public_key != other.public_key
+    assert kv_keys(b"s" * 32).public_keys == (first.public_key,)
+    assert b"s" * 32 not in (first.public_key, kv_keys(b"s" * 32).link_key)
 
 
 def test_the_secret_is_never_shown() -> None:

@@ -14,9 +14,14 @@ from control_plane.settings import ControlPlaneSettings
     [
         ({"head_seconds": 0.0}, "head_seconds is 0.0, must be above 0"),
         ({"max_connections": -1}, "max_connections is -1, must be above 0"),
+        ({"forwarded_allow_ips": ("proxy",)}, "forwarded_allow_ips has 'proxy', which is no address or network"),
         ({"max_bodies_bytes": 1_000}, "max_bodies_bytes is 1,000, less than the 10,000,000 of one body"),
     ],
 )
 def test_a_limit_that_lets_nothing_through_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ControlPlaneSettings(**values)
+
+
+def test_addresses_networks_and_everybody_can_be_believed() -> None:
+    assert ControlPlaneSettings(forwarded_allow_ips=("10.0.0.7", "10.0.0.0/8", "fd00::/8", "*"))

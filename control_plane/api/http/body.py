@@ -179,8 +179,7 @@ def refuse_extras(body: Body, at: str = "") -> None:
 
 
 def _inner_bodies(body: Body, at: str) -> Iterator[tuple[str, Body]]:
-    for name in type(body).model_fields:
-        value = getattr(body, name)
+    for name, value in vars(body).items():  # all fields of the class, most of them None
         if isinstance(value, Body):
             yield f"{at}{name}", value
         elif isinstance(value, list):

@@ -26,12 +26,15 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
     Cancelled,
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     Overloaded,
     TandemError,
     Unavailable,
     Unsupported,
+    has_work,
+    note_work,
 )
 from tandem_runtime.log import get_logger
 
@@ -274,9 +277,10 @@ async def on_client_left(request: Request, error: Exception) -> Response:
 def unhandled_exception_response(request: Request, error: Exception) -> Response:
     """Return a 500 for an exception that no handler expects, and log the traceback."""
     log.error("unhandled_exception", route=name_of(request.scope), exc_info=error)
-    return error_response(
-        request, InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
-    )
+    answer = InternalError(f"internal error ({type(error).__name__}); the server's log has the details")
+    if has_work(error):
+        note_work(answer)
+    return error_response(request, answer)
 
 
 def _routing_error(request: Request, error: HTTPException) -> TandemError:
@@ -303,7 +307,9 @@ def _cloudflare_text(error: TandemError, message: str) -> str:
 
 
 def _retry_headers(error_format: ErrorFormat, error: TandemError) -> dict[str, str]:
-    if isinstance(error, Aborted):  # OpenAI's and Cloudflare's SDKs retry a 500 by default
+    # OpenAI's and Cloudflare's SDKs repeat 408, 409, 429 and all from 500 on, silently, unless this header forbids it.
+    # A repeated request would do, and bill, its work again; one whose time is over has had all the time it asked for.
+    if isinstance(error, Aborted | DeadlineExceeded) or has_work(error):
         return {"x-should-retry": "false"}
     if _status(error_format, error) not in (429, 503):
         return {}

@@ -53,8 +53,14 @@ _FRAMING_RATIO = 4
 """Bytes of chunk framing per byte of body: a chunk needs two bytes or more on average."""
 
 
-def server_config(app: ASGIApp, connections: Connections, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration for an application behind the bounds of `connections`."""
+def server_config(
+    app: ASGIApp, connections: Connections, *, forwarded_allow_ips: Sequence[str] = (), **options: Any
+) -> uvicorn.Config:
+    """Return uvicorn's configuration for an application behind the bounds of `connections`.
+
+    `forwarded_allow_ips`: the addresses and networks of proxies whose X-Forwarded-For and X-Forwarded-Proto replace
+    the client's address and scheme. uvicorn's default believes everybody on this machine.
+    """
 
     class OwnedProtocol(BoundedProtocol):
         owner = connections
@@ -68,6 +74,8 @@ def server_config(app: ASGIApp, connections: Connections, **options: Any) -> uvi
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=bool(forwarded_allow_ips),
+        forwarded_allow_ips=list(forwarded_allow_ips),
         backlog=_ACCEPTS_PER_TURN,
         **options,
     )
@@ -99,6 +107,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """The body of the latest request, until it is complete."""
         self._active: Any = None
         """The cycle whose response runs. `cycle` is the latest one, which may wait for it."""
+        self._is_resuming = False
+        """Whether the parser reads the head that `_resume_at_body` gives it."""
         self._refusal: TandemError | None = None
         self._is_deaf = False
         """Whether all further input is discarded."""
@@ -145,13 +155,34 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         elif body is not None:
             body.num_wire_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # refused by the endpoint; what follows is not HTTP
-            self._end_input()
+            self._parse(data)
         except httptools.HttpParserError:
             self.refuse(self._refusal or MalformedRequest("the request is not valid HTTP/1.1; correct it"))
         else:
             self._check_progress(body)
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._body is None:  # refused by the endpoint; what follows is not HTTP
+                self._end_input()
+                return
+            self._resume_at_body()
+            self._parse(data[upgrade.args[0] :])
+
+    def _resume_at_body(self) -> None:
+        """Go on with the body of a request that asks for another protocol, which is not granted (RFC 9110, 7.8).
+
+        Such requests are ordinary: Java's HttpClient sends `Upgrade: h2c` with the first request of a connection. The
+        parser takes what follows for the other protocol; so another one goes on after a head with the same framing.
+        """
+        framing = "Transfer-Encoding: chunked" if self._is_chunked else f"Content-Length: {self._content_length}"
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._is_resuming = True
+        self.parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode())
+        self._is_resuming = False
 
     def _check_progress(self, body: Body | None) -> None:
         """Refuse a head that is too large though incomplete, and a body that is mostly framing."""
@@ -186,12 +217,16 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     # ----------------------------------------------------------------------------------------- callbacks of the parser
 
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         super().on_message_begin()
         self._stage = "head"
         self._line_bytes = self._num_lines = 0
         self._content_length, self._is_chunked = None, False
 
     def on_url(self, url: bytes) -> None:
+        if self._is_resuming:
+            return
         if len(self.url) + len(url) > MAX_URL_BYTES:
             raise self._refused(
                 UrlTooLong(f"the URL has more than {MAX_URL_BYTES:,} bytes, which is the limit; send a shorter one")
@@ -199,6 +234,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_resuming:
+            return
         self._num_lines += 1
         self._line_bytes += len(name) + len(value) + 4  # ": " and CRLF
         if self._num_lines > MAX_HEADERS:
@@ -217,6 +254,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._is_chunked = True
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         num_bytes = len(self.url) + self._line_bytes
         if num_bytes > self.owner.limits.max_head_bytes:
             raise self._refused(self._too_large(num_bytes))
@@ -249,6 +288,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._body is not None and self.parser.should_upgrade():  # the body follows
+            return
         self._stage, self._head_bytes, self._body = "between", 0, None
         self.owner.body_ended(self)
         super().on_message_complete()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,7 @@ async def serve(
     listener: socket.socket | None = None,
     limits: ConnectionLimits | None = None,
     preparer: Preparer | None = None,
+    forwarded_allow_ips: Sequence[str] = (),
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -67,7 +68,8 @@ async def serve(
         listener.bind(("127.0.0.1", 0))
     listener.listen(128)
     connections = Connections(limits or ConnectionLimits())
-    server = await _started(server_config(app, connections, log_level="error"), listener)
+    config = server_config(app, connections, forwarded_allow_ips=forwarded_allow_ips, log_level="error")
+    server = await _started(config, listener)
     url = "http://{}:{}".format(*listener.getsockname())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:

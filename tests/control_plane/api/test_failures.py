@@ -80,7 +80,8 @@ async def test_a_refusal_has_the_endpoints_status_and_code(
     assert code_of(endpoint, response.json()) == (kind if is_openai else code)
     assert response.headers["content-type"] == "application/json" and response.headers["cf-ai-req-id"]
     assert ("retry-after" in response.headers) == (response.status_code in (429, 503))
-    assert response.headers.get("x-should-retry") == ("false" if isinstance(error, Aborted) else None)
+    is_final = isinstance(error, Aborted | DeadlineExceeded)
+    assert response.headers.get("x-should-retry") == ("false" if is_final else None)
     if code == 3040 and not is_openai:
         assert "Capacity temporarily exceeded, please try again." in response.text
 
@@ -131,7 +132,40 @@ async def test_a_failure_before_the_end_of_an_unstreamed_answer_is_a_status(endp
     async with serve(ScriptedDispatcher(script)) as gateway:
         response = await post(gateway, endpoint)
         assert response.status_code == 503
+        assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
         assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)
+
+
+@pytest.mark.parametrize(
+    ("failure", "fail_after"),
+    [
+        (Unavailable("the worker died"), 2),
+        (Overloaded("full"), 2),
+        (ZeroDivisionError("a bug"), 2),
+        (Unavailable("the worker died"), 0),
+    ],
+)
+async def test_the_openai_sdk_repeats_a_call_only_if_no_token_was_billed(failure: Exception, fail_after: int) -> None:
+    script = Script(HELLO, fail_after=fail_after, failure=failure)
+    async with (
+        serve(ScriptedDispatcher(script)) as gateway,
+        openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="x", max_retries=1) as client,
+    ):
+        gateway.dispatcher.choose = lambda request: script if len(gateway.dispatcher.requests) == 1 else Script(HELLO)
+        if fail_after:
+            with pytest.raises(openai.APIStatusError):
+                await client.chat.completions.create(**CHAT)
+        else:
+            await client.chat.completions.create(**CHAT)
+        assert len(gateway.dispatcher.requests) == (1 if fail_after else 2)
+
+
+async def test_a_batch_of_prompts_is_not_repeated_once_one_of_them_has_begun() -> None:
+    async with serve(ScriptedDispatcher()) as gateway:
+        refused = Script(refuse=Overloaded("full"))
+        gateway.dispatcher.choose = lambda request: refused if len(gateway.dispatcher.requests) > 1 else Script(HELLO)
+        response = await post(gateway, "completions")
+        assert (response.status_code, response.headers.get("x-should-retry")) == (429, "false")
 
 
 @pytest.mark.parametrize("endpoint", CALLS)

@@ -64,7 +64,8 @@ async def test_a_client_that_does_not_read_holds_up_nobody_else() -> None:
     """Its own stream stands still, with most of the answer not even asked for."""
     dispatcher = ScriptedDispatcher()
     dispatcher.choose = lambda request: Script(LONG if request.sampling.max_tokens > 100 else [*ids_of("Hi"), EOS])
-    async with serve(dispatcher, context_length=1_000_000) as gateway:
+    bound = await listen("127.0.0.1:0", insecure=False, reuse_port=False, stalled_client_seconds=60.0)
+    async with serve(dispatcher, context_length=1_000_000, listener=_with_small_buffers(bound)) as gateway:
         stuck = await _ask_and_not_read(gateway, max_tokens=len(LONG))
         stream = dispatcher.last
         while True:
@@ -82,11 +83,17 @@ async def test_a_client_that_does_not_read_holds_up_nobody_else() -> None:
 async def test_a_client_that_never_reads_is_left() -> None:
     dispatcher = ScriptedDispatcher(Script(LONG))
     bound = await listen("127.0.0.1:0", insecure=False, reuse_port=False, stalled_client_seconds=0.5)
-    async with serve(dispatcher, context_length=1_000_000, listener=bound) as gateway:
+    async with serve(dispatcher, context_length=1_000_000, listener=_with_small_buffers(bound)) as gateway:
         stuck = await _ask_and_not_read(gateway, max_tokens=len(LONG))
         await asyncio.wait_for(dispatcher.last.closed.wait(), 30)
         assert not dispatcher.last.ended
         stuck.close()
+
+
+def _with_small_buffers(bound: socket.socket) -> socket.socket:
+    """Let the connections of a listening socket buffer little: a stream to a client that does not read soon stops."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return bound
 
 
 async def _ask_and_not_read(gateway: Gateway, max_tokens: int) -> socket.socket:
@@ -94,7 +101,9 @@ async def _ask_and_not_read(gateway: Gateway, max_tokens: int) -> socket.socket:
     host, port = gateway.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x", "stream": True, "raw": True, "max_tokens": max_tokens})
     head = f"POST {NATIVE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    client = socket.create_connection((host, int(port)))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
     client.sendall((head + body).encode())
     client.setblocking(False)
     assert await asyncio.get_running_loop().sock_recv(client, 12) == b"HTTP/1.1 200"

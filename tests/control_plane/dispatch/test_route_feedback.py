@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
 from control_plane.dispatch.block_hashes import BlockHashes, PromptHashes, cache_salt, hash_prompt
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import NOTHING, CachePolicy
@@ -44,6 +48,30 @@ async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
         assert again.route["cached_own_tokens"] == 64
 
 
+async def test_the_prompt_of_many_choices_is_learnt_once_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 choices of a prompt of 370,000 tokens learnt it 128 times, and 128 times again in one callback at the end."""
+    prefill, decode = ScriptedWorker("p", PREFILL), ScriptedWorker("d")
+    async with harness(prefill, decode) as here:
+        learnt: list[tuple[str, str, int, int]] = []
+        learn = here.router.prefixes.learn
+
+        def record(block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0) -> None:
+            learnt.append((incarnation, host_id, first, len(block_hashes)))
+            learn(block_hashes, incarnation, host_id, first)
+
+        monkeypatch.setattr(here.router.prefixes, "learn", record)
+        stream = await here.dispatcher.submit(new_request(max_tokens=30, num_choices=8, token_ids=LONG))
+        await tokens_of(stream)
+        assert sorted(lesson for lesson in learnt if lesson[2] == 0) == [
+            (decode.incarnation, "", 0, 6),  # it has pulled the prompt
+            (decode.incarnation, "", 0, 6),  # at the end, so that the prompt outlives its answers
+            (prefill.incarnation, "host-a", 0, 6),
+        ]
+        answers = [lesson for lesson in learnt if lesson[2:] == (6, 2)]
+        assert answers == [(decode.incarnation, "host-a", 6, 2)] * 8
+        assert sum(num_blocks for *_, num_blocks in learnt) == 3 * 6 + 8 * 2
+
+
 async def test_an_uncacheable_prompt_teaches_nothing() -> None:
     async with harness(ScriptedWorker("p", PREFILL), ScriptedWorker("d")) as here:
         await tokens_of(await here.dispatcher.submit(new_request(cache=NOTHING)))
@@ -76,7 +104,8 @@ async def test_whoever_reads_the_prompt_is_told_which_other_host_may_have_it() -
         here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
         stream = await here.dispatcher.submit(new_request(token_ids=LONG))
         assert stream.route["prefix_source"] == "127.0.0.1:2"
-        assert (prefill.submits[0].prefix_source, decode.submits[0].prefix_source) == ("127.0.0.1:2", "")
+        assert (prefill.submits[0].prefix_source, prefill.submits[0].prefix_source_id) == ("127.0.0.1:2", "kv-1")
+        assert (decode.submits[0].prefix_source, decode.submits[0].prefix_source_id) == ("", "")
         await stream.aclose()
 
 

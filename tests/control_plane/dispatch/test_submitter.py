@@ -18,11 +18,13 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.grammar import Grammar
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
-from tandem_runtime.kv.mac import verify_handle
+from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.kv.signatures import HandleSigner, HandleVerifier
 from tandem_worker.convert import sampling_from_proto
 from tests.control_plane.dispatch.test_request_stream import Events
 
-KEY = b"k" * 32
+SIGNER = HandleSigner(b"k" * 32)
+VERIFIER = HandleVerifier(lambda: KvKeys((SIGNER.public_key,)))
 CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=16)
 SAMPLING = SamplingParams(
     max_tokens=9,
@@ -54,8 +56,13 @@ def new_state(hashes: PromptHashes | None = None, *, attempt: int = 0, answer: S
 
 def handle() -> pb.KvHandle:
     prefill = Worker(pb.WorkerInfo(incarnation="p-1"), pb.LoadReport(), 0.0)
-    holder = cp.KvServiceAddress(address="host:1", incarnation="kv-1")
-    return mint_handle(new_state(attempt=3), prefill, holder, KEY)
+    holder = cp.KvServiceAddress(address="host:1", incarnation="kv-1", worker_id="kv-a")
+    return mint_handle(new_state(attempt=3), prefill, holder, SIGNER)
+
+
+def sent(state: RequestState, submit: pb.Submit) -> pb.Submit:
+    """Return what a worker reads: the prompt, and the rest after it."""
+    return pb.Submit.FromString(state.prompt + submit.SerializeToString())
 
 
 def test_no_sampling_parameter_is_lost_on_the_way() -> None:
@@ -67,8 +74,9 @@ def test_no_sampling_parameter_is_lost_on_the_way() -> None:
 def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own() -> None:
     state = new_state(hash_prompt(CARD, REQUEST.token_ids, b"salt"), attempt=3)
     state.route_chosen({}, handle())
-    prefill = prefill_submit(state)
-    first, second = (decode_submit(state, choice) for choice in state.choices)
+    prefill = sent(state, prefill_submit(state))
+    first, second = (sent(state, decode_submit(state, choice)) for choice in state.choices)
+    assert (prefill.handle.holder_address, prefill.handle.holder_id) == ("host:1", "kv-a")
     assert (prefill.request_id, first.request_id, second.request_id) == ("r", "r-0", "r-1")
     assert list(prefill.choice_seeds) == [5, 6] and not first.choice_seeds
     assert (first.sampling.seed, second.sampling.seed, second.choice_index) == (5, 6, 1)
@@ -80,7 +88,7 @@ def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own(
 def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_length() -> None:
     state = new_state(attempt=1, answer=(100, 101))
     state.route_chosen({}, handle())
-    moved = decode_submit(state, state.choices[0])
+    moved = sent(state, decode_submit(state, state.choices[0]))
     assert list(moved.token_ids) == [*range(40), 100, 101]
     assert moved.num_prompt_tokens == 40 and not moved.HasField("handle") and not moved.hash_root
 
@@ -91,14 +99,14 @@ def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -
     whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
     assert hashes.with_answer(prompt, answer, CARD.block_size) == whole.blocks
     state = new_state(hashes, attempt=1, answer=answer)
-    moved = decode_submit(state, state.choices[0])
+    moved = sent(state, decode_submit(state, state.choices[0]))
     assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
 
 
 def test_a_choice_that_goes_on_elsewhere_is_bounded_as_its_request_was() -> None:
     hashes = replace(hash_prompt(CARD, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0)
     state = new_state(hashes, attempt=1, answer=range(100, 130))
-    moved = decode_submit(state, state.choices[0])
+    moved = sent(state, decode_submit(state, state.choices[0]))
     assert (moved.max_found_blocks, moved.max_left_blocks, moved.num_public_blocks) == (2, 0, 1)
     assert moved.HasField("max_left_blocks")
 
@@ -112,11 +120,11 @@ def test_hashes_differ_by_salt_and_not_otherwise() -> None:
 @pytest.mark.parametrize("field", ["request_id", "holder_address", "prefill_incarnation", "num_readers"])
 def test_a_handle_that_was_changed_does_not_verify(field: str) -> None:
     forged = handle()
-    verify_handle(forged, KEY)
+    VERIFIER.verify(forged)
     value = getattr(forged, field)
     setattr(forged, field, value + 1 if isinstance(value, int) else value + "x")
     with pytest.raises(TandemError):
-        verify_handle(forged, KEY)
+        VERIFIER.verify(forged)
 
 
 def test_handles_are_not_to_be_guessed() -> None:

@@ -260,3 +260,42 @@ async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> N
     with pytest.raises(ModelNotFound):
         catalog.card("x")  # routing uses no fallback
     assert catalog.list() == [loaded]
+
+
+async def test_workers_are_looked_through_once_after_a_change_and_not_for_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 500 workers, GET /v1/models looked through all of them 500 times."""
+    registry, catalog = new()
+    num_read = 0
+    workers = registry.workers
+
+    def read(role: pb.WorkerRole.ValueType | None = None) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return workers(role)
+
+    async with serving() as (_, address):
+        for number in range(20):
+            register(registry, f"w-{number}", address)
+        await catalog.prefetch()
+        monkeypatch.setattr(registry, "workers", read)
+        for _ in range(3):
+            assert [model.model_id for model in catalog.list()] == ["m"]
+            assert catalog.card("m").context_length == 512
+        assert num_read == 0
+        register(registry, "shorter", address, context_length=256)
+        assert [catalog.card("m").context_length for _ in range(3)] == [256] * 3
+        assert num_read == 2  # decode and prefill
+
+
+async def test_of_each_model_the_card_of_a_ready_worker_is_preferred_whichever_came_first() -> None:
+    registry, catalog = new()
+    register(registry, "loading", context_length=128, state=pb.WORKER_STATE_LOADING)
+    register(registry, "ready", context_length=512)
+    register(registry, "also loading", context_length=512, state=pb.WORKER_STATE_LOADING)
+    assert catalog.card("m").context_length == 512
+    register(registry, "loading", context_length=128)
+    assert catalog.card("m").context_length == 128
+    registry.deregister("loading", "loading")
+    assert catalog.card("m").context_length == 512

@@ -150,3 +150,60 @@ def test_kv_services_are_named_by_host_while_they_can_be_used() -> None:
     assert [service.incarnation for service in harness.registry.kv_services("b")] == ["b"]
     harness.pass_time(3.5)
     assert harness.registry.kv_services() == []
+
+
+def test_of_many_workers_that_fell_silent_a_turn_of_the_loop_takes_a_few() -> None:
+    """Each end has listeners and a line of log: 500 of them in one sweep would stop every stream."""
+    harness = Harness()
+    for number in range(50):
+        info = pb.WorkerInfo(worker_id=f"w-{number}", incarnation=f"{number}", role=pb.WORKER_ROLE_DECODE)
+        harness.registry.register(info, pb.LoadReport(state=READY))
+    harness.diary.clear()
+
+    def sweeps() -> list[int]:
+        """Sweep as the gateway does; return how many workers changed in each turn."""
+        changes, more = [], True
+        while more:
+            harness.diary.clear()
+            more = harness.registry.sweep()
+            changes.append(len(harness.diary))
+        return changes
+
+    harness.pass_time(3.0)
+    assert harness.diary == []
+    harness.now += 0.25
+    assert sweeps() == [16, 16, 16, 2]
+    assert sweeps() == [0], "suspected once"
+    for _ in range(2):
+        harness.now += 1.0
+        harness.registry.sweep()
+    assert sweeps() == [16, 16, 2] and harness.registry.workers() == []
+
+
+def test_workers_are_found_by_their_role_after_every_change() -> None:
+    harness = Harness()
+    harness.register("one")
+    harness.register("two")
+    kv = pb.WorkerInfo(worker_id="kv", incarnation="kv", role=pb.WORKER_ROLE_KV, host_id="h", address="127.0.0.1:1")
+    harness.registry.register(kv, pb.LoadReport(state=READY))
+    ids = [
+        [worker.incarnation for worker in harness.registry.workers(role)]
+        for role in (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_KV)
+    ]
+    assert ids == [["two"], ["kv"]]
+    assert [service.worker_id for service in harness.registry.kv_services("h")] == ["kv"]
+    changed = pb.WorkerInfo(worker_id="kv", incarnation="kv", role=pb.WORKER_ROLE_PREFILL)
+    harness.registry.register(changed, pb.LoadReport(state=READY), 1)
+    assert harness.registry.kv_services() == []
+    assert [worker.worker_id for worker in harness.registry.workers(pb.WORKER_ROLE_PREFILL)] == ["kv"]
+    harness.registry.deregister("kv", "kv")
+    harness.registry.deregister("w", "two")
+    assert not any(harness.registry.workers(role) for role in pb.WorkerRole.values())
+
+
+def test_a_model_is_served_while_a_decode_worker_takes_requests_for_it() -> None:
+    harness = Harness()
+    harness.register("one", LOADING, card=pb.ModelCard(model_id="m"))
+    assert not harness.registry.serves("m")
+    harness.beat("one", READY)
+    assert harness.registry.serves("m") and not harness.registry.serves("other")

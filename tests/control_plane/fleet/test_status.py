@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
 from tandem.v1 import types_pb2 as pb
@@ -20,3 +22,16 @@ def test_a_kv_services_links_and_store_are_shown() -> None:
     assert first["kv_service"]["store"]["total_bytes"] == 1 << 20
     assert [(link["address"], link["transport"]) for link in first["kv_service"]["links"]] == [("far:1", "tcp")]
     assert (second["kv_service"]["store"], second["kv_service"]["num_handles"]) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("decode-0", "decode-0"), ("", "ab"), ("\x1b[2J", "ab"), ("a\nb", "ab"), ("x" * 257, "ab")],
+)
+def test_a_worker_is_shown_by_a_name_that_a_terminal_can_print(given: str, shown: str) -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    service = kv_service("ab")
+    service.settings["worker_id"] = given
+    registry.register(service, kv_load())
+    [row] = FleetStatus(registry).workers()
+    assert (row["id"], row["name"]) == ("ab", shown)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from control_plane.fleet import worker_links
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool, WorkerLink
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import TandemError, Unavailable
+from tests.certificates import Authority
 from tests.control_plane.scripted_worker import (
     MODEL,
     AttachStream,
@@ -23,6 +30,7 @@ from tests.control_plane.scripted_worker import (
     serve,
     silent,
 )
+from tests.loop_turns import counted_turns
 
 
 class Heard:
@@ -200,3 +208,94 @@ async def test_what_a_drained_worker_still_sends_is_read_after_its_goodbye() -> 
         worker.streams[0].events.put_nowait(None)
         await heard.until(lambda words: "ended" in words)
         assert heard.words == ["accepted", "tokens 2", "ended"]
+
+
+async def test_the_requests_of_a_revoked_worker_end_at_once_and_no_stream_is_opened_again(tmp_path: Path) -> None:
+    authority = Authority()
+    served, ours = authority.member(tmp_path, "decode"), authority.member(tmp_path, "gateway")
+    registry = WorkerRegistry(3.0, 5.0)
+    pool = LinkPool(registry, "gateway", "gateway-life", ours)
+    scripted = await ScriptedWorker(served.identity.id, behave=only_accept, member=served).start()
+    scripted.register(registry)
+    worker = registry.get(served.identity.id)
+    assert worker is not None
+    link, before, after = pool.get(worker), Heard(), Heard()
+    link.submit(submit("before"), before)
+    await before.until(lambda words: words == ["accepted"])
+    ours.denied.apply(1, [served.identity.id])
+    async with asyncio.timeout(2):
+        await before.until(lambda words: words == ["accepted", "ended"])
+    assert isinstance(before.errors[0], Unavailable) and "is revoked" in before.errors[0].message
+    link.submit(submit("after"), after)
+    await after.until(lambda words: words == ["ended"])
+    assert len(scripted.streams) == 1
+    await pool.close()
+    await scripted.kill()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_a_link_to_a_worker_that_is_gone_is_freed_without_the_garbage_collector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
+) -> None:
+    """A rack that restarts leaves hundreds of links; a collection over all their objects would stop every stream."""
+    authority = Authority()
+    served = authority.member(tmp_path, "decode") if is_encrypted else None
+    ours = authority.member(tmp_path, "gateway") if is_encrypted else None
+    opened: list[weakref.ref[Any]] = []
+
+    def open_channel(info: pb.WorkerInfo, member: Any) -> Any:
+        channel: Any = open_worker_channel(info, member)
+        opened.extend((weakref.ref(channel), weakref.ref(channel._channel)))
+        return channel
+
+    monkeypatch.setattr(worker_links, "open_worker_channel", open_channel)
+    registry = WorkerRegistry(3.0, 5.0)
+    pool = LinkPool(registry, "gateway", "gateway-life", ours)
+    scripted = await ScriptedWorker(served.identity.id if served else "d", member=served).start()
+    scripted.register(registry)
+    (worker,) = registry.workers()
+    gc.collect()
+    gc.disable()
+    try:
+        link, heard = pool.get(worker), Heard()
+        link.submit(submit(), heard)
+        await heard.until(lambda words: len(words) == 3)
+        opened.append(weakref.ref(link))
+        del link
+        registry.deregister(worker.worker_id, worker.incarnation)
+        async with asyncio.timeout(10):
+            while pool._closing:  # noqa: ASYNC110 - gRPC's own tasks follow
+                await asyncio.sleep(0.005)
+            while any(each() is not None for each in opened):  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.005)
+    finally:
+        gc.enable()
+        await pool.close()
+        await scripted.kill()
+    assert len(opened) == 3
+
+
+async def test_streams_to_workers_that_come_back_at_once_are_opened_one_in_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A channel takes a millisecond of the loop; a rack that restarts has hundreds of workers."""
+    opened: dict[str, int] = {}
+    all_opened = asyncio.Event()
+
+    def open_channel(info: pb.WorkerInfo, member: object) -> Any:
+        opened.setdefault(info.worker_id, turns.now)
+        if len(opened) == 50:
+            all_opened.set()
+        raise Unavailable("nobody is there")
+
+    monkeypatch.setattr(worker_links, "open_worker_channel", open_channel)
+    registry = WorkerRegistry(3.0, 5.0)
+    pool = LinkPool(registry, "gateway", "gateway-life")
+    with counted_turns() as turns:
+        for number in range(50):
+            ScriptedWorker(f"w-{number}").register(registry)
+        async with asyncio.timeout(10):
+            await all_opened.wait()
+    assert list(opened) == [f"w-{number}" for number in range(50)]
+    assert len(set(opened.values())) == 50
+    await pool.close()

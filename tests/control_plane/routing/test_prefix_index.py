@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,7 +97,26 @@ def test_of_a_long_chain_every_16th_block_is_held_and_a_prefix_is_found_to_withi
 def test_the_blocks_of_an_answer_go_on_where_the_prompts_points_end() -> None:
     chain, index = long_chain(1_100), PrefixIndex()
     index.learn(chain[:1_030], "a-1", "")
-    index.learn(chain, "a-1", "", first=1_030)
+    index.learn(chain[1_030:], "a-1", "", first=1_030)
     assert index.find(chain).pools == {"a-1": 1_088}
-    index.forget(chain[1_040:], "host-a")  # blocks that are not held cost nothing
+    index.forget(chain[1_040:], "host-a", first=1_040)
     assert index.find(chain).pools == {"a-1": 1_088}
+
+
+def test_of_a_long_chain_only_the_held_blocks_are_looked_up() -> None:
+    class Counted(list[bytes]):
+        num_read = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            self.num_read += 1
+            return super().__getitem__(place)
+
+    chain, index = Counted(long_chain(94_000)), PrefixIndex()
+    index.learn(chain, "a-1", "host-a")
+    held = len(index)
+    assert chain.num_read == held < 7_000
+    rest = Counted(long_chain(94_000)[50_000:])
+    index.forget(rest, "host-a", first=50_000)
+    assert rest.num_read == len(rest) // 16
+    match = index.find(chain)
+    assert (match.hosts, match.pools) == ({"host-a": 50_000}, {"a-1": 94_000})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 
 import pytest
@@ -38,7 +39,7 @@ def metaspace() -> TextTokenizer:
     return TextTokenizer(json.dumps(state).encode(), {})
 
 
-def pieces(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+def pieces(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -26,12 +27,12 @@ def tokenizer() -> TextTokenizer:
     return TextTokenizer(model.tokenizer_json, model.tokenizer_config)
 
 
-def chat(user: str, template: str = CHATML) -> list[int]:
+def chat(user: str, template: str = CHATML) -> Sequence[int]:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
     return tokenizer().encode_chat(ChatTemplate(template, {}), messages)
 
 
-def num_public(token_ids: list[int], template: str = CHATML, *texts: str) -> int:
+def num_public(token_ids: Sequence[int], template: str = CHATML, *texts: str) -> int:
     public = PublicPrefixes({f"{number}.txt": text for number, text in enumerate(texts or (SYSTEM,))})
     return public.num_tokens(description(chat_template=template), tokenizer(), token_ids)
 

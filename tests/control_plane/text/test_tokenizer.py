@@ -52,6 +52,26 @@ def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:
     assert tokenizer().encode_chat(ChatTemplate(CHATML, {}), chat) == expected
 
 
+def test_long_prompts_and_chats_are_encoded_as_transformers_encodes_them() -> None:
+    text = "The end of the day, my friend.\n你好，世界！ I am fine; 12, 34 and 5.\n\n" * 2000
+    assert tokenizer().encode_prompt(text) == theirs()(text).input_ids
+    chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    expected = theirs().apply_chat_template(
+        chat, chat_template=CHATML, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    assert tokenizer().encode_chat(ChatTemplate(CHATML, {}), chat) == expected
+
+
+def test_a_long_text_with_a_control_tokens_name_is_text() -> None:
+    text = "The end of the day, my friend.\n" * 2000
+    chat = [{"role": "user", "content": f"{text}<|im_end|>{text}"}]
+    token_ids = tokenizer().encode_chat(ChatTemplate(CHATML, {}), chat)
+    assert [each for each in token_ids if each <= END] == [START, END, START]
+    assert tokenizer().decode(token_ids, skip_special_tokens=False) == ChatTemplate(CHATML, {}).render(chat)
+    as_text = tokenizer().encode_prompt(f"{text}<|im_end|>{text}")
+    assert END not in as_text and tokenizer().decode(as_text) == f"{text}<|im_end|>{text}"
+
+
 def test_a_tokenizer_saved_with_truncation_and_padding_does_neither() -> None:
     saved = byte_level_tokenizer().from_str(byte_level_tokenizer().to_str())
     saved.enable_truncation(2)

@@ -8,16 +8,18 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import psutil
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from control_plane.generation import ModelDescription, TokenIds
+from control_plane.generation import ModelDescription, ModelFacts, TokenIds
 from control_plane.text.prepared import Asked, PreparedBody
 from control_plane.text.tokenizer import TextTokenizer
-from control_plane.text_processes.pool import SMALL_BODY_BYTES, TextLimits
+from control_plane.text_processes.pool import SMALL_BODY_BYTES, TextLimits, TextProcesses, _Process
+from tandem_engine.demo import checkpoint_path
 from tandem_runtime.errors import Aborted, ContextTooLong, InternalError, InvalidRequest, ModelNotFound
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import description, ids_of
@@ -63,11 +65,31 @@ async def test_a_chat_goes_through_a_text_process_to_its_dispatcher_and_back() -
     assert [request.token_ids == HELLO for request in dispatcher.requests[:2]] == [True, True]
 
 
-async def test_a_prompt_comes_with_hashes_that_the_dispatcher_would_compute() -> None:
+async def test_sixteen_first_requests_that_come_at_once_are_all_answered() -> None:
+    """No text process runs and no tokenizer is loaded: the load replaces the processes that have just begun."""
+    dispatcher = ScriptedDispatcher(Script([*ids_of("Hello"), 3]))
+    bodies = [chat_body("Hello"), padded(chat_body("Hello"), SMALL_BODY_BYTES + 1)]
+    async with pool(TextLimits(num_processes=2)) as processes, serve(dispatcher, preparer=processes) as gateway:
+        answers = await asyncio.gather(
+            *(gateway.client.post("/v1/chat/completions", content=bodies[index % 2]) for index in range(16))
+        )
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert (processes.small.num_running, processes.large.num_running) == (0, 0)
+    assert len(dispatcher.requests) == 16
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[TextProcesses]:
+    """A pool for the tests that leave it as it was."""
     async with pool() as processes:
-        body = await prepare(processes, chat_body("Hello"))
-        (prompt,) = body.prompts
-        assert ids(body) == HELLO and not prompt.wire.hash_root and prompt.text is None
+        yield processes
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_prompt_comes_with_hashes_that_the_dispatcher_would_compute(shared: TextProcesses) -> None:
+    body = await prepare(shared, chat_body("Hello"))
+    (prompt,) = body.prompts
+    assert ids(body) == HELLO and not prompt.wire.hash_root and prompt.text is None
 
 
 @pytest.mark.parametrize("num_bytes", [0, SMALL_BODY_BYTES + 1])
@@ -84,20 +106,57 @@ async def test_a_body_that_takes_too_long_is_refused_and_its_process_replaced(nu
 async def test_a_body_that_takes_too_much_memory_is_refused() -> None:
     async with pool(TextLimits(memory_mb=48)) as processes:
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match=r"more than 48 MiB of memory.*--text-memory-mb"):
+            with pytest.raises(
+                InvalidRequest, match=r"more than 12 MiB of memory.*a body of 71 bytes.*--text-memory-mb"
+            ):
                 await prepare(processes, chat_body("grow"))
         bomb = b'{"model":"demo","metadata":[' + b",".join([b"{}"] * 2_000_000) + b"]}"
-        with pytest.raises(InvalidRequest, match="48 MiB"):
+        with pytest.raises(InvalidRequest, match=r"more than 48 MiB of memory.*a body of 6,000,0"):
             await prepare(processes, bomb)
         assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
 
 
-async def test_deep_nesting_is_refused_by_name() -> None:
-    async with pool() as processes:
-        deep = b"[" * 100_000 + b"]" * 100_000
-        with pytest.raises(InvalidRequest, match=r"not valid JSON|nested too deeply"):
-            await prepare(processes, b'{"model":"demo","metadata":' + deep + b"}")
-        assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
+@pytest.mark.parametrize(("num_bytes", "limit_mb"), [(0, 16), (100_000, 22), (1_000_000, 64)])
+async def test_the_memory_of_a_job_is_bounded_by_the_length_of_its_body(num_bytes: int, limit_mb: int) -> None:
+    async with pool(TextLimits(memory_mb=64)) as processes:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=f"more than {limit_mb} MiB of memory"):
+                await prepare(processes, padded(chat_body("grow"), num_bytes))
+            assert ids(await prepare(processes, padded(chat_body("Hello"), num_bytes))) == HELLO
+
+
+async def test_the_bound_of_a_short_body_does_not_end_the_process_that_reads_a_long_one() -> None:
+    async with pool(TextLimits(memory_mb=24)) as processes:
+        assert ids(await prepare(processes, padded(chat_body("Hello"), SMALL_BODY_BYTES + 1))) == HELLO
+        before = processes.pids
+        assert ids(await prepare(processes, padded(chat_body("Hello"), 10_000_000))) == HELLO
+        assert processes.pids == before
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox jumps over the lazy dog. ", "x = [1, 2];\n", "你好，世界！"])
+async def test_a_megabyte_of_text_is_prepared_in_a_few_megabytes(text: str) -> None:
+    async with pool(TextLimits(memory_mb=48)) as processes:
+        long = model(context_length=2_000_000)
+        raw = chat_body((text * 100_000)[: 1_000_000 // len(text.encode()) * len(text)])
+        body = await prepare(processes, raw, resolve=resolved_as(long))
+        assert len(ids(body)) > 100_000
+
+
+async def test_a_text_that_must_be_encoded_whole_is_bounded_too() -> None:
+    demo = (checkpoint_path() / "tokenizer.json").read_bytes()
+    long = model(context_length=20_000_000, tokenizer_json=demo, vocab_size=3072)
+    async with pool(TextLimits(memory_mb=100)) as processes:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="more than 100 MiB of memory"):
+                await prepare(processes, chat_body("abcdefgh" * 400_000), resolve=resolved_as(long))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_deep_nesting_is_refused_by_name(shared: TextProcesses) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    with pytest.raises(InvalidRequest, match=r"not valid JSON|nested too deeply"):
+        await prepare(shared, b'{"model":"demo","metadata":' + deep + b"}")
+    assert ids(await prepare(shared, chat_body("Hello"))) == HELLO
 
 
 async def test_a_prompt_longer_than_the_context_can_be_is_refused_before_it_is_tokenized() -> None:
@@ -130,6 +189,50 @@ async def test_a_job_that_loses_two_processes_is_aborted_once() -> None:
 
         with pytest.raises(Aborted, match="ended unexpectedly, and so did the next one"):
             await prepare(processes, chat_body("Hello"), resolve=resolve)
+        assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
+
+
+async def test_a_process_asks_for_a_name_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    tell = _Process.tell
+
+    def noted(self: _Process, name: str, facts: ModelFacts) -> None:
+        asked.append(name)
+        tell(self, name, facts)
+
+    monkeypatch.setattr(_Process, "tell", noted)
+    async with pool() as processes:
+        for _ in range(3):
+            assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            await prepare(processes, chat_body("Hello", max_tokens=-1))
+        assert asked == ["demo"]
+        large = padded(chat_body("Hello"), SMALL_BODY_BYTES + 1)
+        for _ in range(2):
+            assert ids(await prepare(processes, large)) == HELLO
+        assert asked == ["demo"] * 3, "the large lane asks before it renders"
+
+
+async def test_a_name_that_means_another_model_now_is_noticed_by_an_answer_and_by_an_error() -> None:
+    async with pool() as processes:
+        small = resolved_as(model(context_length=32))
+        assert ids(await prepare(processes, chat_body("Hello"), resolve=small)) == HELLO
+        long = "Hello you " * 20
+        with pytest.raises(ContextTooLong, match="takes 32"):
+            await prepare(processes, chat_body(long), resolve=small)
+        assert len(ids(await prepare(processes, chat_body(long)))) > 32
+        with pytest.raises(ContextTooLong, match="takes 32"):
+            await prepare(processes, chat_body(long), resolve=small)
+
+        shouts = model(chat_template="HEY {{ messages[0].content }}")
+        assert ids(await prepare(processes, chat_body("Hello"), resolve=resolved_as(shouts))) == ids_of("HEY Hello")
+
+        async def gone(asked: Asked) -> ModelDescription:
+            raise ModelNotFound(f"no model {asked.model!r}")
+
+        for body in (chat_body("Hello"), chat_body(long * 1000)):
+            with pytest.raises(ModelNotFound, match="no model 'demo'"):
+                await prepare(processes, body, resolve=gone)
         assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
 
 
@@ -176,21 +279,21 @@ async def test_one_account_cannot_keep_another_from_its_text_process() -> None:
         await asyncio.gather(*hostile, return_exceptions=True)
 
 
-async def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_model_alone() -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_model_alone(shared: TextProcesses) -> None:
     broken = description(fingerprint="cd" * 16, tokenizer_json=b"{}")
-    async with pool() as processes:
-        with pytest.raises(InternalError, match=r"tokenizer\.json of @tandem/demo cannot be read"):
-            await prepare(processes, chat_body("Hello"), resolve=resolved_as(broken))
-        assert ids(await prepare(processes, chat_body("Hello"))) == HELLO
+    with pytest.raises(InternalError, match=r"tokenizer\.json of @tandem/demo cannot be read"):
+        await prepare(shared, chat_body("Hello"), resolve=resolved_as(broken))
+    assert ids(await prepare(shared, chat_body("Hello"))) == HELLO
 
 
-async def test_a_model_that_is_not_found_leaves_the_process_free() -> None:
-    async with pool() as processes:
-        await prepare(processes, chat_body("Hello"))
-        (pid,) = processes.pids
-        with pytest.raises(ModelNotFound):
-            await prepare(processes, chat_body("Hello", model="other"))
-        assert ids(await prepare(processes, chat_body("Hello"))) == HELLO and processes.pids == [pid]
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_that_is_not_found_leaves_the_process_free(shared: TextProcesses) -> None:
+    await prepare(shared, chat_body("Hello"))
+    before = shared.pids
+    with pytest.raises(ModelNotFound):
+        await prepare(shared, chat_body("Hello", model="other"))
+    assert ids(await prepare(shared, chat_body("Hello"))) == HELLO and shared.pids == before
 
 
 def large_tokenizer(num_tokens: int) -> bytes:

@@ -231,6 +231,49 @@ async def test_an_upgrade_is_answered_and_what_follows_is_discarded() -> None:
         assert await client.rest() == b""
 
 
+H2C = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
+
+
+@pytest.mark.parametrize("num_first", [0, 10, 10**6], ids=["head first", "in the midst", "at once"])
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_the_body_of_a_request_that_asks_for_another_protocol_is_read(framing: str, num_first: int) -> None:
+    """As Java's HttpClient sends the first request of a connection. The connection lives on."""
+    request = post(CHAT, headers=H2C)
+    if framing == "chunks":
+        request = chunked(CHAT[:20], CHAT[20:]).replace(b"\r\n\r\n", b"\r\n" + H2C.encode() + b"\r\n", 1)
+    end_of_head = request.index(b"\r\n\r\n") + 4
+    requests = request + request + GET
+    async with served() as gateway, connect(gateway) as client:
+        await client.send(requests[: end_of_head + num_first])
+        await until(lambda: bool(gateway.connections.counts["open"]))
+        await client.send(requests[end_of_head + num_first :])
+        for _ in range(2):
+            answer = await client.answer()
+            assert answer.status == 200, answer.body
+            assert answer.json()["choices"][0]["message"]["content"] == "Hello world, how are you"
+        assert (await client.answer()).status == 200
+
+
+async def test_a_body_behind_an_upgrade_has_the_same_bounds() -> None:
+    async with served() as gateway, connect(gateway) as client:
+        await client.send(post(b"", length=10**12, headers=H2C))
+        answer = await client.answer()
+        assert answer.status == 413 and "more than 100,000 bytes" in answer.message
+    async with served(HASTY) as gateway, connect(gateway) as client:
+        await client.send(post(CHAT[:5], length=len(CHAT), headers=H2C))
+        assert (await client.answer()).status == 408
+
+
+@pytest.mark.parametrize(("believed", "scheme"), [((), "http"), (("127.0.0.0/8",), "https"), (("10.0.0.1",), "http")])
+async def test_forwarded_addresses_and_schemes_are_believed_of_named_proxies_only(
+    believed: tuple[str, ...], scheme: str
+) -> None:
+    headers = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https"}
+    async with serve(ScriptedDispatcher(Script(HELLO)), forwarded_allow_ips=believed) as gateway:
+        document = (await gateway.client.get("/openapi.json", headers=headers)).json()
+        assert [server["url"] for server in document["servers"]] == [gateway.url.replace("http", scheme)]
+
+
 # ------------------------------------------------------------------------------------------------------------ bodies
 
 
@@ -271,7 +314,7 @@ async def test_a_small_rest_after_an_early_answer_keeps_the_connection() -> None
 
 
 async def test_a_body_that_stalls_is_refused_and_nothing_is_submitted() -> None:
-    async with served(HASTY) as gateway:
+    async with served(replace(HASTY, min_body_bytes_per_second=1)) as gateway:
         for request in (post(CHAT[:5], length=50), chunked(CHAT[:5], end=b"")):
             async with connect(gateway) as client:
                 await client.send(request)
@@ -282,7 +325,8 @@ async def test_a_body_that_stalls_is_refused_and_nothing_is_submitted() -> None:
 
 
 async def test_a_body_that_drips_is_refused() -> None:
-    async with served(HASTY) as gateway, connect(gateway) as client:
+    limits = replace(HASTY, body_stall_seconds=0.5)  # on a slow host a drip may come late, and would be a stall
+    async with served(limits) as gateway, connect(gateway) as client:
         await client.send(post(b"", length=90_000))
         assert await client.drip(b"a") == b"H"
         assert b"the least is 1,024" in await client.rest()
@@ -365,11 +409,10 @@ async def test_a_burst_of_connections_is_accepted_in_many_turns_of_the_loop_and_
 async def test_five_hundred_half_heads_and_two_hundred_slow_bodies_are_closed_and_the_service_goes_on() -> None:
     limits = replace(HASTY, max_unfinished_heads=10_000, head_seconds=1.0, body_stall_seconds=1.0)
     async with served(limits) as gateway, AsyncExitStack() as stack:
-        half = [await stack.enter_async_context(connect(gateway)) for _ in range(500)]
-        slow = [await stack.enter_async_context(connect(gateway)) for _ in range(200)]
-        await asyncio.gather(*(client.send(b"GET /healthz HTTP/1.1\r\nx: ") for client in half))
-        await asyncio.gather(*(client.send(post(b"{", length=50_000)) for client in slow))
+        clients = []
+        for sent in [b"GET /healthz HTTP/1.1\r\nx: "] * 500 + [post(b"{", length=50_000)] * 200:
+            clients.append(await stack.enter_async_context(connect(gateway)))
+            await clients[-1].send(sent)  # at once: its time counts from here, however slow the host is
         answer = await gateway.client.post("/v1/chat/completions", content=CHAT)
         assert answer.status_code == 200
-        statuses = [(await client.answer()).status for client in (*half, *slow)]
-        assert statuses == [408] * 700
+        assert [(await client.answer()).status for client in clients] == [408] * 700

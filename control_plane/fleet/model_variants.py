@@ -1,0 +1,97 @@
+"""Decides which of the workers under one model name get its requests, where their cards differ.
+
+Two workers with one model name may have different weights, tokenizers or chat templates: during an upgrade, by mistake,
+or because one of them wants other tenants' prompts. A request must be rendered and tokenized for the worker that gets
+it. So one variant of the model is in use at a time, and the workers of the others are kept apart: registered, shown by
+`tandem status`, without requests.
+
+The variant in use is the one with a ready decode worker and the most ready workers; at a tie, the one in use before. So
+one worker alone replaces nobody, an upgrade moves over when most workers have the new weights, and the last old worker
+need not stop before the first new one is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.v1 import types_pb2 as pb
+
+_SHARED_FIELDS = ("fingerprint", "assets", "chat_template", "eos_token_ids", "block_size", "vocab_size", "aliases")
+"""The fields of a card by which prompts are rendered, tokenized and hashed. Context lengths may differ."""
+
+Variant = tuple[bytes, ...]
+
+
+class Candidate(Protocol):
+    """A registered worker."""
+
+    @property
+    def role(self) -> pb.WorkerRole.ValueType: ...
+
+    @property
+    def variant(self) -> Variant: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
+class ModelVariants:
+    """Counts the variants of each model and remembers the one in use. Owned by the registry."""
+
+    def __init__(self) -> None:
+        self._num_registered: dict[str, Counter[Variant]] = {}
+        self._in_use: dict[str, Variant] = {}
+
+    def add(self, model_id: str, variant: Variant) -> None:
+        self._num_registered.setdefault(model_id, Counter())[variant] += 1
+
+    def remove(self, model_id: str, variant: Variant) -> None:
+        counts = self._num_registered[model_id]
+        counts[variant] -= 1
+        if not counts[variant]:
+            del counts[variant]
+        if not counts:
+            del self._num_registered[model_id]
+            self._in_use.pop(model_id, None)
+
+    def is_mixed(self, model_id: str) -> bool:
+        """Whether workers of the model differ; almost always not, and then nothing is to be chosen."""
+        return len(self._num_registered.get(model_id, ())) > 1
+
+    def choose(self, model_id: str, workers: Sequence[Candidate]) -> list[str]:
+        """Return for each worker of the model why it is kept apart, by the field that differs; "" if it is not."""
+        if not workers:
+            return []
+        chosen = self._in_use[model_id] = self._chosen(model_id, workers)
+        return [_first_difference(worker.variant, chosen) for worker in workers]
+
+    def _chosen(self, model_id: str, workers: Sequence[Candidate]) -> Variant:
+        in_use = self._in_use.get(model_id)
+        num_ready = Counter(worker.variant for worker in workers if worker.is_ready)
+        decodes = [worker for worker in workers if worker.is_ready and worker.role == pb.WORKER_ROLE_DECODE]
+        can_serve = {worker.variant for worker in decodes}
+        # max() keeps the first of equals: the variant of the worker that has been registered for longest.
+        variants = dict.fromkeys(worker.variant for worker in workers)
+        return max(variants, key=lambda each: (each in can_serve, num_ready[each], each == in_use))
+
+
+def variant_of(card: pb.ModelCard) -> Variant:
+    """Return a digest of each field that the workers of a model must share."""
+    fingerprint = card.fingerprint.digest
+    assets = sorted((asset.name, asset.digest) for asset in card.assets)
+    values = (fingerprint, assets, card.chat_template, list(card.eos_token_ids), card.block_size, card.vocab_size)
+    return tuple(_digest(value) for value in (*values, sorted(card.aliases)))
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+
+
+def _first_difference(variant: Variant, chosen: Variant) -> str:
+    for name, ours, theirs in zip(_SHARED_FIELDS, variant, chosen, strict=True):
+        if ours != theirs:
+            return name
+    return ""

@@ -1,0 +1,36 @@
+"""A gateway ends handles at the KV service that it has named in them, and at no other one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from structlog.testing import capture_logs
+
+from control_plane.fleet.kv_clients import KvClients
+from tandem_runtime.errors import Aborted
+from tests.certificates import Authority
+from tests.kv_transfer_svc.host import nothing_is_left, running_host, running_writer
+from tests.kv_transfer_svc.layout import a_layout
+
+
+async def test_a_handle_is_ended_at_the_kv_service_whose_id_it_names(tmp_path: Path) -> None:
+    authority = Authority()
+    gateway, prefill, robbed, thief = (authority.member(tmp_path, role) for role in ("gateway", "prefill", "kv", "kv"))
+    clients = KvClients("gateway-1", gateway)
+    async with running_host(tmp_path, member=thief) as host, running_writer(host, prefill) as writer:
+        handles = []
+        for holder in (robbed, thief):
+            writer.holder_id = holder.identity.id
+            handles.append(writer.handle())
+            await writer.client.reserve(handles[-1], writer.region_id, a_layout())
+        with capture_logs() as lines:
+            await clients.release_all(handles[0])
+            await clients.release(handles[0], "r")
+            await clients.abort(handles[0], Aborted("the client has left"))
+        assert [line["event"] for line in lines] == ["kv_release_failed", "kv_release_failed", "kv_abort_failed"]
+        assert not nothing_is_left(host)
+        await clients.release_all(handles[1])
+        assert host.store.num_live == 1
+        await writer.client.release_all(handles[0])
+        assert nothing_is_left(host)
+    await clients.close()

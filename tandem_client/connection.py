@@ -81,12 +81,13 @@ def retry_delay_seconds(error: TandemAPIError, num_tries: int) -> float | None:
     """Return the seconds to wait before a retry, or None for no retry.
 
     Retried are errors that can pass: no connection, too busy, draining. A connection that broke after the call was sent
-    is not: the call may have run. If the server asks for a longer wait than MAX_RETRY_DELAY_SECONDS, there is no retry,
-    and the caller gets the error with `retry_after`.
+    is not: the call may have run. Nor is an answer with `x-should-retry: false`: the call's work was done, and billed.
+    If the server asks for a longer wait than MAX_RETRY_DELAY_SECONDS, there is no retry, and the caller gets the error
+    with `retry_after`.
     """
     never_sent = isinstance(error, TandemConnectionError) and not error.was_sent
     passing = isinstance(error, RateLimitError) or never_sent or error.status == 503
-    if num_tries > MAX_RETRIES or not passing or isinstance(error, TandemTimeoutError):
+    if num_tries > MAX_RETRIES or not passing or not error.may_repeat or isinstance(error, TandemTimeoutError):
         return None
     delay = error.retry_after if error.retry_after is not None else 0.25 * 2**num_tries
     return delay if delay <= MAX_RETRY_DELAY_SECONDS else None

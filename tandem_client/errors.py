@@ -21,6 +21,9 @@ class TandemAPIError(Exception):
     answer. `code` is Cloudflare's error code (3040: out of capacity), or 0. `retry_after` is in seconds.
     """
 
+    may_repeat = True
+    """Whether the call may be sent again; False if the server says that its work was done, and billed."""
+
     def __init__(self, status: int | None, code: int | str, message: str, retry_after: float | None = None) -> None:
         super().__init__(status, code, message, retry_after)
         self.status = status

@@ -49,7 +49,9 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIE
     if not message:
         text = body.decode("utf-8", errors="replace").strip()[:500]
         message = f"HTTP {status} with no error in a form Tandem sends: {text or 'an empty body'}"
-    return api_error(status, code, message, retry_after_seconds(headers.get("retry-after")))
+    error = api_error(status, code, message, retry_after_seconds(headers.get("retry-after")))
+    error.may_repeat = headers.get("x-should-retry") != "false"
+    return error
 
 
 @dataclass(frozen=True)

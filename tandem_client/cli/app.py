@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from tandem_client import AI, TandemAPIError, TandemConnectionError
-from tandem_client.cli import accounts, fleet, status
+from tandem_client.cli import accounts, fleet, fleet_command, status
 from tandem_client.cli import chat as chat_command
 from tandem_client.cli import dev as dev_command
 from tandem_client.cli import run as run_command
@@ -87,8 +87,16 @@ def up(
         Path | None,
         typer.Option(help="Settings file of the services.", show_default="tandem.toml in the current folder"),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow a --host other than loopback, without TLS.")
+    insecure_http: Annotated[
+        bool, typer.Option("--insecure-http", help="Allow a --host other than loopback, without TLS.")
+    ] = False,
+    insecure_plaintext: Annotated[
+        bool,
+        typer.Option(
+            "--insecure-plaintext",
+            "--insecure",
+            help="No certificates: the processes talk in plain text, and --host may be any.",
+        ),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of all processes.")] = False,
     max_log_bytes: Annotated[
@@ -109,7 +117,8 @@ def up(
         port=port,
         grpc_port=grpc_port,
         config=config,
-        insecure=insecure,
+        insecure_plaintext=insecure_plaintext,
+        insecure_http=insecure_http,
         verbose=verbose,
         max_log_bytes=max_log_bytes,
         operator_token=secrets.token_urlsafe(32),
@@ -199,6 +208,20 @@ def dev(
     except (dev_command.CannotRun, ValueError, OSError) as error:
         _fail(str(error))
     raise typer.Exit(code)
+
+
+@app.command(
+    "fleet",
+    help=fleet_command.HELP,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def manage_fleet(context: typer.Context) -> None:
+    """Pass everything on, --help too."""
+    try:
+        raise typer.Exit(fleet_command.fleet(context.args or ["--help"]))
+    except fleet_command.NotInstalled as error:
+        _fail(str(error))
 
 
 @app.command("status")

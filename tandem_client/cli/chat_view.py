@@ -17,6 +17,8 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from tandem_machine.folders import home_folder
+
 _SHOWN_AS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},  # ESC becomes ␛
     0x7F: "␡",
@@ -255,7 +257,8 @@ MAX_MESSAGES = 1000
 def history_path() -> Path:
     """Return the path of the history file (XDG Base Directory Specification; relative paths are ignored)."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (state if state.is_absolute() else Path.home() / ".local" / "state") / "tandem" / "chat_history"
+    home = home_folder() or Path("/")  # without a home it cannot be written, which `History` tells
+    return (state if state.is_absolute() else home / ".local" / "state") / "tandem" / "chat_history"
 
 
 class History:

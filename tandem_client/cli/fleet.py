@@ -58,6 +58,8 @@ class FleetMember:
     """One worker or KV service, as of its last heartbeat."""
 
     id: str
+    name: str
+    """The worker's --worker-id, where its id is that of its certificate."""
     role: str
     state: str
     suspected: bool
@@ -82,6 +84,7 @@ class FleetMember:
         load = entry.get("load") or {}
         return cls(
             id=entry["id"],
+            name=entry.get("name") or entry["id"],
             role=entry["role"],
             state=entry.get("state") or "",
             suspected=bool(entry.get("suspected")),
@@ -106,7 +109,7 @@ def parse_fleet(document: Mapping[str, Any]) -> list[FleetMember]:
     """Parse the answer of GET /v1/workers; sort by prefill, decode, KV service."""
     order = {"prefill": 0, "decode": 1, "kv": 2}
     members = [FleetMember.parse(entry) for entry in document["data"]]
-    return sorted(members, key=lambda member: (order.get(member.role, 3), member.id))
+    return sorted(members, key=lambda member: (order.get(member.role, 3), member.name, member.id))
 
 
 def workers_options(connection: Connection) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
+from tandem_machine.cores import allowed_cores, num_usable_cores
+from tandem_machine.memory import usable_memory
 
-MAX_KV_BYTES_PER_WORKER = 2 << 30
-KV_SHARE_OF_FREE_MEMORY = 0.2
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class UpOptions:
     port: int = 8642
     grpc_port: int = 8643
     config: Path | None = None
-    insecure: bool = False
+    insecure_plaintext: bool = False
+    """No certificates: all processes talk in plain text."""
+    insecure_http: bool = False
+    """HTTP beyond loopback in plain text."""
     verbose: bool = False
     max_log_bytes: int = MAX_LOG_BYTES
     operator_token: str = field(default="", repr=False)
@@ -50,6 +53,11 @@ class UpOptions:
     @property
     def control_address(self) -> str:
         return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def enrolment_port(self) -> int:
+        """Where the processes get their certificates: what the control plane takes by itself."""
+        return self.grpc_port + 1 if self.grpc_port < _LAST_PORT else self.grpc_port - 1
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,8 @@ class Share:
     """One worker's share of the machine; `kv_limit_bytes` is None if the worker has a GPU to itself."""
 
     cores: tuple[int, ...]
+    """The cores to pin the worker to; empty: none."""
+    num_threads: int
     kv_limit_bytes: int | None
     gpu: str | None
 
@@ -107,7 +117,10 @@ def divide(machine: Machine, num_workers: int) -> list[Share]:
     kv_bytes = None if len(machine.gpus) >= num_workers else kv_bytes_per_worker(machine.free_memory_bytes, num_workers)
     gpus = [machine.gpus[index % len(machine.gpus)] if machine.gpus else None for index in range(num_workers)]
     cores = divide_cores(machine.cores, num_workers)
-    return [Share(own_cores, kv_bytes, gpu) for own_cores, gpu in zip(cores, gpus, strict=True)]
+    return [
+        Share(own_cores if machine.is_pinned else (), len(own_cores), kv_bytes, gpu)
+        for own_cores, gpu in zip(cores, gpus, strict=True)
+    ]
 
 
 def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
@@ -126,9 +139,11 @@ def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]
 
 
 def kv_bytes_per_worker(free_memory_bytes: int, num_workers: int) -> int:
-    """Return each worker's share of 20 % of the free memory: 2 GiB at most, in whole MiB."""
-    share = int(free_memory_bytes * KV_SHARE_OF_FREE_MEMORY) // num_workers
-    return min(MAX_KV_BYTES_PER_WORKER, share) >> 20 << 20
+    """Return the most KV memory of each worker, in whole MiB: a fifth of what is free, three fifths for all together.
+
+    A worker that is started by hand takes a fifth of what is free then. A small model takes less by itself.
+    """
+    return min(free_memory_bytes // 5, 3 * free_memory_bytes // (5 * num_workers)) >> 20 << 20
 
 
 def _worker_names(options: UpOptions) -> list[tuple[str, str]]:
@@ -139,10 +154,10 @@ def _worker_names(options: UpOptions) -> list[tuple[str, str]]:
 def _control_plane(options: UpOptions) -> ProcessSpec:
     host = f"[{options.host}]" if ":" in options.host else options.host
     flags = ["--listen", f"{host}:{options.port}", "--grpc-listen", options.control_address]
+    if options.insecure_http:
+        flags.append("--insecure-http")
     if options.fallback_model is not None:
         flags += ["--fallback-model", options.fallback_model]
-    if options.insecure:
-        flags.append("--insecure")
     # Only this user can read the environment; a flag is visible to all in the list of processes.
     environment = (("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token),) if options.operator_token else ()
     return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), environment)
@@ -163,8 +178,9 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
     cores = cores_in(configured.get("cpus"))
     if not configured.keys() & {"cpus", "num_threads"}:
         cores = share.cores
-        num_threads = str(len(share.cores))
-        flags += ["--cpus", ",".join(map(str, share.cores)), "--num-threads", num_threads]
+        num_threads = str(share.num_threads)
+        flags += ["--cpus", ",".join(map(str, cores))] if cores else []
+        flags += ["--num-threads", num_threads]
         environment["OMP_NUM_THREADS"] = num_threads
     if share.kv_limit_bytes is not None and not configured.keys() & {
         "kv_memory_limit_bytes",
@@ -177,8 +193,9 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
 
 
 def _command(module: str, flags: Sequence[str], options: UpOptions) -> tuple[str, ...]:
+    plaintext = ("--insecure-plaintext",) if options.insecure_plaintext else ()
     config = ("--config", str(options.config)) if options.config else ()
-    return (sys.executable, "-m", module, *flags, *config)
+    return (sys.executable, "-m", module, *flags, *plaintext, *config)
 
 
 ROLES = ("prefill", "decode", "kv", "control")
@@ -229,9 +246,6 @@ def _in_environment(role: str) -> dict[str, object]:
     return {name.removeprefix(prefix).lower(): value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
 @dataclass(frozen=True)
 class Machine:
     """The usable cores, the free memory, and the GPUs as named in CUDA_VISIBLE_DEVICES."""
@@ -239,27 +253,19 @@ class Machine:
     cores: tuple[int, ...]
     free_memory_bytes: int
     gpus: tuple[str, ...] = ()
+    is_pinned: bool = True
+    """Whether engines get cores of their own. False under a CPU quota smaller than the allowed cores: a quota names no
+    cores, so every container of the machine would choose the same; `cores` then only counts."""
 
     def __post_init__(self) -> None:
         assert self.cores, "a machine that runs this has a core"
 
 
 def this_machine() -> Machine:
-    return Machine(usable_cores(), free_memory_bytes(), usable_gpus())
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Return the cores that this process may use, limited by the container's CPU quota."""
-    # macOS has no affinity; there, the numbers only count threads
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    quota = _cpu_quota()
-    return tuple(cores if quota is None else cores[: max(1, int(quota))])
-
-
-def free_memory_bytes() -> int:
-    """Return the smaller of the machine's available memory and the rest of the cgroup's limit."""
-    in_cgroup = [limit - used for limit, used in _cgroup_memory() if limit < 1 << 60]
-    return max(0, min([_available_bytes(), *in_cgroup]))
+    """Return this machine, as far as this process may use it: affinity, CPU quota, memory limit."""
+    allowed, num_usable = allowed_cores(), num_usable_cores()
+    is_pinned = num_usable == len(allowed)
+    return Machine(allowed[:num_usable], usable_memory().available_bytes, usable_gpus(), is_pinned=is_pinned)
 
 
 def usable_gpus() -> tuple[str, ...]:
@@ -269,53 +275,3 @@ def usable_gpus() -> tuple[str, ...]:
         return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
     folder = Path("/proc/driver/nvidia/gpus")
     return tuple(str(index) for index in range(len(list(folder.iterdir())) if folder.is_dir() else 0))
-
-
-def _available_bytes() -> int:
-    meminfo = _read(Path("/proc/meminfo"))
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    if match:
-        return int(match[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _cgroup_memory() -> list[tuple[int, int]]:
-    """Return (limit, used without page cache), in bytes, of this process's cgroup and of each parent."""
-    pairs = []
-    for folder in _cgroup_folders("memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
-        if limit.strip().isdigit() and used.strip().isdigit():
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            pairs.append((int(limit), int(used) - (int(cache[1]) if cache else 0)))
-    return pairs
-
-
-def _cpu_quota() -> float | None:
-    """Return the number of cores that the smallest CPU quota allows; None without a quota."""
-    quotas = []
-    for folder in _cgroup_folders("cpu"):
-        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
-        if not quota:
-            quota, period = _read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()
-        if quota.isdigit() and period.isdigit():
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def _cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's cgroup and its parents, version 1 or 2."""
-    folders = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        folders += [root.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-    return folders
-
-
-def _read(path: Path) -> str:
-    """Return a file's text, or "" if there is no such file."""
-    return path.read_text() if path.is_file() else ""

@@ -41,7 +41,11 @@ def stages(specs: Sequence[ProcessSpec], members: Sequence[FleetMember] | None) 
 def _match(specs: Sequence[ProcessSpec], members: Sequence[FleetMember]) -> dict[str, FleetMember]:
     """Find each process's entry by its name, else by its role, in order."""
     by_id = {member.id: member for member in members}
-    found = {spec.name: by_id.pop(spec.name) for spec in specs if spec.name in by_id}
+    found: dict[str, FleetMember] = {}
+    for spec in specs:
+        same_name = [member for member in by_id.values() if (member.name, member.role) == (spec.name, spec.role)]
+        if same_name:
+            found[spec.name] = by_id.pop(same_name[0].id)
     for spec in specs:
         same_role = [member for member in by_id.values() if member.role == spec.role]
         if spec.name not in found and same_role:

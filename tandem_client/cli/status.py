@@ -52,11 +52,13 @@ def _who(member: FleetMember) -> list[Text]:
     state, style = (
         (f"{member.state}?", "yellow") if member.suspected else (member.state, _STATE_STYLES.get(member.state, ""))
     )
-    role = "" if member.id.startswith(member.role) else f"{member.role} "
+    role = "" if member.name.startswith(member.role) else f"{member.role} "
     lines = [
-        Text.assemble((member.id, "bold"), " ", (state, style)),
+        Text.assemble((member.name, "bold"), " ", (state, style)),
         Text(f"{role}{member.address}".strip(), style="dim"),
     ]
+    if member.name != member.id:
+        lines.append(Text(member.id, style="dim"))
     return [*lines, Text(member.model)] if member.model else lines
 
 

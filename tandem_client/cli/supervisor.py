@@ -2,7 +2,7 @@
 
     starting -> running -> died -> (back-off) -> running ...
                               \\-> gave up   after MAX_QUICK_DEATHS quick deaths in a row
-                              \\-> refused   exit code 78 or 2: a wrong model or setting stays wrong
+                              \\-> refused   exit code 78 or 2: a wrong model or setting stays wrong, a worker revoked
 
 `Supervisor.run` returns 0 after `stop`, and 1 when a process refuses or the last process of a role gives up. Workers
 end first and the control plane last: SIGTERM, then SIGKILL.
@@ -26,7 +26,9 @@ from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.plan import ProcessSpec
 
 REFUSALS = frozenset({2, 78})
-"""Exit codes that a restart cannot change: wrong flags (2), or a refused model (78, EX_CONFIG of sysexits.h)."""
+"""Exit codes that a restart cannot change: wrong flags (2), a refused model, a revoked worker (78, EX_CONFIG)."""
+
+_NUM_LAST_LINES = 20
 
 
 Announce = Callable[[str, str], None]
@@ -97,7 +99,7 @@ class Supervisor:
             await child.start()
             code = await child.wait(self._policy)
             if code in REFUSALS:
-                self._fail(child, f"refused to start: {_last_words(child)}\n    log: {child.log_path}")
+                self._refused(child)
                 return
             if child.num_quick_deaths >= self._policy.max_quick_deaths:
                 self._give_up(child, code)
@@ -118,11 +120,22 @@ class Supervisor:
                         self._announce(child.spec.name, f"its log cannot be bounded: {error}")
                     failed.add(child.spec.name)
 
+    def _refused(self, child: Child) -> None:
+        """End all, unless the process ran before, such as a revoked worker, and another one has its role."""
+        child.gave_up = True
+        if child.has_run and self._others(child):
+            why = f"refuses to go on: {_last_words(child)}; going on without it"
+            self._announce(child.spec.name, f"{why}\n    log: {child.log_path}")
+        else:
+            self._fail(child, f"refused to start: {_last_words(child)}\n    log: {child.log_path}")
+
+    def _others(self, child: Child) -> list[Child]:
+        return [other for other in self.children if other.spec.role == child.spec.role and not other.gave_up]
+
     def _give_up(self, child: Child, code: int) -> None:
         child.gave_up = True
         what = f"{describe_exit(code)}, {child.num_quick_deaths} times in a row; not starting it again"
-        others = [other for other in self.children if other.spec.role == child.spec.role and not other.gave_up]
-        if others:
+        if self._others(child):
             self._announce(child.spec.name, f"{what}; going on without it{_tail(child)}")
         else:
             self._fail(child, f"{what}{_tail(child)}")
@@ -150,7 +163,9 @@ class Supervisor:
 
 
 def _last_words(child: Child) -> str:
-    return next((readable(line) for line in last_lines(child.log_path, 1)), "its log is empty")
+    """Return the last line of a log that is no routine one; what a process logs while it drains comes after it."""
+    lines = last_lines(child.log_path, _NUM_LAST_LINES)
+    return next((readable(line) for line in reversed(troubles(lines) or lines)), "its log is empty")
 
 
 def _tail(child: Child) -> str:
@@ -180,6 +195,8 @@ class Child:
         self.spec = spec
         self.log_path = log_path
         self.num_quick_deaths = 0
+        self.has_run = False
+        """Whether it was alive for longer than a quick death takes."""
         self.gave_up = False
         self.process: asyncio.subprocess.Process | None = None
         self._started = 0.0
@@ -203,7 +220,9 @@ class Child:
         code = await self.process.wait()
         self._signal_group(signal.SIGKILL)  # an engine process that is left would keep cores and memory
         lived_seconds = time.monotonic() - self._started
-        self.num_quick_deaths = self.num_quick_deaths + 1 if lived_seconds < policy.quick_death_seconds else 0
+        is_quick = lived_seconds < policy.quick_death_seconds
+        self.num_quick_deaths = self.num_quick_deaths + 1 if is_quick else 0
+        self.has_run = self.has_run or not is_quick
         return code
 
     async def stop(self, drain_seconds: float) -> bool:

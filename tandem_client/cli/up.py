@@ -20,6 +20,7 @@ from rich.text import Text
 from tandem_client.cli.bounded_log import older_log
 from tandem_client.cli.fleet import FleetMember
 from tandem_client.cli.plan import (
+    Configured,
     ProcessSpec,
     UpOptions,
     configured_settings,
@@ -31,6 +32,8 @@ from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
 from tandem_client.cli.supervisor import Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
 from tandem_client.wire import request_headers
+from tandem_machine.folders import home_folder
+from tandem_machine.platforms import unsupported
 
 
 class CannotStart(Exception):
@@ -40,12 +43,13 @@ class CannotStart(Exception):
 def up(options: UpOptions, console: Console) -> int:
     """Check the options, start all processes, and keep them running until a signal; return the exit code."""
     check_options(options)
-    check_ports(options)
     machine = this_machine()
     try:
-        specs = plan(machine, options, configured_settings(options.config))
+        configured = configured_settings(options.config)
+        specs = plan(machine, options, configured)
     except ValueError as error:
         raise CannotStart(str(error)) from error
+    check_ports(options, configured)
     cores = cores_beside_decode(machine, specs)
     if cores and hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, cores)  # children inherit this; engines set their own cores
@@ -53,19 +57,25 @@ def up(options: UpOptions, console: Console) -> int:
 
 
 def check_options(options: UpOptions) -> None:
+    if why := unsupported():
+        raise CannotStart(why)
     if options.num_decode < 1:
         raise CannotStart(f"--decode is {options.num_decode}; at least one decode worker is needed")
     if options.num_prefill < 0:
         raise CannotStart(f"--prefill is {options.num_prefill}; give 0 or more; with 0, decode workers prefill too")
-    if options.host not in ("127.0.0.1", "::1", "localhost") and not options.insecure:
+    is_allowed = options.insecure_http or options.insecure_plaintext
+    if options.host not in ("127.0.0.1", "::1", "localhost") and not is_allowed:
         raise CannotStart(
-            f"--host {options.host} lets other machines call this one without TLS; add --insecure to allow this"
+            f"--host {options.host} lets other machines call this one without TLS; add --insecure-http to allow this"
         )
 
 
-def check_ports(options: UpOptions) -> None:
+def check_ports(options: UpOptions, configured: Configured) -> None:
     """Raise CannotStart if a port is in use."""
-    for flag, host, port in (("--port", options.host, options.port), ("--grpc-port", "127.0.0.1", options.grpc_port)):
+    ports = [("--port", options.host, options.port), ("--grpc-port", "127.0.0.1", options.grpc_port)]
+    if not options.insecure_plaintext and "enrolment_listen" not in configured["control"]:
+        ports.append(("the port beside --grpc-port, for enrolment", "127.0.0.1", options.enrolment_port))
+    for flag, host, port in ports:
         if not _can_listen(host, port):
             raise CannotStart(
                 f"port {port} on {host} is in use{_other_tandem(options, port)}; stop what listens there, "
@@ -77,11 +87,16 @@ def check_ports(options: UpOptions) -> None:
 def prepare_logs(specs: Sequence[ProcessSpec], port: int) -> Path:
     """Create the log folder for `port`; rename the logs of the last run to NAME.log.1."""
     folder = state_dir() / "logs" / str(port)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for spec in specs:
-        log = folder / f"{spec.name}.log"
-        if log.exists():
-            log.replace(older_log(log))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for spec in specs:
+            log = folder / f"{spec.name}.log"
+            if log.exists():
+                log.replace(older_log(log))
+    except OSError as error:
+        raise CannotStart(
+            f"cannot write logs: {error}; set TANDEM_STATE_DIR to a folder that can be written"
+        ) from error
     return folder
 
 
@@ -89,8 +104,11 @@ def state_dir() -> Path:
     """Return the folder of Tandem's state: TANDEM_STATE_DIR, else the folder `tandem` in XDG's state folder."""
     if chosen := os.environ.get("TANDEM_STATE_DIR"):
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "tandem"
+    if base := os.environ.get("XDG_STATE_HOME"):
+        return Path(base) / "tandem"
+    if (home := home_folder()) is None:
+        raise CannotStart("there is no home folder (no HOME, no entry in passwd); set TANDEM_STATE_DIR to a folder")
+    return home / ".local" / "state" / "tandem"
 
 
 def curl_line(url: str, model: str) -> str:

@@ -18,6 +18,7 @@ from tandem_client import (
     TokenStream,
 )
 from tandem_client.connection import Connection, retry_delay_seconds
+from tandem_client.wire import error_of
 from tests.tandem_client.stub_gateway import USAGE, StubGateway
 
 STREAM = {"prompt": "count", "stream": True}
@@ -192,6 +193,11 @@ def test_a_call_that_was_never_sent_is_tried_again() -> None:
     failed = Connection.resolve(None, None, None).failed(refused)
     assert not failed.was_sent
     assert [retry_delay_seconds(failed, num_tries) is not None for num_tries in (1, 2, 3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("headers", "is_repeated"), [({}, True), ({"x-should-retry": "false"}, False)])
+def test_a_call_whose_work_was_billed_is_not_repeated(headers: dict[str, str], is_repeated: bool) -> None:
+    assert (retry_delay_seconds(error_of(503, headers, b"{}"), 1) is not None) == is_repeated
 
 
 def test_nobody_listening_is_a_connection_error() -> None:

@@ -21,6 +21,7 @@ from tandem_client.cli.plan import (
     plan,
     this_machine,
 )
+from tests.tandem_machine.cgroup_tree import put_into_cgroup
 
 GIB = 1 << 30
 TWO_CORES = Machine(cores=(0, 1), free_memory_bytes=24 * GIB)
@@ -42,9 +43,21 @@ def test_the_default_is_four_processes_that_find_the_control_plane() -> None:
     )
     assert prefill.command[1:] == (
         *("-m", "prefill_svc", "--control", "127.0.0.1:8643", "--listen", "127.0.0.1:0", "--worker-id", "prefill-0"),
-        *("--cpus", "0", "--num-threads", "1", "--kv-memory-limit-bytes", str(2 * GIB)),
+        *("--cpus", "0", "--num-threads", "1", "--kv-memory-limit-bytes", str((24 << 10) // 5 << 20)),
     )
     assert (flag(decode, "--cpus"), dict(decode.environment)) == ("1", {"OMP_NUM_THREADS": "1"})
+
+
+def test_without_certificates_every_process_says_so() -> None:
+    assert all("--insecure-plaintext" not in spec.command for spec in plan(TWO_CORES, UpOptions(insecure_http=True)))
+    assert all("--insecure-plaintext" in spec.command for spec in plan(TWO_CORES, UpOptions(insecure_plaintext=True)))
+    control, *others = plan(TWO_CORES, UpOptions(host="0.0.0.0", insecure_http=True))
+    assert "--insecure-http" in control.command
+    assert not any("--insecure-http" in spec.command for spec in others), "they serve no HTTP"
+
+
+def test_the_enrolment_port_is_beside_the_grpc_port() -> None:
+    assert [UpOptions(grpc_port=port).enrolment_port for port in (8643, 65_534, 65_535)] == [8644, 65_535, 65_534]
 
 
 def test_without_prefill_there_is_no_kv_service() -> None:
@@ -111,10 +124,26 @@ def test_cores_are_divided_evenly_and_shared_only_if_there_are_too_few(num_cores
         assert [core for share in shares for core in share] == list(range(num_cores))
 
 
-def test_kv_memory_is_a_fifth_of_what_is_free_and_two_gib_at_most() -> None:
-    assert kv_bytes_per_worker(100 * GIB, 2) == 2 * GIB
-    assert kv_bytes_per_worker(5 * GIB, 2) == GIB // 2
+def test_kv_memory_is_a_fifth_of_what_is_free_for_each_worker_and_three_fifths_for_all() -> None:
+    assert kv_bytes_per_worker(500 * GIB, 2) == 100 * GIB
+    assert kv_bytes_per_worker(5 * GIB, 1) == GIB
+    assert kv_bytes_per_worker(10 * GIB, 6) == GIB
     assert kv_bytes_per_worker(0, 2) == 0
+
+
+def test_under_a_quota_workers_get_threads_and_no_cores_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers of one machine would else pin their engines to the same cores."""
+    quota = {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}
+    put_into_cgroup(tmp_path, monkeypatch, "4:cpu:/\n", quota)
+    for module in ("tandem_machine.cores", "tandem_client.cli.plan"):
+        monkeypatch.setattr(f"{module}.allowed_cores", lambda: tuple(range(64)))
+    machine = this_machine()
+    assert (len(machine.cores), machine.is_pinned) == (4, False)
+    specs = plan(machine, UpOptions())
+    assert [(flag(worker, "--num-threads"), flag(worker, "--cpus")) for worker in specs[2:]] == [("2", None)] * 2
+    assert cores_beside_decode(machine, specs) == ()
 
 
 def test_this_machine_has_a_core_and_memory() -> None:

@@ -121,6 +121,22 @@ async def test_a_refusal_is_not_tried_again_and_its_reason_is_shown(tmp_path: Pa
     assert harness.log("prefill-0") == ["loading", "model x is not a checkpoint"]
 
 
+async def test_the_others_go_on_when_one_that_ran_is_refused(tmp_path: Path) -> None:
+    script = """
+print('{"event": "certificate_refused", "level": "error", "reason": "decode-1 is revoked"}')
+print('{"event": "signal_received", "level": "info"}')
+raise SystemExit(78)
+"""
+    policy = RestartPolicy(quick_death_seconds=0.0)  # every life counts as one that ran
+    harness = Harness(tmp_path, spec("decode-0", "decode", SERVE), spec("decode-1", "decode", script), policy=policy)
+    await harness.until(lambda: bool(harness.announced))
+    [(name, what)] = harness.announced
+    assert name == "decode-1"
+    assert what.startswith("refuses to go on: certificate refused, reason: decode-1 is revoked; going on without it")
+    assert [left.name for left in harness.supervisor.specs] == ["decode-0"]
+    assert await harness.end() == 0
+
+
 async def test_workers_drain_first_and_the_control_plane_last(tmp_path: Path) -> None:
     order = tmp_path / "order"
     script = SERVE.replace('print(f"{name} drained", flush=True)', f'open({str(order)!r}, "a").write(name + "\\n")')

@@ -141,7 +141,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, gateway
     [
         (UpOptions(num_decode=0), "--decode is 0"),
         (UpOptions(num_prefill=-1), "--prefill is -1"),
-        (UpOptions(host="0.0.0.0"), "--insecure"),
+        (UpOptions(host="0.0.0.0"), "--insecure-http"),
     ],
 )
 def test_options_that_cannot_work_are_refused_with_the_remedy(options: UpOptions, words: str) -> None:

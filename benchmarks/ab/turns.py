@@ -14,7 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -40,12 +41,29 @@ Roots = Mapping[str, Path]
 Values = dict[str, dict[str, list[float]]]
 """By figure and side: one value per turn."""
 
+
+@dataclass(frozen=True)
+class Turns:
+    """How many turns to take, and of which figures."""
+
+    number: int = 0
+    """0: the benchmark's usual number."""
+    only: str = ""
+    """A pattern that the name of a figure has in it."""
+
+    def wants(self, name: str) -> bool:
+        """Return whether figures whose names begin with `name` are measured."""
+        return re.search(self.only, name) is not None
+
+
 _OLD_STAND_IN = "benchmarks/stand_in_worker.py"
 _HANDOVER_TURNS = {32: 40, 128: 40, 512: 24, 2048: 12}
 """Requests to each side by the length of the prompt, in tokens."""
-_NUM_OUTPUT_TOKENS = 16
 _NUM_SHORT_TOKENS = 4
 _NUM_WARM_UPS = 50
+_GATEWAY_REQUESTS = {"native": native_request, "chat": chat_request}
+_TURN_SECONDS = 1.6
+_AFTER_TURN_SECONDS = 0.5
 _TEXT = re.compile(rb'"content":"[^"]')
 _ENGINE_CORES = (0, 1)
 
@@ -55,47 +73,58 @@ def imports_from(root: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join((str(root), str(root / "protos" / "gen"))), "PYTHONSAFEPATH": "1"}
 
 
-async def engine(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+async def engine(roots: Roots, turns: Turns, folder: Path, progress: Progress) -> Values:
     """Return tokens per second of shape M, in float32 and with bfloat16 weights; a turn is 12 steps or one prompt."""
     values = _no_values()
     cpus = tuple(sorted(os.sched_getaffinity(0))[: len(_ENGINE_CORES)])
     stage = Stage(cpus, folder, progress, lambda: measure_limits(cpus, folder, quick=True))
-    plan = replace(PLANS["M"], num_rounds=num_turns, num_attempts=1, max_wait_seconds=0.0)
+    plan = replace(PLANS["M"], num_rounds=turns.number or 15, num_attempts=1, max_wait_seconds=0.0)
     for name in (OURS_FP32, OURS_BF16):
         kind = next(each for each in OURS if each.name == name)
         kinds = [replace(kind, name=side, environment=imports_from(root)) for side, root in roots.items()]
-        async for phase, turns in measure_phases(kinds, "M", PHASES, plan, stage):
-            for side in roots:
-                values[f"M.{name}.{phase.name}.tokens_per_second"][side] = turns[side].tokens_per_second
+        phases = [each for each in PHASES if turns.wants(f"M.{name}.{each.name}")]
+        if phases:
+            async for phase, found in measure_phases(kinds, "M", phases, plan, stage):
+                for side in roots:
+                    values[f"M.{name}.{phase.name}.tokens_per_second"][side] = found[side].tokens_per_second
     return values
 
 
-async def gateway(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
-    """Return tokens per CPU second of 256 streams; a turn is 4 seconds."""
+async def gateway(roots: Roots, turns: Turns, folder: Path, progress: Progress) -> Values:
+    """Return tokens per CPU second of 256 streams; a turn is 1.6 seconds of new streams.
+
+    Streams of both sides that stay open, with the idle side's worker stopped by a signal, gave rates between 6,000 and
+    100,000: the stop changes how many tokens the gateway takes at once.
+    """
     values = _no_values()
+    number = turns.number or 40
+    requests = {name: body for name, body in _GATEWAY_REQUESTS.items() if turns.wants(name)}
     with _gateways(roots, folder) as up:
-        for turn, sides in enumerate(_orders(roots, num_turns), 1):
-            progress(f"turn {turn} of {num_turns}")
-            for name, request in (("native", native_request), ("chat", chat_request)):
+        for name, request in requests.items():
+            for turn, sides in enumerate(_orders(roots, number), 1):
+                if turn % 10 == 0:
+                    progress(f"{name}, turn {turn} of {number}")
                 for side in sides:
                     processes, server, worker = up[side]
                     with Readers(processes.address, request(ENDLESS_TOKENS), NUM_STREAMS) as readers:
                         begin(readers)
-                        values[f"{name}.per_cpu_second"][side].append(
-                            rate_of(readers, [server], worker, 4.0).per_cpu_second
-                        )
-                    await asyncio.sleep(0.5)  # for what the streams' end leaves to do
+                        rate = rate_of(readers, [server], worker, _TURN_SECONDS)
+                    if not rate.num_events:
+                        raise RuntimeError(f"{name}, turn {turn}: the streams of the {side} side have stopped")
+                    values[f"{name}.per_cpu_second"][side].append(rate.per_cpu_second)
+                    await asyncio.sleep(_AFTER_TURN_SECONDS)  # for what the streams' end leaves to do
     return values
 
 
-async def ttft(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+async def ttft(roots: Roots, turns: Turns, folder: Path, progress: Progress) -> Values:
     """Return the milliseconds from a short chat to the first text, from a stand-in worker; a turn is one request."""
     values = _no_values()
     with _gateways(roots, folder) as up:
         connections = {side: socket.create_connection(processes.address) for side, (processes, *_) in up.items()}
-        for turn, sides in enumerate(_orders(roots, num_turns + _NUM_WARM_UPS), 1):
+        total = (turns.number or 1000) + _NUM_WARM_UPS
+        for turn, sides in enumerate(_orders(roots, total), 1):
             if turn % 100 == 0:
-                progress(f"turn {turn} of {num_turns + _NUM_WARM_UPS}")
+                progress(f"turn {turn} of {total}")
             for side in sides:
                 seconds = _seconds_to_text(connections[side])
                 if turn > _NUM_WARM_UPS:
@@ -137,10 +166,13 @@ def _gateways(roots: Roots, folder: Path) -> Iterator[dict[str, tuple[Processes,
         yield up
 
 
-async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progress) -> Values:
+async def handover(
+    roots: Roots, turns: Turns, folder: Path, progress: Progress, *, num_output_tokens: int = 16
+) -> Values:
     """Return times in milliseconds of the random Llama of 0.1 B parameters; a turn is one request.
 
-    `num_turns` of 0 takes the number of `benchmarks.handover` for each length.
+    The usual number of turns is that of `benchmarks.handover` for each length. With two output tokens a turn of a short
+    prompt is several times quicker, and has no decode step.
     """
     values = _no_values()
     model = made(folder, "0.1b")
@@ -148,32 +180,34 @@ async def handover(roots: Roots, num_turns: int, folder: Path, progress: Progres
     with beside_prefill():
         async with AsyncExitStack() as stack:
             clients = {
-                side: await stack.enter_async_context(_served(model, arrangement, root, folder / side))
+                side: await stack.enter_async_context(
+                    _served(model, arrangement, root, folder / side, num_output_tokens)
+                )
                 for side, root in roots.items()
             }
-            for num_tokens, usual_turns in _HANDOVER_TURNS.items():
+            lengths = {number: usual for number, usual in _HANDOVER_TURNS.items() if turns.wants(f"0_1b.p{number}")}
+            for num_tokens, usual_turns in lengths.items():
                 source = prompts(model, num_tokens, seed=num_tokens)
                 for each in clients.values():
                     for prompt in islice(source, 3):
                         await each(prompt)
-                for turn, sides in enumerate(_orders(roots, num_turns or usual_turns), 1):
+                for turn, sides in enumerate(_orders(roots, turns.number or usual_turns), 1):
                     progress(f"{num_tokens} tokens, turn {turn}")
                     prompt = next(source)
                     for side in sides:
                         answer = await clients[side](prompt)
                         gap, *gaps = answer.gaps_seconds
-                        for name, seconds in (
-                            ("ttft_ms", answer.ttft_seconds),
-                            ("gap_ms", gap),
-                            ("decode_step_ms", percentile(gaps, 50)),
-                        ):
+                        times = {"ttft_ms": answer.ttft_seconds, "gap_ms": gap}
+                        if gaps:
+                            times["decode_step_ms"] = percentile(gaps, 50)
+                        for name, seconds in times.items():
                             values[f"0_1b.p{num_tokens}.{name}"][side].append(1000 * seconds)
     return values
 
 
 @asynccontextmanager
 async def _served(
-    model: Path, arrangement: Arrangement, root: Path, folder: Path
+    model: Path, arrangement: Arrangement, root: Path, folder: Path, num_output_tokens: int
 ) -> AsyncIterator[Callable[[str], Awaitable[Answer]]]:
     """Start `tandem up` of a checkout with a core each for prefill and decode; yield what asks a prompt."""
     environment = {
@@ -187,7 +221,7 @@ async def _served(
     async with Served(folder, ("--model", str(model)), environment, arrangement.roles) as served:
         client: httpx.AsyncClient
         async with new_client(served.base_url) as client:
-            yield lambda prompt: ask(client, served.model, prompt, _NUM_OUTPUT_TOKENS)
+            yield lambda prompt: ask(client, served.model, prompt, num_output_tokens)
 
 
 def _orders(roots: Roots, num_turns: int) -> Iterator[Sequence[str]]:
@@ -201,10 +235,11 @@ def _no_values() -> Values:
     return defaultdict(lambda: defaultdict(list))
 
 
-MEASURES: dict[str, tuple[Callable[[Roots, int, Path, Progress], Awaitable[Values]], int, bool]] = {
-    "engine": (engine, 15, False),
-    "gateway": (gateway, 15, False),
-    "handover": (handover, 0, True),
-    "ttft": (ttft, 1000, True),
+MEASURES: dict[str, tuple[Callable[[Roots, Turns, Path, Progress], Awaitable[Values]], bool]] = {
+    "engine": (engine, False),
+    "gateway": (gateway, False),
+    "handover": (handover, True),
+    "handover_gap": (partial(handover, num_output_tokens=2), True),
+    "ttft": (ttft, True),
 }
-"""By benchmark: its measurement, the usual number of turns, and whether its values are times."""
+"""By benchmark: its measurement, and whether its values are times."""

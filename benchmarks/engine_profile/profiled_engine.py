@@ -30,6 +30,7 @@ from tandem_engine.models.lean.registry import find_family
 from tandem_engine.ops.cpu import load_cpu_ops
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_machine.cores import allowed_cores
 
 _BLOCK_SIZE = 16
 _SPARE_BLOCKS = 16
@@ -44,7 +45,8 @@ class ProfiledEngine:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         family = find_family(config)
         assert family is not None, "the random models are Llamas"
-        ops = load_cpu_ops(num_threads=num_threads)
+        cores = allowed_cores()[:num_threads]  # the caller has pinned this process
+        ops = load_cpu_ops(num_threads=num_threads, cores=cores if num_threads > 1 else ())
         request = LeanRequest(folder, config, family, config.max_position_embeddings, dtype="float32")
         decoder = load_decoder(request, ops, lambda what: None)
         self.vocab_size = decoder.config.vocab_size

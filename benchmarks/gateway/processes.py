@@ -147,14 +147,15 @@ class Processes:
         variables = {
             "TANDEM_CONTROL_LISTEN": f"127.0.0.1:{self._http_port}",
             "TANDEM_CONTROL_GRPC_LISTEN": f"127.0.0.1:{self._grpc_ports[index]}",
+            "TANDEM_INSECURE_PLAINTEXT": "true",  # the stand-ins have no certificates
         }
         core = self._server_cores[index % len(self._server_cores)]
         self.gateways.append(self._child(f"gateway-{index}", ["control_plane", *flags], variables, {core}))
         return self.gateways[-1]
 
-    def stand_in(self, token_seconds: float = 0.0) -> Child:
+    def stand_in(self, token_seconds: float = 0.0, *flags: str) -> Child:
         """Start the worker that emits tokens, and wait until every gateway has answered with some."""
-        child = self.beside("stand-in", self._stand_in_module, "--token-seconds", f"{token_seconds:g}")
+        child = self.beside("stand-in", self._stand_in_module, "--token-seconds", f"{token_seconds:g}", *flags)
         # Each try is a connection of its own, and the kernel's choice: so many good ones have asked every gateway.
         for _ in range(1 if len(self.gateways) == 1 else _NUM_TRIES):
             self._wait(f"http://127.0.0.1:{self._http_port}/readyz")

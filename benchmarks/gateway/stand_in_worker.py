@@ -92,10 +92,12 @@ def model_card(
 class _Answer:
     """One request: its output message, sent again with the next token in each step."""
 
-    def __init__(self, submit: pb.Submit, words: Words) -> None:
+    def __init__(self, submit: pb.Submit, words: Words, num_shared_tokens: int = 0) -> None:
+        """`num_shared_tokens`: tokens of the prompt that came apart from `submit`, for all choices together."""
         self._words = words
-        self._submit = submit
-        self._position = len(submit.token_ids)
+        self._num_prompt_tokens = submit.num_prompt_tokens
+        self._max_tokens = submit.sampling.max_tokens
+        self._position = num_shared_tokens + len(submit.token_ids)
         self._end = submit.num_prompt_tokens + submit.sampling.max_tokens
         self._output = pb.TokenOutput(
             request_id=submit.request_id, attempt=submit.attempt, choice_index=submit.choice_index, token_ids=[0]
@@ -112,9 +114,9 @@ class _Answer:
         self._position += 1
         if self.is_over:
             output.finish_reason = pb.FINISH_REASON_LENGTH
-            output.ledger.num_prompt_tokens = self._submit.num_prompt_tokens
-            output.ledger.num_computed_tokens = self._submit.num_prompt_tokens
-            output.ledger.num_generated_tokens = self._submit.sampling.max_tokens
+            output.ledger.num_prompt_tokens = self._num_prompt_tokens
+            output.ledger.num_computed_tokens = self._num_prompt_tokens
+            output.ledger.num_generated_tokens = self._max_tokens
         return output
 
 
@@ -135,6 +137,10 @@ class _Gateway:
         async for command in commands:
             if command.WhichOneof("kind") == "submit":
                 self._submit(command.submit)
+            elif command.WhichOneof("kind") == "choices":
+                num_shared_tokens = len(command.choices.shared.token_ids)
+                for choice in command.choices.choices:  # a copy of the prompt for each would stop the other streams
+                    self._submit(choice, num_shared_tokens)
             elif command.WhichOneof("kind") == "cancel":
                 for turn in self._running:
                     turn.pop((command.cancel.request_id, command.cancel.attempt), None)
@@ -156,10 +162,10 @@ class _Gateway:
         """Return how many requests run."""
         return sum(map(len, self._running))
 
-    def _submit(self, submit: pb.Submit) -> None:
+    def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
         turn = min(self._running, key=len)
-        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words)
+        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
@@ -211,7 +217,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
-            yield pb.Event(hello=pb.AttachHello(worker_incarnation=self.info.incarnation))
+            yield pb.Event(hello=pb.AttachHello(worker_incarnation=self.info.incarnation, takes_choices=True))
             async for event in gateway.events():
                 yield event
         finally:

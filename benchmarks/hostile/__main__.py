@@ -23,10 +23,11 @@ from typing import Any
 
 from benchmarks.gateway.processes import ALL_CORES, OTHER_CORES
 from benchmarks.hostile.exchange import Answer, Script, post
-from benchmarks.hostile.kinds import BODY_RATE_SECONDS, CHAT, HEAD_SECONDS, KINDS, Kind, words
+from benchmarks.hostile.kinds import KINDS
+from benchmarks.hostile.maker import BODY_RATE_SECONDS, CHAT, HEAD_SECONDS, Kind, words
 from benchmarks.hostile.results import Crowded, Lag, Quiet, Results, Seen, enter
 from benchmarks.hostile.vocabulary import NUM_TOKENS
-from benchmarks.hostile.world import LARGE_MODEL, SHORT_CONTEXT, SHORT_MODEL, World
+from benchmarks.hostile.world import CONTEXT_TOKENS, LARGE_MODEL, SHORT_CONTEXT, SHORT_MODEL, World
 from benchmarks.lib.command import Outcome, Progress, parser, run
 
 _LARGE_KIND = "a_new_model_with_a_large_vocabulary"
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         size = Size(**{**vars(size), "give_up_seconds": options.give_up_seconds})
     kinds = [KINDS[name] for name in options.kind or KINDS]
     conditions = {
-        "model": "the built-in model's tokenizer and a context of 1,048,576 tokens; tokens by a stand-in worker",
+        "model": f"the built-in model's tokenizer, a context of {CONTEXT_TOKENS:,} tokens; tokens by a stand-in worker",
         "streams": f"{size.num_streams}, 20 tokens/s each, of an account of their own",
         "client": f"bodies of at most {size.max_body_bytes:,} bytes; client, workers and those who watch share "
         f"{len(OTHER_CORES)} core(s), the gateway's first process has one",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.hostile.exchange import Answer
-from benchmarks.hostile.kinds import Kind
+from benchmarks.hostile.maker import Kind
 from benchmarks.lib.command import Outcome, Sheet, Target
 from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile

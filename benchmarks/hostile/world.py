@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.processes import OTHER_CORES, Child, Processes
-from benchmarks.gateway.stand_in_worker import CONTEXT_LENGTH
 from benchmarks.hostile.exchange import Answer, Script, exchange, post, request
-from benchmarks.hostile.kinds import CHAT, Maker, words
+from benchmarks.hostile.maker import CHAT, Maker, words
 from benchmarks.hostile.vocabulary import write_model
 from benchmarks.lib.served import clean_environment
 from benchmarks.lib.stats import percentile
@@ -23,14 +22,21 @@ from tandem_engine.demo import MODEL_ID
 
 TOKEN_SECONDS = 0.05
 LARGE_MODEL = "large-vocabulary"
+CONTEXT_TOKENS = 1 << 21
+"""A prompt of 2 MB of random words has about 1.5 million tokens of the built-in model's tokenizer."""
 SHORT_MODEL = "short-context"
 SHORT_CONTEXT = 2048
-_ENDLESS_TOKENS = CONTEXT_LENGTH // 2
+_ENDLESS_TOKENS = CONTEXT_TOKENS // 4
 _HONEST_BYTES = 100_000
 _GIVE_UP_SECONDS = 120.0
 _BEGIN_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _MODEL_SECONDS = 120.0
+_CREATE_ACCOUNTS = """
+import sys
+from control_plane.account_command import main
+sys.exit(max([main(["create", name]) for name in sys.argv[1:]]))
+"""
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,9 @@ class World:
         self._processes.__exit__()
 
     def _start(self) -> None:
-        tokens = {name: self._account(name) for name in ("streams", "hostile", "honest")}
+        tokens = self._accounts("streams", "hostile", "honest")
         self.gateway = self._processes.gateway()
-        self._processes.stand_in(TOKEN_SECONDS)
+        self._processes.stand_in(TOKEN_SECONDS, "--context-length", str(CONTEXT_TOKENS))
         write_model(self._folder / LARGE_MODEL, self._num_vocabulary_tokens)
         self.address = self._processes.address
         self.pings = self._watch("benchmarks.hostile.pinger")
@@ -124,18 +130,18 @@ class World:
         self._short = post(CHAT, {**chat, "messages": [{"role": "user", "content": "hello"}]}, tokens["honest"])
         self._hostile_token = tokens["hostile"]
 
-    def _account(self, name: str) -> str:
-        """Create an account and return its token."""
+    def _accounts(self, *names: str) -> dict[str, str]:
+        """Create accounts, with one process, and return their tokens."""
         done = subprocess.run(
-            [sys.executable, "-m", "control_plane", "account", "create", name],
+            [sys.executable, "-c", _CREATE_ACCOUNTS, *names],
             env=clean_environment(self._processes.state_dir, {}),
             cwd=self._folder,
             capture_output=True,
             text=True,
             check=True,
         )
-        (token,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("token ")]
-        return token
+        tokens = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("token ")]
+        return dict(zip(names, tokens, strict=True))
 
     def _watch(self, module: str) -> Watcher:
         self._watchers.append(Watcher(module, self.address, self._folder))

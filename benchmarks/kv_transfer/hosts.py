@@ -28,9 +28,10 @@ from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.ops.torch_ops import TorchOps
 from tandem_runtime.identity import new_incarnation
 from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.mac import sign_handle
 from tandem_runtime.kv.regions import RegionClient
+from tandem_runtime.kv.signatures import HandleSigner
 from tandem_runtime.server import GrpcServer
 
 BLOCK_BYTES = 256 << 10
@@ -52,13 +53,14 @@ LAYOUT = pb.KvLayout(
     ],
     shard=pb.KvShard(tp_size=1),
 )
-HANDLE_KEY = secrets.token_bytes(32)
+SIGNER = HandleSigner(secrets.token_bytes(32))
+KEYS = KvKeys((SIGNER.public_key,), secrets.token_bytes(32))
 _START_SECONDS = 60.0
 _SPARE_BYTES = 8 << 20
 
 
 class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
-    """As much of one as a KV service needs: it gives out the handle key and hears who is there."""
+    """As much of one as a KV service needs: it gives out the keys and hears who is there."""
 
     def __init__(self) -> None:
         self.services: dict[str, asyncio.Future[pb.WorkerInfo]] = {}
@@ -67,7 +69,7 @@ class ControlPlane(cp_grpc.ControlPlaneServiceServicer):
         waiting = self.services[request.info.worker_id]
         if not waiting.done():
             waiting.set_result(request.info)
-        return cp.RegisterReply(heartbeat_interval_ms=5000, handle_key=HANDLE_KEY)
+        return cp.RegisterReply(heartbeat_interval_ms=5000, handle_public_keys=KEYS.public_keys, link_key=KEYS.link_key)
 
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         return cp.HeartbeatReply(known=True)
@@ -119,7 +121,17 @@ async def kv_hosts(
         for name, more in flags.items():
             plane.services[name] = asyncio.get_running_loop().create_future()
             arena = ["--arena-bytes", str(largest_bytes + _SPARE_BYTES), "--store-bytes", "0"]
-            place = ["--control", control, "--worker-id", name, "--host-id", name, "--drain-seconds", "1"]
+            place = [
+                "--control",
+                control,
+                "--worker-id",
+                name,
+                "--host-id",
+                name,
+                "--drain-seconds",
+                "1",
+                "--insecure-plaintext",
+            ]
             process = await stack.enter_async_context(_running(folder, [*place, *arena, *more]))
             info = await asyncio.wait_for(plane.services[name], _START_SECONDS)
             hosts[name] = KvHost(info, process.pid)
@@ -194,7 +206,7 @@ class Pool:
             num_readers=1,
             deadline_unix_ms=int((time.time() + 60) * 1000),
         )
-        handle = sign_handle(handle, HANDLE_KEY)
+        handle = SIGNER.sign(handle)
         await self.host.client.reserve(handle, self.region_id, LAYOUT)
         return handle
 

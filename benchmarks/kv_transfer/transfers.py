@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.kv_transfer.bare_socket import BareSocket, bare_socket
-from benchmarks.kv_transfer.hosts import BLOCK_BYTES, HANDLE_KEY, EngineReader, KvHost, Pool, kv_hosts
+from benchmarks.kv_transfer.hosts import BLOCK_BYTES, KEYS, EngineReader, KvHost, Pool, kv_hosts
 from kv_transfer_svc.transport.links import Link, Links
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -44,11 +44,12 @@ async def transfers(largest_bytes: int) -> AsyncIterator[dict[str, Transfer]]:
         pool = Pool(hosts["holder"], largest_bytes)
         await pool.lend()
         readers = await _readers(hosts, pool, largest_bytes)
-        links = Links("benchmark", lambda: HANDLE_KEY, transports=("tcp", "grpc"))
+        links = Links("benchmark", lambda: KEYS, transports=("tcp", "grpc"))
         stack.push_async_callback(links.close)
         pids = [bare.pid, *(host.pid for host in hosts.values())]
         plain = PlainTransfers(bare, largest_bytes, pids)
-        services = ServiceTransfers(pool, readers, links.to(hosts["holder"].info.address), pids)
+        holder = hosts["holder"].info
+        services = ServiceTransfers(pool, readers, links.to(holder.address, holder.worker_id), pids)
         yield {**plain.by_name(), **services.by_name()}
 
 

@@ -32,13 +32,14 @@ class Served:
     def __init__(
         self, folder: Path, flags: tuple[str, ...], environment: Mapping[str, str], roles: Collection[str]
     ) -> None:
-        http_port, grpc_port = free_ports(2)
+        http_port, grpc_port, enrolment_port = free_ports(3)
         self.base_url = f"http://127.0.0.1:{http_port}"
         self._folder = folder
         self._roles = frozenset(roles)
         self._command = [sys.executable, "-m", "tandem_client.cli", "up", *flags]
         self._command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-        self._environment = clean_environment(folder / "state", environment)
+        enrolment = {"TANDEM_CONTROL_ENROLMENT_LISTEN": f"127.0.0.1:{enrolment_port}"}
+        self._environment = clean_environment(folder / "state", {**enrolment, **environment})
         self._process: asyncio.subprocess.Process | None = None
 
     @property

@@ -22,10 +22,13 @@ class TandemEngine:
         from tandem_engine.settings import EngineConfig
 
         block_size = 16
+        max_num_batched_tokens = max(_MAX_NUM_BATCHED_TOKENS, what.max_batch)
         settings = {
             "speculation": "off",  # random weights repeat themselves, which no model does
             "max_num_seqs": what.max_batch,
-            "max_num_batched_tokens": max(_MAX_NUM_BATCHED_TOKENS, what.max_batch),
+            "max_num_batched_tokens": max_num_batched_tokens,
+            # Held requests begin within a few steps of each other, so their contexts are about equally long.
+            "max_prefill_tokens_with_decodes": max_num_batched_tokens,
             # One more each: the scheduler keeps a spare block per request.
             "num_kv_blocks": what.max_batch * (-(-what.max_context // block_size) + 1),
             **what.settings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +15,10 @@ import pytest
 from benchmarks.gateway import __main__
 from benchmarks.gateway.processes import Processes, native_request
 from benchmarks.gateway.sse_readers import Stream
-from benchmarks.gateway.stand_in_worker import Words
+from benchmarks.gateway.stand_in_worker import Words, _Gateway
 from benchmarks.gateway.stats import Flat, Paced, Rate, Results, Slow, Two, enter, line
 from benchmarks.lib.command import Outcome
+from tandem.v1 import types_pb2 as pb
 from tandem_engine.demo import checkpoint_path
 
 _TINY = __main__._Size(
@@ -127,6 +128,29 @@ def test_through_the_gateway_the_stand_ins_words_are_the_answer(tmp_path: Path) 
 
 
 @pytest.mark.timeout(180)
+async def test_the_stand_in_answers_choices_from_the_end_of_their_shared_prompt() -> None:
+    gateway = _Gateway(Words(checkpoint_path()), token_seconds=0.0)
+    sampling = pb.SamplingParams(max_tokens=2)
+    choices = [
+        pb.Submit(request_id=f"r-{index}", choice_index=index, num_prompt_tokens=40, sampling=sampling)
+        for index in range(3)
+    ]
+
+    async def commands() -> AsyncIterator[pb.Command]:
+        yield pb.Command(choices=pb.SubmitChoices(shared=pb.Submit(token_ids=range(40)), choices=choices))
+
+    await gateway.read(commands())
+    outputs = []
+    async for event in gateway.events():
+        for output in event.step.outputs:
+            is_last = output.finish_reason == pb.FINISH_REASON_LENGTH
+            outputs.append((output.request_id, output.position, is_last, output.ledger.num_prompt_tokens))
+        if len(outputs) == 6:
+            break
+    firsts = [(f"r-{index}", 40, False, 0) for index in range(3)]
+    assert outputs == [*firsts, *((f"r-{index}", 41, True, 40) for index in range(3))]
+
+
 def test_a_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(__main__, "_QUICK", _TINY)
     monkeypatch.setattr(__main__, "NUM_STREAMS", 16)

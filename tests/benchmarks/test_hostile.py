@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.hostile.__main__ import Size, measure_parts
 from benchmarks.hostile.exchange import Answer, Script, exchange, request
-from benchmarks.hostile.kinds import KINDS, Kind, Maker
+from benchmarks.hostile.kinds import KINDS
+from benchmarks.hostile.maker import Kind, Maker
 from benchmarks.hostile.results import Crowded, Lag, Quiet, Results, Seen, enter
 from benchmarks.hostile.vocabulary import write_model
 from benchmarks.lib.command import Outcome

@@ -61,10 +61,21 @@ def make_checkpoint(folder: Path, kind: str) -> Path:
         return checkpoint_path()
     target = folder / f"tiny-{kind}"
     if not target.exists():
-        torch.manual_seed(9)
-        AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32).save_pretrained(target)
-        byte_level_tokenizer().save_pretrained(target)
+        _save(CONFIGS[kind](), target)
     return target
+
+
+def make_deep_checkpoint(folder: Path, num_layers: int) -> Path:
+    """Return the folder of a small random model whose tokens have much KV for its size: 256 bytes per layer."""
+    target = folder / "deep-llama"
+    _save(LlamaConfig(**_SHAPE | {"num_hidden_layers": num_layers}), target)
+    return target
+
+
+def _save(config: Any, target: Path) -> None:
+    torch.manual_seed(9)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+    byte_level_tokenizer().save_pretrained(target)
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:

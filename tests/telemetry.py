@@ -44,8 +44,8 @@ class Telemetry:
 
     def found(self, *marks: str) -> list[tuple[str, str]]:
         """Return each mark that is somewhere, with the line that has it."""
-        lines = "\n".join([self.log, self.spans, self.metrics]).splitlines()
-        return [(mark, line) for mark in marks for line in lines if mark.lower() in line.lower()]
+        lines = [(line, line.lower()) for line in "\n".join([self.log, self.spans, self.metrics]).splitlines()]
+        return [(mark, line) for mark in marks for line, lowered in lines if mark.lower() in lowered]
 
 
 @contextmanager

@@ -23,6 +23,9 @@ def main() -> int:
     parser.add_argument("--streams", type=int, help="how many streams there are, at least; 500 unless record")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32), help="what all is drawn from")
     parser.add_argument("--short", action="store_true", help="the form of `make test`, half a minute")
+    parser.add_argument(
+        "--certificate-seconds", type=float, help="how long certificates are valid, at least 10; 0: plain text"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     asked = parser.parse_args()
     options = short(asked.seed) if asked.short else Options(asked.seed)
@@ -30,6 +33,8 @@ def main() -> int:
         options = replace(options, seconds=asked.minutes * 60)
     if asked.streams is not None:
         options = replace(options, num_streams=asked.streams)
+    if asked.certificate_seconds is not None:
+        options = replace(options, certificate_seconds=asked.certificate_seconds)
     print(f"seed {options.seed}", flush=True)
     torch.set_num_threads(1)
     run = Run(options, Path(tempfile.mkdtemp(prefix="tandem-chaos-")))

@@ -2,7 +2,7 @@
 
     kill           -9: the whole service, a worker's front alone, or its engine alone; started again at once
     restart        SIGTERM: it drains and ends by itself; started again then
-    stop           SIGSTOP, SIGCONT once its leases have run out
+    stop           SIGSTOP, SIGCONT once its leases have run out: the whole worker, its engine alone, or a KV service
 
 A service is eligible once it has been up for some seconds since its last fault. A worker or KV service is stopped only
 while the other one of its role is up: requests wait for a restarted service, not for a stopped one. Both may be killed
@@ -24,8 +24,16 @@ import psutil
 from tests.chaos.options import Options
 from tests.system.fleet import START_SECONDS, Fleet, Service, until
 
-Kind = Literal["kill", "kill front", "kill engine", "restart", "stop"]
-_WEIGHTS: dict[Kind, int] = {"kill": 4, "kill front": 2, "kill engine": 2, "restart": 3, "stop": 3}
+Kind = Literal["kill", "kill front", "kill engine", "restart", "stop", "stop engine", "stop kv"]
+_WEIGHTS: dict[Kind, int] = {
+    "kill": 4,
+    "kill front": 2,
+    "kill engine": 2,
+    "restart": 3,
+    "stop": 2,
+    "stop engine": 2,
+    "stop kv": 1,
+}
 _DRAIN_SECONDS = 150.0
 
 
@@ -60,6 +68,8 @@ class FaultSchedule:
         self._options = options
         self._began = time.monotonic()
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._seen_up: dict[str, float] = {}
+        """When a service was last up or had a fault under way, by `time.monotonic`."""
 
     async def run(self, is_over: Callable[[], bool]) -> None:
         """Inject faults until `is_over()`; then wait until all services are up. Raises the failure of a service."""
@@ -95,12 +105,14 @@ class FaultSchedule:
 
     def _is_eligible(self, worker_id: str, kind: Kind) -> bool:
         role = self._fleet.services[worker_id].role
+        if kind in ("stop engine", "stop", "stop kv") and (role == "kv") != (kind == "stop kv"):
+            return False  # a KV service has no engine, and a stop of its own
         others = [other for other, service in self._fleet.services.items() if service.role == role]
-        must_be_up = others if kind == "stop" or self._options.spares_one else [worker_id]
+        must_be_up = others if kind.startswith("stop") or self._options.spares_one else [worker_id]
         return all(map(self._is_up, must_be_up)) and self._is_past_rest(worker_id)
 
     def _is_up(self, worker_id: str) -> bool:
-        task, worker = self._under_way.get(worker_id), self._fleet.registry.get(worker_id)
+        task, worker = self._under_way.get(worker_id), self._fleet.worker(worker_id)
         return (task is None or task.done()) and worker is not None and worker.is_usable
 
     def _is_past_rest(self, worker_id: str) -> bool:
@@ -111,17 +123,27 @@ class FaultSchedule:
         for task in self._under_way.values():
             if task.done():
                 task.result()
+        for worker_id, service in self._fleet.services.items():
+            now, fault = time.monotonic(), self._under_way.get(worker_id)
+            if self._is_up(worker_id) or (fault is not None and not fault.done()):
+                self._seen_up[worker_id] = now
+            seconds = now - self._seen_up.setdefault(worker_id, now)
+            assert seconds < START_SECONDS, (
+                f"{worker_id} has not been up for {seconds:.0f} s, though nothing was done to it:\n{service.tail()}"
+            )
 
     async def _carry_out(self, fault: Fault, seconds: float) -> None:
         service = self._fleet.services[fault.worker_id]
         before = self._incarnation(fault.worker_id)
         engines = psutil.Process(service.process.pid).children()
-        if fault.kind == "stop":
-            await self._stop([psutil.Process(service.process.pid), *engines], seconds)
+        stops = fault.kind.startswith("stop")
+        if stops:
+            front = [] if fault.kind == "stop engine" else [psutil.Process(service.process.pid)]
+            await self._stop([*front, *engines], seconds)
         else:
             await self._end(fault, service, engines)
             self._start(fault.worker_id)
-        await self._until_up(fault.worker_id, None if fault.kind == "stop" else before)
+        await self._until_up(fault.worker_id, None if stops else before)
         fault.over = self.seconds
 
     async def _end(self, fault: Fault, service: Service, engines: Sequence[psutil.Process]) -> None:
@@ -152,14 +174,14 @@ class FaultSchedule:
 
         def is_up() -> bool:
             assert service.process.poll() is None, f"{worker_id} ended by itself:\n{service.tail()}"
-            worker = self._fleet.registry.get(worker_id)
+            worker = self._fleet.worker(worker_id)
             has_beaten = worker is not None and worker.is_usable and worker.last_heartbeat > since
             return has_beaten and self._incarnation(worker_id) != before
 
         await until(is_up, START_SECONDS, lambda: f"{worker_id} did not come up:\n{service.tail()}")
 
     def _incarnation(self, worker_id: str) -> str:
-        worker = self._fleet.registry.get(worker_id)
+        worker = self._fleet.worker(worker_id)
         return worker.incarnation if worker is not None else ""
 
 

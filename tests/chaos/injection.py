@@ -14,8 +14,8 @@ import asyncio
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from unittest.mock import patch
 import grpc
 
 import tandem_runtime.channel
+import tandem_runtime.enrolment.client
 from tandem_runtime.calls import TracedChannel
 from tandem_runtime.errors import TandemError
 
@@ -43,9 +44,14 @@ class Injector:
         self._file = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._late: set[asyncio.Task[None]] = set()
 
-    def installed(self) -> AbstractContextManager[Any]:
-        """Make every channel opened from now on faulty."""
-        return patch.object(tandem_runtime.channel, "TracedChannel", self._channel)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Make every channel that is opened inside the block faulty, those for certificates too."""
+        with (
+            patch.object(tandem_runtime.channel, "TracedChannel", self._channel),
+            patch.object(tandem_runtime.enrolment.client, "TracedChannel", self._channel),
+        ):
+            yield
 
     def fault_of_a_call(self) -> str:
         return self._counted(self._rng.choices(list(_UNARY), list(_UNARY.values()))[0])

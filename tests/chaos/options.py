@@ -27,6 +27,10 @@ class Options:
     suspect_seconds: float = 3.0
     gone_seconds: float = 5.0
     lease_seconds: float = 10.0
+    certificate_seconds: float = 40.0
+    """Seconds that certificates are valid, renewed after half of them; 0: the fleet is in plain text."""
+    rotate_seconds: float = 60.0
+    """Seconds between the end of one rotation of the authority and the start of the next."""
     least_left_per_stage: int = 3
     longest_p99_pause_seconds: float = 1.0
 
@@ -51,5 +55,7 @@ def short(seed: int) -> Options:
         suspect_seconds=1.5,
         gone_seconds=2.5,
         lease_seconds=4.0,
+        certificate_seconds=20.0,
+        rotate_seconds=4.0,
         least_left_per_stage=1,
     )

@@ -24,6 +24,7 @@ from tests.chaos.launch import COUNTS, SEED
 from tests.chaos.options import Options
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import Question, make_checkpoint, make_questions
+from tests.chaos.rotations import Rotations
 from tests.chaos.stream_record import StreamRecord
 from tests.chaos.verdict import Verdict
 from tests.system.fleet import Fleet, Service, until
@@ -37,7 +38,11 @@ _LEAVING_SHARE = 0.2
 class Run:
     """One run of chaos; gives a verdict also if it was cut short."""
 
+    pauses: Pauses
+    rotations: Rotations | None = None
+
     def __init__(self, options: Options, folder: Path) -> None:
+        identity: dict[str, Any] = {"certificates": True, "certificate_seconds": options.certificate_seconds}
         self.options = options
         self.folder = folder
         self.counts = folder / "injected"
@@ -47,8 +52,8 @@ class Run:
             gone_seconds=options.gone_seconds,
             request_timeout_seconds=90.0,
             audit_seconds=options.lease_seconds / 2,
+            **(identity if options.certificate_seconds else {}),
         )
-        self.pauses = Pauses(self.fleet.registry)
         self.faults = FaultSchedule(self.fleet, self._start, self._rng("faults"), options)
         self.co_runners = CoRunners()
         self.records: list[StreamRecord] = []
@@ -62,6 +67,9 @@ class Run:
         injector = Injector(f"{self.options.seed} control", self.counts)
         with logged_to(self.folder / "control.log"), injector.installed():
             async with self.fleet, httpx.AsyncClient(base_url=self.fleet.base_url, timeout=120) as http:
+                self.pauses = Pauses(self.fleet.registry)
+                if self.options.certificate_seconds:
+                    self.rotations = Rotations(self.fleet.identity.authority, self.options.rotate_seconds)
                 questions, http_questions = await self._prepare(http)
                 with self.pauses.watching(self.fleet.gateway.dispatcher):
                     failure = await _failure_of(self._faults_and_clients(http, questions, http_questions))
@@ -103,7 +111,8 @@ class Run:
             return "--arena-bytes", str(16 << 20), "--store-bytes", str(4 << 20), *disk
         model = ("--model", str(self._checkpoint), "--num-threads", "1", "--dtype", "float32")
         chunks = "96" if role == "prefill" else "128"
-        return *model, "--num-kv-blocks", "448", "--max-num-seqs", "32", "--max-num-batched-tokens", chunks
+        watch = ("--engine-timeout-seconds", str(self.options.suspect_seconds))
+        return *model, *watch, "--num-kv-blocks", "448", "--max-num-seqs", "32", "--max-num-batched-tokens", chunks
 
     async def _faults_and_clients(
         self, http: httpx.AsyncClient, questions: list[Question], http_questions: list[HttpQuestion]
@@ -112,14 +121,17 @@ class Run:
             asyncio.create_task(self._client(number, http, questions, http_questions))
             for number in range(self.options.num_clients)
         ]
-        fault_run = asyncio.create_task(self.faults.run(self._is_done))
+        runs = [self.faults.run(self._is_done)]
+        if self.rotations is not None:
+            runs.append(self.rotations.run(self._is_done))
+        faults = [asyncio.create_task(run) for run in runs]
         watch = asyncio.create_task(self.co_runners.watch())
         try:
-            await asyncio.gather(fault_run, *clients)
+            await asyncio.gather(*faults, *clients)
         finally:
-            for task in (fault_run, watch, *clients):
+            for task in (*faults, watch, *clients):
                 task.cancel()
-            await asyncio.gather(fault_run, watch, *clients, return_exceptions=True)
+            await asyncio.gather(*faults, watch, *clients, return_exceptions=True)
             await self.faults.end()
 
     def _is_done(self) -> bool:

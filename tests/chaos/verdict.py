@@ -46,6 +46,7 @@ class Verdict:
             Law("kv_orphan_bytes", str(audit.orphan_bytes), not orphans, orphans),
             self._law_of_the_gateway(),
             self._law_of_stages(),
+            *self._laws_of_certificates(),
             self._law_of_pauses(),
         ]
 
@@ -92,6 +93,17 @@ class Verdict:
         left_queue = sum(each.left_admission_queue for each in self._run.records)
         found = ", ".join(f"{stage} {left[stage]}" for stage in STAGES) + f"; in the admission queue {left_queue}"
         return Law("clients that left", found, min(left[s] for s in STAGES) >= self._run.options.least_left_per_stage)
+
+    def _laws_of_certificates(self) -> Iterator[Law]:
+        """Each service has renewed about every half of a certificate's validity; at least one rotation took place."""
+        run, seconds = self._run, self._run.options.certificate_seconds
+        if run.rotations is None:
+            return
+        renewed = _lines_about(run.folder / "control.log", "'member_renewed'")
+        least = int(len(run.fleet.services) * run.faults.seconds / seconds)  # half of what is due: some are down
+        yield Law("certificates renewed", f"{len(renewed)}, at least {least}", len(renewed) >= least)
+        switched, left = run.rotations.num_switched, run.rotations.num_left
+        yield Law("authorities", f"{switched} rotated, {left} of the old ones left", switched > 0)
 
     def _law_of_pauses(self) -> Law:
         """Judge only streams whose KV cache survived, with another worker available, on an otherwise idle machine."""

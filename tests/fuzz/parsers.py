@@ -6,8 +6,6 @@ missed time limit is a finding.
 
 from __future__ import annotations
 
-import asyncio
-import os
 import socket
 import struct
 import tempfile
@@ -29,11 +27,11 @@ from kv_transfer_svc.disk.segment import (
     record_bytes,
     unpack_header,
 )
-from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.transport import frames
 from kv_transfer_svc.transport.data_server import _next_request
 from kv_transfer_svc.transport.handshake import DataTokens, LinkHandshake, link_request
 from kv_transfer_svc.transport.tcp_transport import DataConnection
+from kv_transfer_svc.transport.wires import PlainWire
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
@@ -41,14 +39,20 @@ from tandem_engine.channel import InvalidMessage, _Frames, encode
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.checksum import block_checksum
-from tandem_runtime.kv.mac import sign_handle, verify_handle
-from tandem_runtime.kv.packets import MAX_PACKET_BYTES, PacketSocket
-from tandem_runtime.kv.region_server import RegionServer
-from tandem_runtime.kv.regions import _fetch
-from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.kv.mac import sign_handle
+from tandem_runtime.kv.signatures import HandleSigner, HandleVerifier, signed_bytes
 from tests.fuzz.kv_calls import feed_kv_calls, kv_call_seeds
+from tests.fuzz.loop import event_loop
+from tests.fuzz.regions import (
+    feed_region_answers,
+    feed_region_packets,
+    region_answer_seeds,
+    region_packet_seeds,
+)
 
-KEY = b"a handle key of the fuzzing tests"
+SIGNER = HandleSigner(bytes(range(32)))
+KEYS = KvKeys((SIGNER.public_key,), b"the link key of the fuzzing tests")
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def feed_link_requests(data: bytes) -> None:
     tokens, minted = _minted()
 
     async def serve(sock: socket.socket) -> None:
-        while (request := await _next_request(sock, 5.0)) is not None:
+        while (request := await _next_request(PlainWire(sock), 5.0)) is not None:
             try:
                 tokens.verify(request)
             except TandemError:
@@ -86,7 +90,7 @@ def feed_link_requests(data: bytes) -> None:
 
     with _sent(data) as sock, suppress(TandemError, OSError):
         sock.setblocking(False)
-        _loop().run_until_complete(serve(sock))
+        event_loop().run_until_complete(serve(sock))
 
 
 def link_request_seeds() -> Sequence[bytes]:
@@ -99,7 +103,7 @@ def feed_link_replies(data: bytes) -> None:
     """A reader reads a reply into three blocks: what it returns are the checksums of what the blocks have."""
     blocks = [memoryview(bytearray(size)) for size in (16, 32, 8)]
     with _sent(data) as sock:
-        connection = DataConnection(sock, "peer")
+        connection = DataConnection(PlainWire(sock), "peer")
         try:
             checksums = connection.exchange(_minted()[1], blocks)
         except TandemError:
@@ -118,24 +122,24 @@ def link_reply_seeds() -> Sequence[bytes]:
 
 def feed_links(data: bytes) -> None:
     """A holder answers OpenLink for the service that signed the request, and for no other."""
-    handshake = LinkHandshake("holder-1", lambda: KEY, lambda: 1_000_000.0)
+    handshake = LinkHandshake("holder-1", lambda: KEYS, lambda: 1_000_000.0)
     handshake.address = "10.0.0.2:8650"
-    signed = link_request("reader-1", handshake.address, KEY)
+    signed = link_request("reader-1", handshake.address, KEYS)
     try:
         request = kv.OpenLinkRequest.FromString(data)
         handshake.answer(request)
     except (DecodeError, TandemError):
         return
-    assert (request.incarnation, request.holder_address, request.mac) == (
+    assert (request.incarnation, request.holder_address, request.link_mac) == (
         signed.incarnation,
         signed.holder_address,
-        signed.mac,
+        signed.link_mac,
     ), f"a link was opened by the forgery {request}"
 
 
 def link_seeds() -> Sequence[bytes]:
-    signed = link_request("reader-1", "10.0.0.2:8650", KEY)
-    replayed = link_request("reader-1", "10.0.0.3:8650", KEY)
+    signed = link_request("reader-1", "10.0.0.2:8650", KEYS)
+    replayed = link_request("reader-1", "10.0.0.3:8650", KEYS)
     return [signed.SerializeToString(), replayed.SerializeToString()]
 
 
@@ -186,122 +190,6 @@ def engine_socket_seeds() -> Sequence[bytes]:
 
 def _frame(content: bytes) -> bytes:
     return struct.pack("<II", len(content), 0) + content
-
-
-# ----------------------------------------------------------------------------------------------------- region packets
-
-_REGION_BYTES = 8192
-
-
-def feed_region_packets(data: bytes) -> None:
-    """A KV service answers packets with optional descriptors: every packet is answered or ends the connection.
-
-    | kind of descriptor: 1 byte | length: 2 bytes, little-endian | packet | ...
-    """
-    regions = RegionTable(lambda offer: None)
-    _loop()  # has descriptors of its own
-    num_open = _num_descriptors()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.setblocking(False)
-    try:
-        for kind, packet in _packets(data):
-            _send_packet(theirs, packet, kind)
-        theirs.shutdown(socket.SHUT_WR)
-        server = RegionServer(Path("unused"), regions)
-        _loop().run_until_complete(server._serve(PacketSocket(ours)))
-        assert len(regions) == 0, "a region outlived the connection that lent it"
-    finally:
-        ours.close()
-        theirs.close()
-        regions.close()
-    assert _num_descriptors() == num_open, "a descriptor was lost"
-
-
-def _packets(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """At most eight, so that they fit into the socket's buffer."""
-    for _ in range(8):
-        if len(data) < 4:
-            return
-        kind, length = data[0], int.from_bytes(data[1:3], "little") % (MAX_PACKET_BYTES + 64)
-        yield kind, data[3 : 3 + length]
-        data = data[3 + length :]
-
-
-def _send_packet(sock: socket.socket, packet: bytes, kind: int) -> None:
-    """Send `packet` with no descriptor, a memfd, an empty memfd or the end of a pipe."""
-    fds: list[int] = []
-    if kind % 4 == 1:
-        fds = [os.memfd_create("fuzz", os.MFD_ALLOW_SEALING)]
-        os.truncate(fds[0], _REGION_BYTES + 4096)
-    elif kind % 4 == 2:
-        fds = [os.memfd_create("fuzz")]
-    elif kind % 4 == 3:
-        fds = list(os.pipe())
-    try:
-        if packet:  # an empty packet is the end of the connection
-            with suppress(BlockingIOError):  # the buffer is full: the parser sees those before
-                socket.send_fds(sock, [packet], fds[:1])
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def region_packet_seeds() -> Sequence[bytes]:
-    offer = (
-        b'{"op":"offer","region_id":"r","incarnation":"w","num_bytes":8208,"num_slots":2,'
-        b'"bytes_per_slot":4096,"generations_offset":8192}'
-    )
-    fetch = b'{"op":"fetch","region_id":"r"}'
-    nested = b"[" * 9000
-    return [
-        _region(1, offer) + _region(0, fetch),
-        _region(2, offer),
-        _region(3, offer) + _region(1, offer) + _region(1, offer),
-        _region(0, nested),
-        _region(1, offer.replace(b'"r"', b"[]")) + _region(0, fetch),
-        _region(1, offer.replace(b"8192}", b"-8}")),
-        _region(0, b'{"op":"' + b"\\u2028" * 2000 + b'"}'),
-    ]
-
-
-def _region(kind: int, packet: bytes) -> bytes:
-    return bytes([kind]) + len(packet).to_bytes(2, "little") + packet
-
-
-def feed_region_answers(data: bytes) -> None:
-    """A worker reads a service's answer to a fetch: a grant, or a typed error."""
-    _loop()  # has descriptors of its own
-    num_open = _num_descriptors()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.setblocking(False)
-
-    async def fetch() -> None:
-        grant = await _fetch(PacketSocket(ours), "r")
-        region = SharedRegion.map_read_only(grant.fd, grant.num_slots, grant.generations_offset)
-        for slot in range(min(grant.num_slots, 4)):
-            region.generation(slot)
-        region.close()
-
-    try:
-        for kind, packet in list(_packets(data))[:1]:
-            _send_packet(theirs, packet, kind)
-        theirs.shutdown(socket.SHUT_WR)
-        with suppress(TandemError):
-            _loop().run_until_complete(fetch())
-    finally:
-        ours.close()
-        theirs.close()
-    assert _num_descriptors() == num_open, "a descriptor was lost"
-
-
-def region_answer_seeds() -> Sequence[bytes]:
-    grant = b'{"ok":true,"num_bytes":12288,"num_slots":2,"generations_offset":8192}'
-    refusal = b'{"error":{"code":15,"message":"no region r","field":"region_id"}}'
-    return [_region(kind, packet) for kind in range(4) for packet in (grant, refusal)] + [_region(0, b'{"error":7}')]
-
-
-def _num_descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 # ------------------------------------------------------------------------------------------------------ disk records
@@ -361,36 +249,51 @@ def a_handle() -> pb.KvHandle:
         num_readers=1,
         deadline_unix_ms=4_000_000_000_000,
     )
-    return sign_handle(handle, KEY)
+    return SIGNER.sign(handle)
+
+
+_MAC_KEY = b"the MAC key of release 0.2"
+_OLD_KEYS = KvKeys(KEYS.public_keys, KEYS.link_key, _MAC_KEY)
+_VERIFIERS = (
+    HandleVerifier(lambda: KEYS),  # signatures only
+    HandleVerifier(lambda: _OLD_KEYS, macs_until=1.0, clock=lambda: 0.0),  # during the upgrade from release 0.2
+    HandleVerifier(lambda: _OLD_KEYS, macs_until=1.0, clock=lambda: 1.0),  # and after it
+)
+
+
+def an_old_handle() -> pb.KvHandle:
+    """Return the minted handle as a gateway of release 0.2 makes it: with a MAC, without a signature."""
+    handle = a_handle()
+    handle.ClearField("signature")
+    return sign_handle(handle, _MAC_KEY)
 
 
 def feed_handles(data: bytes) -> None:
-    """Only the minted handle passes, however its bytes are written."""
+    """Only the minted handle passes, however its bytes are written; the old one while an upgrade lasts."""
     try:
         handle = pb.KvHandle.FromString(data)
-        verify_handle(handle, KEY)
-    except (DecodeError, TandemError):
+    except DecodeError:
         return
-    assert handle == a_handle(), f"the forgery {handle} was accepted"
+    for number, verifier in enumerate(_VERIFIERS):
+        try:
+            verifier.verify(handle)
+        except TandemError:
+            continue
+        assert signed_bytes(handle, b"") == signed_bytes(a_handle(), b""), f"the forgery {handle} was accepted"
+        is_signed = handle.signature == a_handle().signature
+        assert is_signed or (number == 1 and handle.mac == an_old_handle().mac), f"{handle} was accepted by {number}"
 
 
 def handle_seeds() -> Sequence[bytes]:
-    handle = a_handle()
-    minted = handle.SerializeToString()
+    handle, old = a_handle(), an_old_handle()
+    minted, both = handle.SerializeToString(), sign_handle(handle, _MAC_KEY)
+    other_key = HandleSigner(bytes(32)).sign(handle)
     handle.num_readers = 2
-    return [minted, handle.SerializeToString(), minted + b"\x50\x01", minted[:-18]]
+    some = [minted, handle.SerializeToString(), minted + b"\x50\x01", minted[:-18], old.SerializeToString()]
+    return [*some, both.SerializeToString(), other_key.SerializeToString()]
 
 
 # ----------------------------------------------------------------------------------------------------------- helpers
-
-_LOOPS: list[asyncio.AbstractEventLoop] = []
-
-
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the one loop of this process: a new one for each input would cost more than the parser."""
-    if not _LOOPS:
-        _LOOPS.append(asyncio.new_event_loop())
-    return _LOOPS[0]
 
 
 @contextmanager

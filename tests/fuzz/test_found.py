@@ -26,7 +26,7 @@ from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.kv.regions import RegionClient, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.kv.slabs import first_missing_block
-from tests.kv_transfer_svc.layout import KEY, a_layout
+from tests.kv_transfer_svc.layout import KEYS, a_layout
 
 _OFFER = {
     "region_id": "r",
@@ -193,19 +193,19 @@ def test_a_scan_of_many_bad_stretches_reads_the_file_a_few_times_only(
 
 def test_a_link_is_opened_only_for_the_holder_that_the_request_names() -> None:
     """A holder could repeat a request that it had received to another holder, and got a token for its data."""
-    handshake = LinkHandshake("holder-2", lambda: KEY, lambda: 0.0)
+    handshake = LinkHandshake("holder-2", lambda: KEYS, lambda: 0.0)
     handshake.address = "10.0.0.2:8650"
-    handshake.answer(link_request("reader", "10.0.0.2:8650", KEY))
+    handshake.answer(link_request("reader", "10.0.0.2:8650", KEYS))
     with pytest.raises(Unauthenticated, match=r"a link with 10\.0\.0\.3:8650, this KV service is 10\.0\.0\.2:8650"):
-        handshake.answer(link_request("reader", "10.0.0.3:8650", KEY))
+        handshake.answer(link_request("reader", "10.0.0.3:8650", KEYS))
 
 
 def test_a_signature_does_not_pass_for_other_fields_with_the_same_characters() -> None:
     """The fields are joined by a zero character, which one of them could contain."""
-    signed = link_request("a", "b\0c", KEY)
-    moved = kv.OpenLinkRequest(incarnation="a\0b", holder_address="c", mac=signed.mac)
+    signed = link_request("a", "b\0c", KEYS)
+    moved = kv.OpenLinkRequest(incarnation="a\0b", holder_address="c", link_mac=signed.link_mac)
     with pytest.raises(TandemError):
-        LinkHandshake("holder", lambda: KEY, lambda: 0.0).answer(moved)
+        LinkHandshake("holder", lambda: KEYS, lambda: 0.0).answer(moved)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from kv_transfer_svc.store import HandleStore
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import KvNotFound, TandemError, Unauthenticated
-from tandem_runtime.kv.mac import sign_handle
 from tandem_runtime.kv.packets import PacketSocket
 from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.kv.regions import RegionOffer, _ask
@@ -32,10 +31,10 @@ from tandem_runtime.kv.shared_region import SharedRegion
 from tests.control_plane.fleet.test_worker_links import Heard, linked, submit
 from tests.control_plane.scripted_worker import AttachStream, ScriptedWorker
 from tests.kv_transfer_svc.host import until
-from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, KEY, a_layout
+from tests.kv_transfer_svc.layout import BLOCK_BYTES, BLOCK_TOKENS, KEYS, SIGNER, a_layout
 
 _STEPS = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -152,7 +151,7 @@ TestRegionConnections.settings = _STEPS
 
 _READERS = st.sampled_from(["reader-1", "reader-2", "reader-3"])
 _HANDLES = st.sampled_from([0, 1])
-_FORGERIES = st.sampled_from(["num_readers", "num_tokens", "deadline_unix_ms", "attempt", "mac", "handle_id"])
+_FORGERIES = st.sampled_from(["num_readers", "num_tokens", "deadline_unix_ms", "attempt", "signature", "handle_id"])
 
 
 class KvCalls(_OnALoop):
@@ -167,7 +166,7 @@ class KvCalls(_OnALoop):
         self.store = HandleStore(clock=lambda: self.now)
         self.arena = Arena("arena", 4096)
         self.service = KvTransferService(
-            self.store, self.arena, "holder-1", lambda: KEY, pb.StatsReply, host_cache=None
+            self.store, self.arena, "holder-1", lambda: KEYS, pb.StatsReply, host_cache=None
         )
         self.service.set_address("127.0.0.1:8650")
         self.memory = SharedRegion.create("test", 4 * BLOCK_BYTES, 4)
@@ -185,7 +184,7 @@ class KvCalls(_OnALoop):
             num_readers=1 + index,
             deadline_unix_ms=int((self.now + 300) * 1000),
         )
-        return sign_handle(handle, KEY)
+        return SIGNER.sign(handle)
 
     def slab(self, index: int, slot: int) -> kv.Slab:
         extent = pb.Extent(

@@ -15,6 +15,7 @@ PACKAGES = (
     "prefill_svc",
     "tandem_client",
     "tandem_engine",
+    "tandem_machine",
     "tandem_runtime",
     "tandem_worker",
 )

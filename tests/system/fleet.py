@@ -9,21 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from control_plane.dispatch.dispatcher import Dispatcher
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet_identity.service import FleetIdentity
 from control_plane.gateway import Gateway
 from control_plane.generation import NOTHING, TokenRequest
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from control_plane.settings import ControlPlaneSettings
+from control_plane.start import open_fleet
 from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
-from tandem_runtime.channel import open_channel
+from tandem_runtime.channel import open_worker_channel
 
 START_SECONDS = 90.0
 _STUBS: dict[str, Any] = {
@@ -51,21 +54,32 @@ class Service:
 
 
 class Fleet:
-    """Starts services, waits for them, asks them for their own figures, and ends them."""
+    """Starts services, waits for them, asks them for their own figures, and ends them.
 
-    def __init__(self, folder: Path, **control: Any) -> None:
+    With `certificates` the control plane is the fleet's authority and the services join it, as without any setting;
+    else all is in plain text, or with the certificates that `control` and the services' flags name. Services are known
+    by the name that they were started with, although with certificates each has an id of its own.
+    """
+
+    identity: FleetIdentity
+    """The fleet's authority, inside the block; with `certificates` only."""
+
+    def __init__(self, folder: Path, *, certificates: bool = False, **control: Any) -> None:
         self._folder = folder
         self._state_dir = folder / "state"
         self._state_dir.mkdir(mode=0o700, exist_ok=True)
-        addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+        addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "enrolment_listen": "127.0.0.1:0"}
         # One probe, when the fleet is ready, and none in the middle of what a test counts.
         probes = {"probe_interval_seconds": 600.0, "probe_valid_seconds": 3600.0}
         # Disaggregation is what most tests are about: no prompt is too short for it.
         handed_over = {"local_prefill": "never"}
         settings = {**addresses, **probes, **handed_over, "state_dir": str(self._state_dir), **control}
         self._settings = ControlPlaneSettings(**settings)
-        self.gateway = Gateway(self._settings)
+        self._has_authority = certificates
+        if not certificates:
+            self.gateway = Gateway(self._settings)
         self.services: dict[str, Service] = {}
+        self._opened = AsyncExitStack()
         self._drain = asyncio.Event()
         self._running: asyncio.Task[int] | None = None
 
@@ -77,7 +91,14 @@ class Fleet:
     def registry(self) -> WorkerRegistry:
         return self.gateway.registry
 
+    def worker(self, name: str) -> Worker | None:
+        """Return what is registered of a service, by the name that it was started with."""
+        return _named(self.registry, name)
+
     async def __aenter__(self) -> Fleet:
+        if self._has_authority:
+            self.identity = await self._opened.enter_async_context(open_fleet(self._settings))
+            self.gateway = self._new_gateway(self._settings)
         self._running = asyncio.create_task(self.gateway.run(self._drain))
         await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
         return self
@@ -88,9 +109,12 @@ class Fleet:
         assert self._running is not None, "entered before"
         await self._running
         self._drain = asyncio.Event()
-        self.gateway = Gateway(replace(self._settings, grpc_listen=self.gateway.grpc_address))
+        self.gateway = self._new_gateway(replace(self._settings, grpc_listen=self.gateway.grpc_address))
         self._running = asyncio.create_task(self.gateway.run(self._drain))
         await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
+
+    def _new_gateway(self, settings: ControlPlaneSettings) -> Gateway:
+        return Gateway(settings, self.identity if self._has_authority else None)
 
     async def __aexit__(self, *exc_info: object) -> None:
         for service in self.services.values():
@@ -100,6 +124,7 @@ class Fleet:
         self._drain.set()
         assert self._running is not None, "entered before"
         await self._running
+        await self._opened.aclose()
 
     def start(
         self,
@@ -120,9 +145,11 @@ class Fleet:
             self.gateway.grpc_address,
             "--worker-id",
             worker_id,
+            "--state-dir",
+            str(self._state_dir),
         ]
-        if role != "kv":
-            command += ["--state-dir", str(self._state_dir)]
+        if self.gateway.member is None:
+            command += ["--insecure-plaintext"]
         if "--host-id" not in flags:
             command += ["--host-id", "host-a"]
         with log.open("ab") as out:
@@ -144,7 +171,7 @@ class Fleet:
             for worker_id in wanted:
                 service = self.services[worker_id]
                 assert service.process.poll() is None, f"{worker_id} ended:\n{service.tail()}"
-            found = [self.registry.get(worker_id) for worker_id in wanted]
+            found = [self.worker(worker_id) for worker_id in wanted]
             has_kv = not self.registry.workers(pb.WORKER_ROLE_KV) or all(
                 worker is None or worker.role == pb.WORKER_ROLE_KV or worker.info.kv_address for worker in found
             )
@@ -172,9 +199,9 @@ class Fleet:
     async def stats(self, worker_id: str) -> pb.LoadReport:
         """Ask a service itself for its figures."""
         service = self.services[worker_id]
-        worker = self.registry.get(worker_id)
+        worker = self.worker(worker_id)
         assert worker is not None, f"{worker_id} is not registered:\n{service.tail()}"
-        async with open_channel(worker.info.address) as channel:
+        async with open_worker_channel(worker.info, self.gateway.member) as channel:
             reply = await _STUBS[service.role](channel).Stats(pb.StatsRequest(), timeout=10)
         return cast(pb.LoadReport, reply.load)
 
@@ -197,7 +224,13 @@ class Fleet:
         return "\n\n".join(f"--- {worker_id}\n{self.services[worker_id].tail(15)}" for worker_id in worker_ids)
 
     def _is_running(self, worker_id: str) -> bool:
-        return self.services[worker_id].process.poll() is None and self.registry.get(worker_id) is not None
+        return self.services[worker_id].process.poll() is None and self.worker(worker_id) is not None
+
+
+def _named(registry: WorkerRegistry, name: str) -> Worker | None:
+    """Return the worker of this id, or of this --worker-id: with certificates the id is the certificate's."""
+    found = (worker for worker in registry.workers() if worker.info.settings.get("worker_id") == name)
+    return registry.get(name) or next(found, None)
 
 
 class PinnedRouter(Router):
@@ -208,7 +241,7 @@ class PinnedRouter(Router):
         self._names = decode, prefill
 
     def choose(self, request: RoutingRequest, avoid: Any = ()) -> Route:
-        decode, prefill = (self._registry.get(name) if name else None for name in self._names)
+        decode, prefill = (_named(self._registry, name) if name else None for name in self._names)
         assert decode is not None, f"{self._names[0]} is not registered"
         return Route(prefill, (decode,), "pinned by the test", {})
 

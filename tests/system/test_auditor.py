@@ -13,9 +13,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from control_plane.secrets import handle_signer
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.status import fleet_view
-from tandem_runtime.kv.mac import sign_handle
 from tests.kv_transfer_svc.layout import BLOCK_BYTES, a_layout
 from tests.kv_transfer_svc.writer import Writer
 from tests.system.conftest import SMALL
@@ -84,7 +84,7 @@ async def test_a_busy_fleet_shows_no_orphans_and_a_leak_is_named_until_it_is_gon
 
         # 2. A handle whose owner is no worker, renewed for ever.
         async with stranger(fleet) as writer:
-            handle = sign_handle(writer.handle(num_blocks=2), fleet.gateway._handle_key)
+            handle = handle_signer(fleet.gateway._secret).sign(writer.handle(num_blocks=2))
             await writer.client.reserve(handle, writer.region_id, a_layout())
             await writer.client.seal(handle, [writer.slab(0, 0, [0])])
             await until(lambda: found(fleet) == {"owner_gone", "orphaned_region"}, 30)

@@ -33,7 +33,12 @@ async def test_no_secret_is_in_any_log_span_or_metric_of_any_service(tmp_path: P
 
     def start(module: str, *flags: str) -> None:
         command = [sys.executable, "-m", module, "--otlp-endpoint", sink.endpoint, *flags]
-        env = {**os.environ, "TANDEM_STATE_DIR": str(tmp_path / "state"), "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        env = {
+            **os.environ,
+            "TANDEM_STATE_DIR": str(tmp_path / "state"),
+            "TANDEM_INSECURE_PLAINTEXT": "true",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+        }
         with log.open("ab") as out:
             processes[module] = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
 

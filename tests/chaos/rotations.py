@@ -1,0 +1,69 @@
+"""Rotates the fleet's certificate authority while requests run.
+
+added      a second authority is trusted; every member hears of it with a heartbeat, and renews
+switched   once all members trust the second one, it issues; refused before
+left       the old one is trusted no more, a minute after its last certificate has expired
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from control_plane.fleet_identity.certificate_authority import CertificateAuthority
+from tandem_runtime.errors import InvalidRequest
+from tests.system.fleet import until
+
+_SWITCH_SECONDS = 90.0
+_LEAVE_SECONDS = 180.0
+
+
+class Rotations:
+    """Rotates every `every_seconds`, as `tandem fleet rotate-ca` and `--switch` do; one rotation at a time."""
+
+    def __init__(self, authority: CertificateAuthority, every_seconds: float) -> None:
+        self.num_switched = 0
+        self.num_left = 0
+        self._authority = authority
+        self._every_seconds = every_seconds
+        self._refusal = ""
+
+    async def run(self, is_over: Callable[[], bool]) -> None:
+        """Rotate until `is_over()`; a rotation that has begun gets as far as its switch. Fails if it does not."""
+        while not is_over():
+            await _until_either(lambda: False, is_over, self._every_seconds)
+            if is_over():
+                return
+            await self._rotate(is_over)
+
+    async def _rotate(self, is_over: Callable[[], bool]) -> None:
+        await self._authority.add_authority()
+        await until(self._switch, _SWITCH_SECONDS, lambda: f"no switch to the new authority: {self._refusal}")
+        self.num_switched += 1
+        if await _until_either(self._has_left, is_over, _LEAVE_SECONDS):
+            self.num_left += 1
+        else:
+            assert is_over(), f"the old authority is still trusted {_LEAVE_SECONDS:g} s after the switch"
+
+    async def _switch(self) -> bool:
+        try:
+            await self._authority.switch_authority()
+        except InvalidRequest as error:  # not all members trust it yet
+            self._refusal = error.message
+            return False
+        return True
+
+    async def _has_left(self) -> bool:
+        return len((await self._authority.trust()).trusted) == 1
+
+
+async def _until_either(condition: Callable[[], object], is_over: Callable[[], bool], seconds: float) -> bool:
+    """Return True once the condition holds, False once the run is over or `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not is_over() and time.monotonic() < deadline:
+        found = condition()
+        if await found if asyncio.iscoroutine(found) else found:
+            return True
+        await asyncio.sleep(0.2)
+    return False

@@ -1,0 +1,15 @@
+"""What holds for all tests."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+
+_DEFAULTS = structlog.get_config()["processors"][:-1]
+_RENDERER = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+
+
+@pytest.fixture(autouse=True)
+def _plain_tracebacks() -> None:
+    """Log exceptions without local variables, as services do: structlog's default takes seconds for a deep one."""
+    structlog.configure(processors=[*_DEFAULTS, _RENDERER])

@@ -6,14 +6,14 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheel-test simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
+.PHONY: help run test wheel-test test-versions simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
 MERMAID_SHA256 := 3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 	@$(BIN)/tandem up $(ARGS)
@@ -23,6 +23,9 @@ test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 
 wheel-test: $(VENV)/.dev ## install each extra from the wheel into a fresh environment and start each service
 	PYTHONPATH=. $(BIN)/python -m tests.packaging.extras $(ARGS)
+
+test-versions: ## run the short suite with each of Python 3.11, 3.12 and 3.13 that is here (ARGS=3.13 for one)
+	$(PYTHON) -m infra.python_versions $(ARGS)
 
 simulate: $(VENV)/.dev ## run KV handles under faults for 100,000 steps (ARGS="--seed 7" repeats a run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.kv_transfer_svc.simulation $(ARGS)
@@ -60,7 +63,7 @@ check: $(VENV)/.dev ## lint, spelling, types, import contracts, protos
 docs: $(VENV)/.dev build/mermaid.min.js ## build the documentation site into build/site (ARGS=serve to look at it while you write)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
-services: ## install what some tests need: a C compiler and PostgreSQL (apt), workerd and other clients (npm)
+services: ## install what some tests need: a C compiler, PostgreSQL, libfaketime (apt), workerd and other clients (npm)
 	@infra/services.sh
 
 peers: ## install the engines that the benchmarks compare with ours (ARGS="openvino" for one of them)
@@ -89,6 +92,7 @@ clean: ## remove what was built
 # Two marks: `make run` installs no test tools.
 
 $(VENV)/.run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.path.insert(0, "."); from tandem_machine.platforms import unsupported; sys.exit(unsupported() or 0)'
 	@echo "Setting up $(VENV) (once; torch is most of it)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -51,6 +51,7 @@ SERVICES: tuple[tuple[str, str, type[Any]], ...] = (
 )
 _UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads"}
 _OTHER_UNITS = {
+    "max_prefill_context_with_decodes": "tokens x tokens",
     "max_connections": "connections",
     "max_unfinished_heads": "connections",
     "min_body_bytes_per_second": "bytes/s",

@@ -188,6 +188,24 @@ class Fleet:
 
         await until(is_ready, 30, lambda: self.tails(self.services))
 
+    async def handed_over(self, model_id: str, prefill: str, decode: str) -> None:
+        """Wait until a prompt's KV cache goes from one worker to the other.
+
+        While this process stood still, the services lost their control plane: for lack of a KV service, decode computes
+        the first prompts after that itself.
+        """
+
+        async def num_imported() -> float:
+            return (await self.stats(decode)).counters["blocks_imported"]
+
+        async def is_handed_over() -> bool:
+            before = await num_imported()
+            request = token_request(model_id, range(7, 47), 2, cacheable=False)
+            await tokens_of(self.dispatcher(decode, prefill), request)
+            return await num_imported() > before
+
+        await until(is_handed_over, 30, lambda: self.tails(self.services))
+
     async def ended(self, service: Service, seconds: float = 30.0) -> int:
         """Wait for a process to end; returns its exit code."""
         try:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.system.fleet import Fleet, token_request, tokens_of, until
+from tests.system.fleet import Fleet, token_request, until
 from tests.system.streams import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -20,8 +20,7 @@ async def test_who_leaves_in_the_middle_of_a_prompt_pays_for_what_was_computed(
 ) -> None:
     computes = prefill or "decode-0"
     await demo_fleet.proven()  # the gateway's own probe is over: it would be counted, too
-    # The loop of the fleet's gateway stood still while other tests ran: its streams to workers are up again afterwards.
-    await tokens_of(demo_fleet.dispatcher("decode-0", prefill), token_request(MODEL, PROMPT[:300], 2, cacheable=False))
+    await demo_fleet.handed_over(MODEL, "prefill-0", "decode-0")
     await demo_fleet.pools_are_full()
     before = (await demo_fleet.stats(computes)).counters["prompt_tokens_computed"]
 

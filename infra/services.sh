@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what some tests need and pip does not install: a C compiler (stub NVML), PostgreSQL, libfaketime (clocks that
-# jump), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two versions of wrangler
+# Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
+# workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two versions of wrangler
 # and Node.js (`tandem dev`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,15 +19,6 @@ if ! command -v initdb >/dev/null && ! ls /usr/lib/postgresql/*/bin/initdb >/dev
         apt-get update -qq && apt-get install -y -qq postgresql
     else
         echo "no PostgreSQL: install it with your system's packages" >&2
-        exit 1
-    fi
-fi
-
-if ! ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 && [ ! -e /usr/lib/faketime/libfaketimeMT.so.1 ]; then
-    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-        apt-get update -qq && apt-get install -y -qq libfaketime
-    else
-        echo "no libfaketime: install it with your system's packages" >&2
         exit 1
     fi
 fi

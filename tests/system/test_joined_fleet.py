@@ -22,10 +22,10 @@ from tandem_runtime.channel import open_channel
 from tandem_runtime.enrolment.membership import EXIT_REFUSED
 from tandem_runtime.errors import Unavailable
 from tests.system.conftest import SMALL
-from tests.system.faketime import WallClock, has_faketime, require_faketime
 from tests.system.fleet import until
 from tests.system.machine import Machine
 from tests.system.test_tracing import free_ports
+from tests.system.wall_clock import WallClock, has_compiler, require_compiler
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,7 +38,7 @@ class _Fleet:
     """The services of one machine, with one state directory and one clock."""
 
     def __init__(self, folder: Path) -> None:
-        self.clock = WallClock(folder) if has_faketime() else None
+        self.clock = WallClock(folder) if has_compiler() else None
         self.machine = Machine(folder, **(self.clock.environment if self.clock is not None else {}))
         self._http_port, self.grpc_port, self._enrolment_port = free_ports(3)
         self._control = ("--control", f"127.0.0.1:{self.grpc_port}")
@@ -133,7 +133,7 @@ async def test_who_is_revoked_is_out_and_ends_since_a_restart_would_not_help(fle
 
 @pytest.mark.services
 async def test_after_26_hours_asleep_all_certificates_are_renewed_and_requests_answered(fleet: _Fleet) -> None:
-    require_faketime()
+    require_compiler()
     assert fleet.clock is not None, "it is installed"
     # 1. All four certificates have expired at once, those of the gateway too.
     fleet.clock.jump(HOURS)

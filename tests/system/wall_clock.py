@@ -26,7 +26,8 @@ class WallClock:
         self._library = folder / "wall_clock.so"
         self._seconds_ahead = 0
         self._file.write_bytes(struct.pack("=q", 0))
-        command = [_compiler(), "-O2", "-shared", "-fPIC", "-Wall", "-Werror", _SOURCE, "-o", self._library, "-ldl"]
+        flags = "-O2", "-shared", "-fPIC", "-Wall", "-Werror"
+        command = [_compiler(), *flags, str(_SOURCE), "-o", str(self._library), "-ldl"]
         subprocess.run(command, check=True)
 
     @property

@@ -13,6 +13,7 @@ of an answer of a lower class, which waits with its blocks.
 
 A decode request that is refused is offered again, and has a turn like those that wait here: `RefusedHandOvers`. Until
 then it takes no block that the queue's head needs, if that is of its class or a higher one, or has waited too long.
+While a head that has waited too long does not fit, no decode request is accepted.
 
 A step has answers first, then prompts that have begun, then the queue, in chunks that `Batch` limits. Drafts of answers
 (`speculation`) come last: they change no token and take no block that others need. A preempted request computes its
@@ -312,21 +313,27 @@ class Scheduler:
     def _num_kept_from(self, request: Request, now_ns: int) -> int:
         """Count the blocks that a hand-over leaves to those whose turn is before its own."""
         due, head, standing = self._refused.due(now_ns), self._waiting.peek(now_ns), self._waiting.standing(now_ns)
-        num_of_head = most_blocks(self.config, head.num_tokens) if head is not None else 0
-        if due is not None and self._refused.is_due(request, now_ns):
-            return num_of_head if standing is not None and standing.is_before(due.since_ns) else 0
-        is_head_first = (
-            head is not None
-            and standing is not None
-            and (not standing.is_early or head.effective_priority >= request.priority)
-        )
-        return (due.num_blocks if due is not None else 0) + (num_of_head if is_head_first else 0)
+        is_due = due is not None and self._refused.is_due(request, now_ns)
+        num_kept = 0
+        if head is not None and standing is not None:
+            is_head_due = standing.is_before(due.since_ns) if due is not None and is_due else not standing.is_early
+            if is_head_due and not self._kv.fits(head, head.num_tokens, head.num_tokens - 1, self._num_growing):
+                return self.pool.num_blocks  # running requests grow: no other count holds until the head fits
+            if is_head_due or (not is_due and head.effective_priority >= request.priority):
+                num_kept += self._num_kept_for(most_blocks(self.config, head.num_tokens))
+        if due is not None and not is_due:
+            num_kept += self._num_kept_for(due.num_blocks)
+        return num_kept
 
     def _num_kept_from_queue(self, now_ns: int) -> int:
         """Count the blocks that the queue's head leaves to a refused hand-over whose turn is before its own."""
         due, standing = self._refused.due(now_ns), self._waiting.standing(now_ns)
         self._held_for = None if standing is None or (due and standing.is_before(due.since_ns)) else due
-        return self._held_for.num_blocks if self._held_for is not None else 0
+        return self._num_kept_for(self._held_for.num_blocks) if self._held_for is not None else 0
+
+    def _num_kept_for(self, num_blocks: int) -> int:
+        """Add the blocks into which all grow in the next step, a request that is admitted meanwhile included."""
+        return num_blocks + (self._num_growing + 1) * (1 + (self.config.num_window_groups or 0))
 
     @property
     def _has_hold_ended(self) -> bool:

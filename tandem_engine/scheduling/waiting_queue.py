@@ -178,9 +178,11 @@ class _Level:
         return self._head
 
     def choose(self, request: Request, now_ns: int) -> None:
-        """Give this request the turn."""
-        self.since_ns = now_ns
-        if request.state is not RequestState.PREEMPTED:
+        """Give this request the turn. A preempted request had its turn before: the others go on waiting for theirs."""
+        is_preempted = request.state is RequestState.PREEMPTED
+        if not is_preempted or not self._by_key:
+            self.since_ns = now_ns
+        if not is_preempted:
             self._shares.choose(request.fairness_key)
 
     def take(self, request: Request) -> None:

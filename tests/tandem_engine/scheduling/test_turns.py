@@ -12,6 +12,8 @@ from itertools import count
 from typing import Literal
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tandem_engine.messages import Refused, Reserved, StartDecode
 from tandem_engine.scheduling.waiting_queue import AGEING_SECONDS
@@ -197,3 +199,45 @@ def test_a_hand_over_that_is_not_offered_again_holds_nobody_back() -> None:
     worker.harness.run()
     worker.harness.core.scheduler.abort("its blocks do not come")
     worker.harness.assert_nothing_is_left()
+
+
+Shape = tuple[Kind, int, int, int]
+"""Kind, class, prompt tokens, answer tokens."""
+
+SHAPES = st.tuples(st.sampled_from(KINDS), st.integers(-1, 1), st.integers(1, 40), st.integers(2, 6))
+ARRIVALS = st.lists(st.tuples(st.integers(0, 60), SHAPES), min_size=1, max_size=8)
+TURN_SECONDS = 3 * (AGEING_SECONDS + 9 * 12 * STEP_SECONDS)
+"""Three classes, each with an ageing time and with an answer of the longest kind on each seat before it."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(ARRIVALS, st.lists(SHAPES, max_size=3), st.integers(1, 4), st.integers(16, 40))
+@example(  # running requests grow into the blocks that were kept for the queue's head
+    [(19, ("migrated", 0, 13, 5))], [("migrated", 1, 39, 3), ("handed", 1, 30, 6), ("migrated", 1, 35, 5)], 2, 37
+)
+@example(  # preempted requests take the turns of those that wait
+    [(29, ("local", 0, 9, 2))], [("handed", 0, 18, 6), ("local", 1, 30, 4), ("migrated", -1, 8, 4)], 4, 17
+)
+@example(  # the hand-over accepted last grows, too
+    [(6, ("migrated", 1, 15, 4))], [("handed", -1, 23, 6), ("handed", 0, 6, 6), ("migrated", 0, 27, 2)], 1, 23
+)
+def test_whoever_is_nth_of_its_class_begins_within_n_turns(
+    arrivals: list[tuple[int, Shape]], floods: list[Shape], num_seqs: int, num_blocks: int
+) -> None:
+    worker = Worker(num_blocks, num_seqs)
+    due: dict[str, float] = {}
+    pending = sorted(arrivals, reverse=True)
+    for step in count():
+        while pending and pending[-1][0] <= step:
+            _, (kind, priority, num_tokens, max_tokens) = pending.pop()
+            num_ahead = sum(client.priority == priority for client in worker.waiting)
+            name = worker.send(kind, priority, num_tokens, max_tokens)
+            due[name] = worker.now + (num_ahead + 1) * TURN_SECONDS
+        for kind, priority, num_tokens, max_tokens in floods:
+            while worker.num_waiting(kind, priority) < 2:
+                worker.send(kind, priority, num_tokens, max_tokens)
+        worker.step()
+        late = [name for name in due if name not in worker.started and worker.now > due[name]]
+        assert not late, f"after {step} steps"
+        if not pending and all(name in worker.started for name in due):
+            return

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,18 +89,20 @@ class Postgres:
         self._run("pg_ctl", action, "--pgdata", str(self._folder), *flags)
 
     def _run(self, program: str, *arguments: str) -> None:
-        user: dict[str, Any] = {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []}
+        # setpriv, not `user=`: with a user, subprocess forks instead of vforking, and gRPC's handlers in the child may
+        # end it by a signal before it executes the program.
+        as_user = ["setpriv", f"--reuid={self._user.pw_uid}", f"--regid={self._user.pw_gid}", "--clear-groups"]
         ended = subprocess.run(
-            [str(self._programs / program), *arguments],
+            [*(as_user if os.getuid() == 0 else []), str(self._programs / program), *arguments],
             cwd=self._folder.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "HOME": str(self._folder.parent)},
             timeout=60,
-            **(user if os.getuid() == 0 else {}),
         )
-        assert ended.returncode == 0, f"{program} {' '.join(arguments)}: {ended.stdout.decode()}"
+        output = ended.stdout.decode()
+        assert ended.returncode == 0, f"{program} {' '.join(arguments)}: exit code {ended.returncode}: {output}"
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from tandem_engine.settings import EngineConfig
@@ -32,11 +33,21 @@ async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_
     path, body, headers = CALLS[face]
     engine = engine_pid(demo_fleet.services["decode-0"].process.pid)
 
-    async def num_generated() -> float:
-        return (await demo_fleet.stats("decode-0")).counters["tokens_generated"]
+    async def tokens_and_steps() -> tuple[float, float]:
+        counters = (await demo_fleet.stats("decode-0")).counters
+        return counters["tokens_generated"], counters["steps"]
 
-    async def num_steps() -> float:
-        return (await demo_fleet.stats("decode-0")).counters["steps"]
+    async def of_a_stopped_engine() -> tuple[float, float]:
+        """Return the counters once the worker's front has read all that the engine sent before it stopped."""
+        await until(lambda: psutil.Process(engine).status() == psutil.STATUS_STOPPED, 20)
+        reads = [await tokens_and_steps()]
+
+        async def are_equal() -> bool:
+            reads.append(await tokens_and_steps())
+            return reads[-1] == reads[-2]
+
+        await until(are_equal, 20)
+        return reads[-1]
 
     # 1. A client reads a few tokens of many, and the engine is stopped where it is: in a step, or between two.
     async with (
@@ -48,14 +59,15 @@ async def test_an_engine_generates_at_most_the_step_that_it_is_in_when_a_client_
             await anext(lines)
         os.kill(engine, signal.SIGSTOP)
         try:
-            at_stop, steps_at_stop = await num_generated(), await num_steps()
+            at_stop, steps_at_stop = await of_a_stopped_engine()
             await response.aclose()  # 2. The client leaves, and not one more token can tell the gateway so.
             running = demo_fleet.gateway.dispatcher.router.in_flight
             await until(lambda: running.total() == 0, 20)
-            await num_generated()  # the worker's front has heard what was sent to it before
+            await tokens_and_steps()  # the worker's front has heard what was sent to it before
         finally:
             os.kill(engine, signal.SIGCONT)  # 3. The engine ends its step, and finds the cancel.
     await demo_fleet.pools_are_full()
     assert at_stop < 900, "the answer had not ended by itself"
-    assert await num_steps() - steps_at_stop <= 1
-    assert await num_generated() - at_stop <= 1 + DRAFTS, "a step's token, and guesses that were right"
+    generated, steps = await tokens_and_steps()
+    assert steps - steps_at_stop <= 1
+    assert generated - at_stop <= 1 + DRAFTS, "a step's token, and guesses that were right"

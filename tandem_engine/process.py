@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import signal
 import socket
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fd", type=int, required=True, help="socket inherited from the front")
     _ignore_signals()
+    faulthandler.enable()  # a signal that ends this process leaves stacks on stderr
     channel = SyncChannel(socket.socket(fileno=parser.parse_args(arguments).fd))
     try:
         config, early = _read_config(channel)

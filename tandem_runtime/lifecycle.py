@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import signal
 import sys
@@ -32,6 +33,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
     1; a refused setting gives status 2.
     """
     _forget_what_is_loaded()
+    faulthandler.enable(file=sys.__stderr__ or sys.stderr)  # a signal that ends this process leaves stacks on stderr
     try:
         with _exceptions_logged(), frozen.watched():
             return asyncio.run(_run(main, stall_seconds))

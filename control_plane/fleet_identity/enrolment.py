@@ -16,6 +16,7 @@ from control_plane.fleet_identity.certificates import MAX_REQUEST_BYTES, pem
 from control_plane.fleet_identity.gateway_certificate import GatewayCertificate
 from tandem.v1 import enrolment_pb2 as pb
 from tandem.v1 import enrolment_pb2_grpc
+from tandem_runtime.certificates.server_port import renewed_port_credentials
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.interceptors import ErrorInterceptor
 from tandem_runtime.log import get_logger
@@ -100,10 +101,8 @@ class EnrolmentServer:
     async def start(self) -> str:
         """Listen and return the real host:port. Raise InvalidRequest where the port is taken."""
         host, _ = split_address(self._listen)
-        credentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            self._changed_configuration,  # type: ignore[arg-type]  # None is documented, and missing in the stubs
-            require_client_authentication=False,
+        credentials = renewed_port_credentials(
+            self._configuration(), self._changed_configuration, require_client_authentication=False
         )
         try:
             bound = self._server.add_secure_port(self._listen, credentials)
@@ -123,7 +122,7 @@ class EnrolmentServer:
         return grpc.ssl_server_certificate_configuration([(self._certificate.key, presented.chain)])
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificate if it has changed. gRPC calls this on a thread of its own before each handshake."""
+        """Return the certificate if it has changed."""
         return None if self._certificate.enrolment is self._presented else self._configuration()
 
 

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from tandem_machine.memfd import memory_file
 from tandem_runtime.certificates.files import CertificateFiles, folder_version, read_certificate, read_files
 from tandem_runtime.certificates.names import Identity, identity_in
+from tandem_runtime.certificates.server_port import renewed_port_credentials
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -115,19 +116,13 @@ class ProcessCertificate:
         given = self.current
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Called by gRPC's threads at each handshake."""
             nonlocal given
             if given is self.current:
                 return None
             given = self.current
             return _configuration(given.files)
 
-        # The types of grpc leave out that the function may return None: the certificate has not changed.
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(given.files),
-            changed,  # type: ignore[arg-type]
-            require_client_authentication=True,
-        )
+        return renewed_port_credentials(_configuration(given.files), changed, require_client_authentication=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return credentials of one gRPC channel, with the current certificate for as long as the channel lives."""

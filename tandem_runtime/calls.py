@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from tandem_runtime import errors, log, tracing
-from tandem_runtime.method_channel import MethodChannel, MethodKind
+from tandem_runtime.method_channel import MethodChannel, MethodKind, refuse_closed
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 """The deadline of a unary call without a timeout (law 5)."""
@@ -35,8 +35,11 @@ class TracedChannel(MethodChannel):
     def __init__(self, channel: grpc.aio.Channel, translate: Translate) -> None:
         self._channel = channel
         self._translate = translate
+        self._is_closed = False
 
     def _method(self, kind: MethodKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        if self._is_closed:
+            refuse_closed()
         start = getattr(self._channel, kind)(*args, **kwargs)
         if kind.endswith("stream"):
             return self._caller(start, _StreamCall, None)
@@ -50,6 +53,7 @@ class TracedChannel(MethodChannel):
         return call
 
     async def close(self, grace: float | None = None) -> None:
+        self._is_closed = True
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:

@@ -61,7 +61,7 @@ class EitherChannel(MethodChannel):
             takes_tls = await self._member.plaintext.takes_tls(self._address)
         if self._is_closed:
             raise Unavailable(f"the channel to {self._address} was closed")
-        if not takes_tls:
+        if not takes_tls and self._encrypted is None:  # a call that waited meanwhile may have found TLS
             if self._plain is None:
                 self._plain = grpc.aio.insecure_channel(self._address, options=self._options)
             return self._plain

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import grpc
 
 MethodKind = Literal["unary_unary", "unary_stream", "stream_unary", "stream_stream"]
+
+
+def refuse_closed() -> NoReturn:
+    """Raise what gRPC raises for a call on a closed channel.
+
+    Ask before taking a method from a channel that may be closed: gRPC (1.85) registers the method in the memory of the
+    freed channel before it looks whether the channel is closed. That ends the process by a signal, or later.
+    """
+    raise grpc.aio.UsageError("Channel is closed.")
 
 
 class MethodChannel(grpc.aio.Channel):

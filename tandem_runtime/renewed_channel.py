@@ -26,7 +26,7 @@ from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.certificates.names import Identity, Role, role_dns_name
 from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger
-from tandem_runtime.method_channel import MethodChannel, MethodKind
+from tandem_runtime.method_channel import MethodChannel, MethodKind, refuse_closed
 from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
@@ -70,6 +70,8 @@ class RenewedChannel(MethodChannel):
 
         def call(*call_args: Any, **call_kwargs: Any) -> Any:
             nonlocal connection, start
+            if self._is_closed:
+                refuse_closed()
             if isinstance(self._expect, Identity):
                 self._member.peers.check(self._expect)
             current = self._current()
@@ -125,6 +127,8 @@ class RenewedChannel(MethodChannel):
 
     async def _show_certificate(self, connection: _Connection) -> None:
         """Call the server over the new connection, so that it knows that this process has renewed its certificate."""
+        if self._is_closed or connection is not self._connection:
+            return  # since this task was spawned
         check = connection.channel.unary_unary(
             _HEALTH_CHECK, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
         )

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import grpc
 import pytest
 
 from tandem.v1 import types_pb2 as pb
-from tandem.v1.worker_pb2_grpc import WorkerServiceStub
+from tandem.v1.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from tandem_runtime.channel import open_channel
 from tests.certificates import Authority
-from tests.tandem_runtime.certificates.worker import Worker, serving
+from tests.tandem_runtime.certificates.worker import SERVICE, Worker
+from tests.tandem_runtime.serving import serving
 
 _CHANNELS = 60
 _JUNK = "165"
@@ -36,7 +38,7 @@ async def _call_after_close(folder: Path, is_encrypted: bool) -> None:
     authority = Authority()
     server = authority.member(folder, "decode") if is_encrypted else None
     client = authority.member(folder, "gateway") if is_encrypted else None
-    async with serving(Worker(), server) as address:
+    async with serving(partial(add_WorkerServiceServicer_to_server, Worker()), SERVICE, server) as address:
         for _ in range(_CHANNELS):
             channel = open_channel(address, client, server.identity if server is not None else None)
             stub: Any = WorkerServiceStub(channel)

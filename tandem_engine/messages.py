@@ -59,6 +59,10 @@ class AddRequest(Message, frozen=True):
     """prefill only: one first token is sampled per seed; empty: one token, with `sampling.seed`."""
     priority: int = 0
     fairness_key: str = ""
+    choice_of: str = ""
+    """decode only: the request that this is a choice of; empty: the request has no other choices."""
+    attempt: int = 0
+    """decode only: choices with the same one are offered together. If one is refused, the gateway takes all back."""
 
 
 class ImportSlab(Message, frozen=True):

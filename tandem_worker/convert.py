@@ -74,6 +74,8 @@ def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> mess
         choice_seeds=list(submit.choice_seeds),
         priority=submit.priority,
         fairness_key=submit.fairness_key,
+        choice_of=submit.handle.request_id if mode == "decode" else "",
+        attempt=submit.attempt,
     )
 
 

@@ -44,6 +44,8 @@ def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int,
         choice_seeds=tuple(command.choice_seeds),
         priority=command.priority,
         fairness_key=command.fairness_key,
+        choice_of=command.choice_of or command.request_id,
+        attempt=command.attempt,
         arrival=arrival,
         added_ns=added_ns,
     )

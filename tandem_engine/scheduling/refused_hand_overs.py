@@ -3,6 +3,9 @@
 A refused hand-over leaves nothing in the engine: its gateway offers it again, at least four times a second while it is
 the first that waits there. Each class remembers one: the first that was refused. Once it has been offered for
 `AGEING_SECONDS`, the blocks that it lacks are kept free for it: until it is accepted, or is not offered any more.
+
+The choices of a request are one hand-over. A gateway offers them together, and takes all back if one is refused, so a
+turn lasts until all are accepted.
 """
 
 from __future__ import annotations
@@ -18,17 +21,35 @@ _OFFER_NS = 1_000_000_000
 
 @dataclass
 class RefusedHandOver:
-    """A hand-over that is offered again under another request id: class, key and length identify it."""
+    """All choices of one request, which are offered together: under the same attempt, and again under the next one."""
 
-    fairness_key: str
-    num_tokens: int
-    num_blocks: int
-    """Of all groups."""
+    choice_of: str
+    num_blocks_each: int
+    """Of all groups, for one choice."""
     since_ns: int
     last_ns: int
+    attempt: int
+    """The latest offer."""
+    offered: set[str]
+    """Request ids of the choices in the latest offer so far."""
+    num_accepted: int = 0
+    """Of these."""
+    num_choices: int = 1
+    """The most choices that an offer had."""
 
-    def is_of(self, request: Request) -> bool:
-        return (self.fairness_key, self.num_tokens) == (request.fairness_key, request.num_tokens)
+    @property
+    def num_missing(self) -> int:
+        """The choices that are not accepted yet."""
+        return self.num_choices - self.num_accepted
+
+    def take_offer(self, request: Request, now_ns: int) -> None:
+        """Count a choice: of the latest offer, or the first one of a new offer."""
+        if request.attempt != self.attempt:
+            self.attempt, self.num_accepted = request.attempt, 0
+            self.offered.clear()
+        self.last_ns = now_ns
+        self.offered.add(request.request_id)
+        self.num_choices = max(self.num_choices, len(self.offered))
 
 
 class RefusedHandOvers:
@@ -37,19 +58,23 @@ class RefusedHandOvers:
     def __init__(self) -> None:
         self._first: dict[int, RefusedHandOver] = {}  # by class
 
-    def refused(self, request: Request, num_blocks: int, now_ns: int) -> None:
+    def offered(self, request: Request, now_ns: int) -> None:
+        """Count an offer before it is accepted or refused."""
         self._drop_gone(now_ns)
-        first = self._first.get(request.priority)
-        if first is None:
-            key, num_tokens = request.fairness_key, request.num_tokens
-            self._first[request.priority] = RefusedHandOver(key, num_tokens, num_blocks, now_ns, now_ns)
-        elif first.is_of(request):
-            first.last_ns = now_ns
+        if (first := self._first_of(request)) is not None:
+            first.take_offer(request, now_ns)
+
+    def refused(self, request: Request, num_blocks: int, now_ns: int) -> None:
+        if request.priority not in self._first:
+            self._first[request.priority] = RefusedHandOver(
+                request.choice_of, num_blocks, now_ns, now_ns, request.attempt, {request.request_id}
+            )
 
     def accepted(self, request: Request) -> None:
-        first = self._first.get(request.priority)
-        if first is not None and first.is_of(request):
-            del self._first[request.priority]
+        if (first := self._first_of(request)) is not None:
+            first.num_accepted += 1
+            if not first.num_missing:
+                del self._first[request.priority]
 
     def due(self, now_ns: int) -> RefusedHandOver | None:
         """Return the hand-over that has been offered longest, if that is long enough for a turn."""
@@ -59,7 +84,11 @@ class RefusedHandOvers:
 
     def is_due(self, request: Request, now_ns: int) -> bool:
         """Whether it is this request that `due` returns."""
-        return (due := self.due(now_ns)) is not None and due is self._first.get(request.priority) and due.is_of(request)
+        return (due := self.due(now_ns)) is not None and due is self._first_of(request)
+
+    def _first_of(self, request: Request) -> RefusedHandOver | None:
+        first = self._first.get(request.priority)
+        return first if first is not None and first.choice_of == request.choice_of else None
 
     def _drop_gone(self, now_ns: int) -> None:
         for priority in [each for each, first in self._first.items() if now_ns - first.last_ns > _OFFER_NS]:

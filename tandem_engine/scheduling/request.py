@@ -70,6 +70,9 @@ class Request:
     effective_priority: int = field(init=False)
     """Its own priority, or a higher one if its class waited too long."""
     fairness_key: str = ""
+    choice_of: str = ""
+    attempt: int = 0
+    """Choices of one request with the same attempt are offered together."""
     arrival: int = 0
     """Counts requests; a smaller number arrived earlier."""
 

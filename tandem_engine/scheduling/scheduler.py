@@ -248,6 +248,7 @@ class Scheduler:
         check_places(self.config.max_num_seqs + self.config.max_num_waiting, num_live, num_of_key, request)
         num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self.config))
         now_ns = self._monotonic()
+        self._refused.offered(request, now_ns)
         num_blocks, num_kept = most_blocks(self.config, num_tokens), self._num_kept_from(request, now_ns)
         is_overtaking = self._waiting.num_preempted > 0 and not self._refused.is_due(request, now_ns)
         if is_overtaking or not self._kv.admit(request, num_tokens, request.num_tokens, num_live, num_kept):
@@ -321,15 +322,21 @@ class Scheduler:
                 return self.pool.num_blocks  # running requests grow: no other count holds until the head fits
             if is_head_due or (not is_due and head.effective_priority >= request.priority):
                 num_kept += self._num_kept_for(most_blocks(self.config, head.num_tokens))
-        if due is not None and not is_due:
-            num_kept += self._num_kept_for(due.num_blocks)
+        if due is not None:  # the choices of a request are accepted together
+            num_kept += self._num_of(due) - due.num_blocks_each if is_due else self._num_kept_for(self._num_of(due))
         return num_kept
 
     def _num_kept_from_queue(self, now_ns: int) -> int:
         """Count the blocks that the queue's head leaves to a refused hand-over whose turn is before its own."""
         due, standing = self._refused.due(now_ns), self._waiting.standing(now_ns)
         self._held_for = None if standing is None or (due and standing.is_before(due.since_ns)) else due
-        return self._num_kept_for(self._held_for.num_blocks) if self._held_for is not None else 0
+        return self._num_kept_for(self._num_of(self._held_for)) if self._held_for is not None else 0
+
+    def _num_of(self, due: RefusedHandOver) -> int:
+        """Count the blocks for the missing choices of a hand-over, as far as the pool could ever hold them at once."""
+        num_grown = due.num_blocks_each + 1 + (self.config.num_window_groups or 0)
+        most_choices = max(1, self.pool.num_blocks // num_grown)
+        return due.num_blocks_each + (min(due.num_missing, most_choices) - 1) * num_grown
 
     def _num_kept_for(self, num_blocks: int) -> int:
         """Add the blocks into which all grow in the next step, a request that is admitted meanwhile included."""

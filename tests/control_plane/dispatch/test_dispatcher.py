@@ -139,6 +139,26 @@ async def test_when_one_choice_is_refused_by_all_the_others_are_cancelled() -> N
         await worker.until(lambda worker: {cancel.request_id for cancel in worker.cancels} == {"r-0", "r-1"})
 
 
+async def test_the_choices_of_a_request_wait_as_one_and_are_offered_together_again() -> None:
+    async def first_only(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        if submit.choice_index:
+            attach.refuse(submit, FULL)
+        else:
+            attach.accept(submit)
+
+    worker = ScriptedWorker("d", behave=first_only)
+    async with harness(worker, queue_seconds=10) as here:
+        waiting = asyncio.create_task(here.dispatcher.submit(new_request(num_choices=3)))
+        await worker.until(lambda worker: len(worker.submits) == 6)
+        assert len(here.dispatcher.queue) <= 1
+        worker.behave = serve
+        assert await tokens_of(await waiting) == [answer(), answer(), answer()]
+        attempts = [submit.attempt for submit in worker.submits[::3]]
+        assert attempts == sorted(set(attempts)), "each offer has an attempt of its own"
+        offers = [(submit.attempt, submit.choice_index) for submit in worker.submits]
+        assert offers == [(attempt, index) for attempt in attempts for index in range(3)]
+
+
 async def test_a_caller_cancelled_while_workers_decide_leaves_nothing_behind() -> None:
     prefill, decode = ScriptedWorker("p", PREFILL, silent), ScriptedWorker("d", behave=silent)
     async with harness(prefill, decode) as here:

@@ -20,7 +20,7 @@ from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.signatures import HandleSigner, HandleVerifier
-from tandem_worker.convert import sampling_from_proto
+from tandem_worker.convert import add_request, sampling_from_proto
 from tests.control_plane.dispatch.test_request_stream import Events
 
 SIGNER = HandleSigner(b"k" * 32)
@@ -83,6 +83,16 @@ def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own(
     assert len(prefill.block_hashes) == 2 and first.block_hashes == prefill.block_hashes
     assert prefill.handle.num_readers == 2 and prefill.handle.attempt == prefill.attempt == 3
     assert first.handle == second.handle == prefill.handle
+
+
+def test_an_engine_is_told_which_choices_are_offered_together() -> None:
+    offers = []
+    for attempt in (3, 4):
+        state = new_state(attempt=attempt)
+        state.route_chosen({}, handle())
+        commands = [add_request(decode_submit(state, choice), "key", "decode") for choice in state.choices]
+        offers += [(command.choice_of, command.attempt) for command in commands]
+    assert offers == [("r", 3), ("r", 3), ("r", 4), ("r", 4)]
 
 
 def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_length() -> None:

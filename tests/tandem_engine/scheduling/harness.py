@@ -203,6 +203,8 @@ class EngineHarness:
         choice_seeds: Sequence[int] = (),
         priority: int = 0,
         fairness_key: str = "",
+        choice_of: str = "",
+        attempt: int = 0,
         prefix: Mapping[int, int] | Sequence[PrefixBlock] = (),
         max_found_blocks: int | None = None,
         max_left_blocks: int | None = None,
@@ -224,6 +226,8 @@ class EngineHarness:
             choice_seeds=list(choice_seeds),
             priority=priority,
             fairness_key=fairness_key,
+            choice_of=choice_of,
+            attempt=attempt,
         )
         return self.core.handle(command)
 

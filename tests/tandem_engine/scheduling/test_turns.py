@@ -34,7 +34,15 @@ class Client:
     num_tokens: int
     max_tokens: int
     arrived: float
+    num_choices: int = 1
     num_offers: int = 0
+
+    @property
+    def choices(self) -> list[str]:
+        """The request ids of the next offer, as a gateway names them: by choice and attempt."""
+        if self.num_choices == 1:
+            return [self.name]
+        return [f"{self.name}-{index}.{self.num_offers}" for index in range(self.num_choices)]
 
 
 class Worker:
@@ -60,8 +68,11 @@ class Worker:
     def now(self) -> float:
         return self.harness.runner.seconds
 
-    def send(self, kind: Kind, priority: int = 0, num_tokens: int = 8, max_tokens: int = 4) -> str:
-        client = Client(f"{kind}-{next(self._numbers)}", kind, priority, num_tokens, max_tokens, self.now)
+    def send(
+        self, kind: Kind, priority: int = 0, num_tokens: int = 8, max_tokens: int = 4, num_choices: int = 1
+    ) -> str:
+        name = f"{kind}-{next(self._numbers)}"
+        client = Client(name, kind, priority, num_tokens, max_tokens, self.now, num_choices)
         self._clients[client.name] = client
         if kind == "handed":
             self._offered.append(client)
@@ -94,7 +105,7 @@ class Worker:
             self.harness.runner.seconds += STEP_SECONDS
             return
         for name, _, _ in self.harness.last_runs():
-            self.started.setdefault(name, now)
+            self.started.setdefault(name.partition(".")[0], now)
 
     def _offer(self) -> None:
         """Offer the first hand-over of each class; the next one too, once that is accepted."""
@@ -108,16 +119,29 @@ class Worker:
                 refused.add(client.priority)
 
     def _is_accepted(self, client: Client) -> bool:
+        """Offer all choices together; take back those that were accepted if one is refused."""
         client.num_offers += 1
-        prompt, request_id = [1] * client.num_tokens, f"{client.name}"
-        (event,) = self.harness.add(
-            request_id, prompt, mode="decode", max_tokens=client.max_tokens, priority=client.priority
-        )
-        if isinstance(event, Refused):
-            assert event.reason == "kv_full", event.message
+        prompt, choices = [1] * client.num_tokens, client.choices
+        accepted = []
+        for choice in choices:
+            (event,) = self.harness.add(
+                choice,
+                prompt,
+                mode="decode",
+                max_tokens=client.max_tokens,
+                priority=client.priority,
+                choice_of=client.name,
+                attempt=client.num_offers,
+            )
+            assert isinstance(event, Reserved) or (isinstance(event, Refused) and event.reason == "kv_full")
+            accepted += [choice] if isinstance(event, Reserved) else []
+        if len(accepted) < len(choices):
+            for choice in accepted:
+                self.harness.core.scheduler.abort(choice)
             return False
-        self.harness.core.handle(slab(request_id, 0, range(-(-client.num_tokens // 4))))
-        self.harness.core.handle(StartDecode(request_id, [1000 + client.num_tokens]))
+        for choice in choices:
+            self.harness.core.handle(slab(choice, 0, range(-(-client.num_tokens // 4))))
+            self.harness.core.handle(StartDecode(choice, [1000 + client.num_tokens]))
         return True
 
 
@@ -156,6 +180,20 @@ def test_a_long_hand_over_has_its_turn_while_others_come_without_end(others: Kin
         flood(worker, others, 1, num_tokens=12, max_tokens=6, depth=8)
     assert name in worker.started
     assert worker.started[name] - since <= AGEING_SECONDS + 12 * STEP_SECONDS + 1
+
+
+@pytest.mark.parametrize("others", KINDS)
+@pytest.mark.parametrize(("num_choices", "num_tokens"), [(2, 80), (4, 40), (8, 20)])
+def test_the_choices_of_a_hand_over_have_one_turn_together(others: Kind, num_choices: int, num_tokens: int) -> None:
+    worker = Worker(num_blocks=60, num_seqs=64)
+    for _ in range(20):
+        flood(worker, others, 1, num_tokens=12, max_tokens=6, depth=8)
+    name = worker.send("handed", 0, num_tokens, num_choices=num_choices)
+    since = worker.now
+    for _ in range(100):
+        flood(worker, others, 1, num_tokens=12, max_tokens=6, depth=8)
+    begun = [worker.started.get(f"{name}-{index}") for index in range(num_choices)]
+    assert all(at is not None and at - since <= AGEING_SECONDS + 12 * STEP_SECONDS + 1 for at in begun), begun
 
 
 def test_an_answer_of_a_lower_class_has_a_seat_while_higher_ones_come_without_end() -> None:

@@ -198,12 +198,13 @@ def routing_request(state: RequestState) -> RoutingRequest:
         state.card.block_size or 1,
         request.session_affinity,
         hand_over="always" if request.is_probe else "if_cheaper",
+        num_choices=sum(not choice.is_over for choice in state.choices),
     )
 
 
 def routing_request_for(state: RequestState, choice: ChoiceState) -> RoutingRequest:
     """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt."""
-    whole = routing_request(state)
+    whole = replace(routing_request(state), num_choices=1)
     if not choice.tokens:
         return replace(whole, hand_over="always" if state.handle is not None else "never")
     return replace(

@@ -53,6 +53,7 @@ class RoutingRequest:
     session_id: str = ""
     hand_over: HandOver = "if_cheaper"
     """Whether a prefill worker computes the prompt: always for a probe, never for a choice that moves."""
+    num_choices: int = 1
 
 
 @dataclass

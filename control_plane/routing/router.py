@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class Router:
         remote = [self.costs.estimate(worker, request, match) for worker in self._reachable(prefills)]
         prefill = _best_prefill(remote, last_route) if request.hand_over != "never" else None
         local = {worker.incarnation: self.costs.estimate(worker, request, match) for worker in decodes}
-        hand_over = self._hand_over(request, prefill)
+        hand_over = self._hand_over(request, prefill, fitting)
         decodes = self._with_affinity(self._rank_decodes(local, request, prefill, hand_over), last_route)
         first = local[decodes[0].incarnation]
         if prefill is not None and self._is_handed_over(first, prefill, hand_over):
@@ -137,8 +137,10 @@ class Router:
 
     # -------------------------------------------------------------------------------------- comparing predicted costs
 
-    def _hand_over(self, request: RoutingRequest, prefill: PrefillEstimate | None) -> HandOver:
-        if prefill is None:
+    def _hand_over(
+        self, request: RoutingRequest, prefill: PrefillEstimate | None, decodes: Sequence[Worker]
+    ) -> HandOver:
+        if prefill is None or not _could_hold_choices(decodes, request):
             return "never"
         return "always" if self._local_prefill == "never" else request.hand_over
 
@@ -289,6 +291,18 @@ def _cached(estimate: PrefillEstimate) -> dict[str, Any]:
 
 def _pool_tokens(worker: Worker) -> int:
     return worker.load.kv.num_total_blocks * worker.load.kv.tokens_per_block
+
+
+def _could_hold_choices(workers: Sequence[Worker], request: RoutingRequest) -> bool:
+    """Return whether all choices fit the workers' pools at once; each needs its prompt's blocks, and one to grow into.
+
+    A hand-over begins when all choices have their blocks. Choices of a prompt that decode computes wait in its queue.
+    """
+    if request.num_choices == 1 or not all(map(_pool_tokens, workers)):  # a pool is not reported yet
+        return True
+    blocks = [-(-(request.num_prompt_tokens + 1) // worker.load.kv.tokens_per_block) + 1 for worker in workers]
+    most = sum(worker.load.kv.num_total_blocks // each for worker, each in zip(workers, blocks, strict=True))
+    return most >= request.num_choices
 
 
 def _could_hold(worker: Worker, num_tokens: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,19 @@ def test_a_pool_that_could_never_hold_a_request_is_not_asked() -> None:
     assert len(harness.router.choose(RoutingRequest("m", 32, 1)).decodes) == 2
     with pytest.raises(ContextTooLong, match="lower max_tokens"):
         harness.router.choose(RoutingRequest("m", 300, 50))
+
+
+def test_choices_that_fit_no_pools_at_once_are_not_handed_over() -> None:
+    """A hand-over begins when all choices have their blocks; those of one worker's own prompts wait in its queue."""
+    harness = Harness()
+    harness.add_kv()
+    harness.add("p", PREFILL, kv_address=KV_ADDRESS)
+    harness.add("a", kv_address=KV_ADDRESS, num_blocks=20)
+    harness.add("b", kv_address=KV_ADDRESS, num_blocks=10)
+    prompt = RoutingRequest("m", 16 * 4, 10)  # with its first token and a block to grow into, 6 blocks a choice
+    routes = [harness.router.choose(replace(prompt, num_choices=number)) for number in (1, 4, 5)]
+    assert [route.prefill is not None for route in routes] == [True, True, False]
+    assert routes[2].reason.startswith("decode computes the prompt")
 
 
 @pytest.mark.parametrize("why", ["no KV service", "prefill is not connected to it", "decode has none"])

@@ -25,8 +25,9 @@ from tandem_engine.ops.cpu.library import GrammarCalls, MaskRow
 from tandem_engine.ops.sampling import Words
 from tandem_engine.scheduling.grammar_source import LimitValues
 
-_KNOWN_VERSIONS = "1.9."
-"""Versions of llguidance with the structures below, which have no size field to tell versions apart."""
+_TRIED_VERSIONS = ("1.9.0", "1.9.1")
+"""Versions of llguidance that passed `tests/tandem_engine/execution/test_native_masks.py`. The structures below have no
+size field, so a release that moves a field would corrupt memory. Other versions compute masks through Python."""
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _USUAL_TOKENS = 16
@@ -269,8 +270,9 @@ class NativeMatcher:
 
 def _interface() -> ctypes.CDLL:
     installed = version("llguidance")
-    if not installed.startswith(_KNOWN_VERSIONS):
-        raise Unavailable(f"the C structures of llguidance {installed} are not known, those of {_KNOWN_VERSIONS}x are")
+    if installed not in _TRIED_VERSIONS:
+        tried = " and ".join(_TRIED_VERSIONS)
+        raise Unavailable(f"the C structures of llguidance {installed} were not tried, those of {tried} were")
     types: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "llg_new_tokenizer_v2": (_POINTER, (_POINTER, ctypes.c_char_p, _SIZE)),
         "llg_constraint_init_set_defaults": (None, (_POINTER, _POINTER)),

@@ -199,8 +199,12 @@ def test_matchers_are_freed(native_guide: Guide, monkeypatch: pytest.MonkeyPatch
     assert len(freed) == native._MAX_USED + 4
 
 
-def test_an_unknown_llguidance_is_used_through_python(ops: CpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "version", lambda name: "2.0.0")
+@pytest.mark.parametrize("installed", ["1.9.2", "1.9.1.post1", "2.0.0"])
+def test_an_llguidance_that_was_not_tried_is_used_through_python(
+    installed: str, ops: CpuOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Patch releases too: nothing but a run of these tests would notice that a structure has changed."""
+    monkeypatch.setattr(native, "version", lambda name: installed)
     guide = Guide(_TOKENIZER, _VOCAB_SIZE, _ENDS, ops.library)
     assert guide._native is None
     assert guide(_GRAMMARS[0])().builder is None

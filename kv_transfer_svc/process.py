@@ -28,7 +28,7 @@ from tandem_machine.memory import usable_memory
 from tandem_runtime import paths
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.enrolment.membership import member_of_fleet
-from tandem_runtime.identity import default_host_id, new_incarnation
+from tandem_runtime.identity import default_host_id, default_worker_id, new_incarnation
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.log import get_logger
@@ -206,7 +206,7 @@ class KvProcess:
         host_id = self._settings.host_id or default_host_id()
         own_id = self._member.identity.id if self._member is not None else self._settings.worker_id
         return pb.WorkerInfo(
-            worker_id=own_id or f"kv-{host_id}-{os.getpid()}-{incarnation[:4]}",
+            worker_id=own_id or default_worker_id("kv", host_id, incarnation),
             incarnation=incarnation,
             role=pb.WORKER_ROLE_KV,
             host_id=host_id,

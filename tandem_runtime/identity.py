@@ -1,7 +1,8 @@
-"""Makes incarnation ids and host ids."""
+"""Makes incarnation ids, host ids and the ids of processes that are given none."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from pathlib import Path
@@ -12,6 +13,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def new_incarnation() -> str:
     """Return 16 random hex digits that name one life of one process."""
     return secrets.token_hex(8)
+
+
+def default_worker_id(role: str, host_id: str, incarnation: str) -> str:
+    """Return the id of a process that has none of a certificate or a setting.
+
+    Host id and process id are not enough: containers with the host's network have one host id, and a process id 1 each.
+    """
+    return f"{role}-{host_id}-{os.getpid()}-{incarnation[:4]}"
 
 
 def default_host_id() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -148,7 +147,7 @@ class _Worker:
         settings = self._settings
         own_id = self._member.identity.id if self._member is not None else settings.worker_id
         return pb.WorkerInfo(
-            worker_id=own_id or f"{self._name}-{self._host_id}-{os.getpid()}-{self.incarnation[:4]}",
+            worker_id=own_id or identity.default_worker_id(self._name, self._host_id, self.incarnation),
             incarnation=self.incarnation,
             role=self._role,
             address=self._address,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem_runtime.errors import InvalidRequest
-from tandem_runtime.identity import default_host_id, new_incarnation
+from tandem_runtime.identity import default_host_id, default_worker_id, new_incarnation
 from tandem_runtime.paths import forget_dead_sockets, runtime_dir, socket_path, state_dir
 
 VARIABLES = ("TANDEM_STATE_DIR", "TANDEM_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
@@ -113,6 +113,13 @@ def test_a_socket_path_that_unix_cannot_hold_is_refused_with_the_remedy(tmp_path
         short.rmdir()
     with pytest.raises(InvalidRequest, match="TANDEM_RUNTIME_DIR"):
         socket_path("x" * 108, tmp_path)
+
+
+def test_processes_with_one_host_id_and_one_process_id_have_ids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers with the host's network: the second one replaced the first one in the registry, for good."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    first, second = (default_worker_id("decode", "host", incarnation) for incarnation in ("0123" * 4, "4567" * 4))
+    assert (first, second) == ("decode-host-1-0123", "decode-host-1-4567")
 
 
 def test_each_life_has_another_incarnation_and_the_host_keeps_its_name() -> None:

@@ -41,8 +41,9 @@ FetchBlocks = Callable[[str, str, Sequence[BlockKey], Sequence[memoryview]], Awa
 
 _MAX_LEASE_SECONDS = 60.0
 _HEADROOM_SHARE = 16
-_SHARE_OF_POOLS = 4
 """With a disk tier 1/16 of memory is kept free, so that a new block need not wait for writes to disk."""
+_SHARE_OF_POOLS = 4
+"""The store takes 1/4 of the bytes of this host's pools."""
 _MAX_BLOCKS_PER_CALL = 4096
 _RUN_LENGTH = 512
 """Blocks per turn of the event loop: to find, begin, seal or lease a block takes up to 10 us."""

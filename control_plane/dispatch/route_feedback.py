@@ -11,6 +11,9 @@ from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.router import Router, SessionRoute
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.log import get_logger
+
+log = get_logger(__name__)
 
 
 class RouteFeedback:
@@ -111,7 +114,10 @@ class ReadinessProofs:
 
     def record(self, model_id: str, handed_over: bool) -> None:
         """A request has passed every phase; `handed_over`: its cache moved from prefill to decode."""
+        was_proven = self.age(model_id) is not None
         self._proven_at[model_id, handed_over] = self._clock()
+        if not was_proven and self.age(model_id) is not None:
+            log.info("model_ready", model=model_id, handed_over=handed_over)
 
     def age(self, model_id: str) -> float | None:
         """Return the seconds since the latest proof; None: there is no proof.

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from structlog.testing import capture_logs
+
 from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import WorkerRegistry
@@ -142,6 +144,20 @@ async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
     assert not (await harness.prober.check())[0]
     harness.proofs.record("m", True)
     assert (await harness.prober.check())[0]
+
+
+def test_the_log_says_when_a_model_is_ready_and_again_when_a_prefill_worker_has_joined() -> None:
+    harness = Harness()
+    harness.serve("m")
+    with capture_logs() as lines:
+        harness.proofs.record("m", False)
+        harness.proofs.record("m", False)
+        harness.prefill(pb.WORKER_STATE_READY)
+        harness.proofs.record("m", False)
+        harness.proofs.record("m", True)
+        harness.proofs.record("m", True)
+    told = [(line["model"], line["handed_over"]) for line in lines if line["event"] == "model_ready"]
+    assert told == [("m", False), ("m", True)]
 
 
 async def test_a_proof_ends_with_the_last_decode_worker_that_could_have_given_it() -> None:

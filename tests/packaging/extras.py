@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 import tomllib
-import urllib.error
-import urllib.request
 import venv
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import IO
 
 from tests.packaging.wheel import ROOT, build_wheel
 
@@ -75,11 +76,12 @@ def _run_services(folder: Path, pythons: dict[str, Path]) -> None:
     """Start the four services, each from its own extra, ask them with the client's extra, and end them."""
     addresses = {"control": ["--listen", _HTTP, "--grpc-listen", _GRPC]}
     with ExitStack() as running:
+        outputs = {}
         for extra, module in _SERVICES.items():
             flags = addresses.get(extra, ["--control", _GRPC])
             command = [str(pythons[extra]), "-m", module, *flags]
-            running.enter_context(_service(folder, extra, command))
-        _wait_until_ready(f"http://{_HTTP}/readyz")
+            outputs[extra] = running.enter_context(_service(folder, extra, command))
+        outputs["control"].wait_for('"model_ready"', '"handed_over": true')
         _ask(folder, pythons["client"])
         tandem = [str(pythons["cli"].parent / "tandem"), "status", "--url", f"http://{_HTTP}"]
         subprocess.run(tandem, cwd=folder, env=_bare(folder), check=True)
@@ -89,23 +91,62 @@ def _run_together(folder: Path, python: Path) -> None:
     """Start all services with one command from the `all` extra."""
     port, grpc_port = _HTTP.split(":")[1], _GRPC.split(":")[1]
     command = [str(python.parent / "tandem"), "up", "--port", port, "--grpc-port", grpc_port]
-    with _service(folder, "up", command):
-        _wait_until_ready(f"http://{_HTTP}/readyz")
+    with _service(folder, "up", command) as output:
+        output.wait_for("Tandem is ready after")
         _ask(folder, python)
 
 
+class _Output:
+    """What a service prints: kept in full, and waited for line by line."""
+
+    def __init__(self, name: str, pipe: IO[str]) -> None:
+        self._name = name
+        self._pipe = pipe
+        self._lines: list[str] = []
+        self._unread: Queue[str | None] = Queue()
+        self._reader = Thread(target=self._read, name=f"output of {name}")
+        self._reader.start()
+
+    def wait_for(self, *parts: str) -> None:
+        """Return once the service has printed a line with all parts; raises SystemExit if it has not in time."""
+        deadline = time.monotonic() + _READY_SECONDS
+        line: str | None = ""
+        while line is not None:
+            if all(part in line for part in parts):
+                return
+            try:
+                line = self._unread.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise SystemExit(f"{self._name} printed no {parts} within {_READY_SECONDS:.0f} s") from None
+        raise SystemExit(f"{self._name} ended before it printed {parts}")
+
+    def end(self) -> str:
+        """Return the last of what was printed; the service has ended."""
+        self._reader.join()
+        return "".join(self._lines)[-4000:]
+
+    def _read(self) -> None:
+        with self._pipe:
+            for line in self._pipe:
+                self._lines.append(line)
+                self._unread.put(line)
+        self._unread.put(None)
+
+
 @contextmanager
-def _service(folder: Path, name: str, command: list[str]) -> Iterator[None]:
+def _service(folder: Path, name: str, command: list[str]) -> Iterator[_Output]:
     """Run a service until the block ends, then end it with SIGTERM; it has to end with 0."""
-    log = folder / f"{name}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=folder, env=_bare(folder), stdout=output, stderr=output)
+    process = subprocess.Popen(
+        command, cwd=folder, env=_bare(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    output = _Output(name, process.stdout)
     try:
-        yield
+        yield output
     except BaseException:
         process.kill()
         process.wait()
-        print(f"--- {name}: exit status {process.returncode}\n{log.read_text()[-4000:]}", file=sys.stderr)
+        print(f"--- {name}: exit status {process.returncode}\n{output.end()}", file=sys.stderr)
         raise
     process.send_signal(signal.SIGTERM)
     try:
@@ -114,19 +155,9 @@ def _service(folder: Path, name: str, command: list[str]) -> Iterator[None]:
         process.kill()
         raise
     if status != 0:
-        raise SystemExit(f"{name} ended with {status}:\n{log.read_text()[-4000:]}")
+        raise SystemExit(f"{name} ended with {status}:\n{output.end()}")
+    output.end()
     print(f"{name}: started, ready, ended with 0", flush=True)
-
-
-def _wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + _READY_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.2)
-    raise SystemExit(f"{url} was not ready within {_READY_SECONDS:.0f} s")
 
 
 def _ask(folder: Path, python: Path) -> None:

@@ -13,7 +13,7 @@ import anyio
 
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta
-from control_plane.text.text_service import TextStream
+from control_plane.text.text_stream import TextStream
 from tandem_runtime.errors import note_work
 
 

@@ -1,4 +1,4 @@
-"""Runs a text request: prepare, admit, submit, detokenize, stop.
+"""Starts a text request: prepare, admit, submit.
 
 Endpoints hand over a raw body, which a `Preparer` checks and tokenizes in another process. `TextService.start` takes a
 `CompletionRequest` or a `ChatRequest` instead. Both return running `TextStream`s.
@@ -6,21 +6,18 @@ Endpoints hand over a raw body, which a `Preparer` checks and tokenizes in anoth
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from types import TracebackType
-from typing import Any, Protocol
+from functools import reduce
+from typing import Protocol
 
 import anyio
 import msgspec
 
 from control_plane.accounts.identity import Caller
-from control_plane.accounts.ledger import Status
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
 from control_plane.generation import (
     Dispatcher,
@@ -33,7 +30,8 @@ from control_plane.generation import (
     TokenStream,
     Usage,
 )
-from control_plane.text.choice import ChoiceText, TextDelta, TextLogprobs
+from control_plane.text.choice import ChoiceText, TextLogprobs
+from control_plane.text.deadline import Deadline, until
 from control_plane.text.prepared import (
     AnswerForm,
     Asked,
@@ -47,20 +45,14 @@ from control_plane.text.prompt_logprobs import prompt_logprobs
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.request import ChatRequest, CompletionRequest, session_key
 from control_plane.text.telemetry import GenerationMeter, GenerationRecord
+from control_plane.text.text_stream import Prompt, TextStream, outcome
 from control_plane.text.tokenizer import TokenizerCache
-from control_plane.text.tools.forms import form_named
-from control_plane.text.tools.parser import CallParser
-from control_plane.text.tools.planning import call_id
 from control_plane.text.vocabulary import Vocabulary
 from tandem_runtime import tracing
-from tandem_runtime.errors import Cancelled, DeadlineExceeded, InternalError, note_work
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 FALLBACK_HEADER = "tandem-fallback-model"
 """Response header with the model that answered in place of the requested one."""
-
-_CONTEXT_TOKENS = 64
-"""Tokens of a prompt that the detokenizer of its continuation gets; it uses fewer."""
 
 Parse = Callable[[TextJob, bytes], ParsedBody]
 Resolve = Callable[[Asked], Awaitable[ModelDescription]]
@@ -201,7 +193,7 @@ class TextService:
     async def start_prepared(self, prompt: Prompt) -> TextStream:
         """Admit and submit a prepared prompt. Raise TandemError."""
         with _recorded(prompt.record):
-            async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
+            async with until(prompt.token_request.deadline, prompt.timeout_seconds):
                 entry = await self._accounts.admit(prompt.caller, BilledRequest.for_answer(prompt.token_request))
                 tokens = await self._submit(prompt.token_request, entry)
         return TextStream(tokens, prompt, entry)
@@ -216,7 +208,7 @@ class TextService:
             if tokens is not None:
                 with anyio.CancelScope(shield=True):
                     await tokens.aclose()
-            entry.close(*_outcome(error))
+            entry.close(*outcome(error))
             raise
         return tokens
 
@@ -228,7 +220,7 @@ class TextService:
         if len(prompt.token_ids) == 1:
             return (), Usage(0, 0, 0, 0)
         with _recorded(prompt.record):
-            async with _until(prompt.token_request.deadline, prompt.timeout_seconds):
+            async with until(prompt.token_request.deadline, prompt.timeout_seconds):
                 entry = await self._accounts.admit(prompt.caller, BilledRequest.for_prompt_scores(prompt.token_request))
                 found, used = await self._score(prompt.token_request, num_logprobs, entry)
         text = ChoiceText(prompt.vocabulary)
@@ -245,7 +237,7 @@ class TextService:
             await entry.opened()
             found = await prompt_logprobs(self._dispatcher, request, num_logprobs, used)
         except BaseException as error:
-            status, _, reasons, name = _outcome(error)
+            status, _, reasons, name = outcome(error)
             entry.close(status, _sum(used) if used else None, reasons, name)
             raise
         entry.close("finished", _sum(used))
@@ -318,162 +310,6 @@ class PreparedAnswer:
     prompts: Sequence[Prompt]
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A tokenized request, with its model, vocabulary, deadline and record."""
-
-    caller: Caller
-    model: ModelDescription
-    vocabulary: Vocabulary
-    prepared: PreparedPrompt
-    token_request: TokenRequest
-    timeout_seconds: float
-    record: GenerationRecord
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.token_request.token_ids
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.token_request.choice_seeds)
-
-    @property
-    def text(self) -> str:
-        """The prompt as text."""
-        return self.vocabulary.decode(self.token_ids) if self.prepared.text is None else self.prepared.text
-
-
-class TextStream:
-    """The answer to one request, all choices, as text. Iterate once; close at any time."""
-
-    def __init__(self, tokens: TokenStream, prompt: Prompt, entry: LedgerEntry) -> None:
-        self.prompt = prompt
-        self._tokens = tokens
-        self._record = prompt.record
-        self._entry = entry
-        self._has_tokens = False
-        self._choices = [_new_choice(prompt, index) for index in range(prompt.num_choices)]
-
-    @property
-    def model(self) -> ModelDescription:
-        return self.prompt.model
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._choices)
-
-    @property
-    def usage(self) -> Usage:
-        """Final once iteration has ended."""
-        return self._entry.priced(self._tokens.usage)
-
-    @property
-    def route(self) -> Mapping[str, Any]:
-        return self._tokens.route
-
-    async def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """Yield text as it arrives. Every choice ends with a finish reason, or this raises TandemError."""
-        async for batch in self.batches():
-            for text in batch:
-                yield text
-
-    async def batches(self) -> AsyncIterator[Iterator[TextDelta]]:
-        """Yield the same deltas in batches of all that has arrived. Read a batch to its end before the next."""
-        try:
-            async for batch in self._token_batches():
-                yield self._texts(batch)
-            reasons = self._finish_reasons()
-            self._record.finished(self.usage, reasons)
-            self._entry.close("finished", self.usage, " ".join(dict.fromkeys(reasons)))
-        except BaseException as error:
-            self._record.failed(error)
-            self._close_entry(error)
-            raise
-        finally:
-            await self.aclose()
-
-    def _texts(self, batch: Iterator[TokenDelta]) -> Iterator[TextDelta]:
-        try:
-            for delta in batch:
-                text = self._push(delta)
-                if text is not None:
-                    self._record.text_arrived()
-                    yield text
-        except Exception as error:
-            self._record.failed(error)
-            self._close_entry(error)
-            raise
-
-    def _finish_reasons(self) -> list[str]:
-        reasons: list[str] = [choice.finish_reason for choice in self._choices if choice.finish_reason is not None]
-        if len(reasons) < len(self._choices):
-            raise InternalError("the stream of tokens ended before the answer did; try again")
-        return reasons
-
-    async def aclose(self) -> None:
-        """Cancel what still runs. This completes even while the surrounding task is being cancelled."""
-        self._close_entry(None)
-        with anyio.CancelScope(shield=True):
-            await self._tokens.aclose()
-
-    def _close_entry(self, error: BaseException | None) -> None:
-        """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
-        status, _, reasons, name = _outcome(error)
-        if error is not None and self._has_tokens:
-            note_work(error)
-        if not self._has_tokens and (status == "cancelled" or isinstance(error, DeadlineExceeded)):
-            # The client left, or set a deadline: it pays for what workers report as computed.
-            self._entry.close_unfinished(status, self._tokens.num_unfinished_tokens, name)
-        else:
-            self._entry.close(status, self._tokens.usage if self._has_tokens else None, reasons, name)
-
-    async def _token_batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
-        iterator = aiter(self._tokens.batches())
-        deadline = Deadline(self.prompt.token_request.deadline, self.prompt.timeout_seconds)
-        try:
-            while True:
-                async with deadline:
-                    batch = await anext(iterator, None)
-                if batch is None:
-                    return
-                self._has_tokens = True
-                yield batch
-        finally:
-            deadline.close()
-
-    def _push(self, delta: TokenDelta) -> TextDelta | None:
-        choice = self._choices[delta.choice_index]
-        if choice.finish_reason is not None:  # tokens that were in flight when a stop string ended the choice
-            return None
-        text = choice.push(delta)
-        if choice.ended_by_stop_string and delta.finish_reason is None:
-            self._tokens.stop_choice(delta.choice_index)
-        return text if text.text or text.calls or text.logprobs or text.finish_reason else None
-
-
-def _outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
-    """Return status, usage, finish reasons and error of an incomplete request, as `LedgerEntry.close` takes them."""
-    if isinstance(error, Exception) and not isinstance(error, Cancelled):
-        return "failed", None, "", type(error).__name__
-    return "cancelled", None, "", ""
-
-
-def _new_choice(prompt: Prompt, index: int) -> ChoiceText:
-    """Return the text of a new choice. A completion continues its prompt's text; a chat answer does not."""
-    prepared, calls = prompt.prepared, None
-    if prepared.tool_form:
-        calls = CallParser(form_named(prepared.tool_form), partial(call_id, prompt.token_request.request_id, index))
-    return ChoiceText(
-        prompt.vocabulary,
-        context_ids=tuple(prompt.token_ids[-_CONTEXT_TOKENS:]) if prepared.continues_text else (),
-        stop_strings=prepared.stop,
-        stop_token_ids=prepared.sampling.stop_token_ids,
-        calls=calls,
-        shown_ids=prepared.shown_ids,
-    )
-
-
 def _sum(used: Sequence[Usage]) -> Usage:
     return reduce(operator.add, used, Usage(0, 0, 0, 0))
 
@@ -486,71 +322,3 @@ def _recorded(record: GenerationRecord) -> Iterator[None]:
     except BaseException as error:
         record.failed(error)
         raise
-
-
-@asynccontextmanager
-async def _until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]:
-    """Raise DeadlineExceeded if `deadline` (Unix seconds) passes inside the block."""
-    time_left = Deadline(deadline, timeout_seconds)
-    try:
-        async with time_left:
-            yield
-    finally:
-        time_left.close()
-
-
-class Deadline:
-    """`async with deadline:` cancels the awaits inside when the deadline passes, and raises DeadlineExceeded.
-
-    Unlike asyncio.timeout, it can be entered for every wait of a stream, and one timer serves all waits. One task may
-    use it at a time. Call `close` after the last wait.
-    """
-
-    def __init__(self, at: float, timeout_seconds: float) -> None:
-        """`at`: Unix seconds. `timeout_seconds` is the whole time, for `shorten` and the error message."""
-        self.at_unix = at
-        self.timeout_seconds = timeout_seconds
-        self._has_passed = False
-        self._task: asyncio.Task[object] | None = None
-        self._num_cancels = 0
-        self._loop = asyncio.get_running_loop()
-        self._at = self._loop.time() + at - time.time()
-        self._timer = self._loop.call_at(self._at, self._pass)
-
-    def shorten(self, timeout_seconds: float) -> None:
-        """Limit the whole time to `timeout_seconds`, if that is less."""
-        sooner = self.timeout_seconds - timeout_seconds
-        if sooner > 0 and not self._has_passed:
-            self._timer.cancel()
-            self.at_unix, self._at, self.timeout_seconds = self.at_unix - sooner, self._at - sooner, timeout_seconds
-            self._timer = self._loop.call_at(self._at, self._pass)
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    async def __aenter__(self) -> None:
-        if self._has_passed or self._loop.time() >= self._at:  # a timer may fire early, by the clock's resolution
-            raise self._error()
-        self._task = asyncio.current_task()
-        assert self._task is not None, "a deadline is entered inside a task"
-        self._num_cancels = self._task.cancelling()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        task, self._task = self._task, None
-        if not self._has_passed or task is None:
-            return
-        # Undo our own cancel; a cancel by others at the same time stays.
-        if task.uncancel() <= self._num_cancels and kind is not None and issubclass(kind, asyncio.CancelledError):
-            raise self._error() from error
-
-    def _pass(self) -> None:
-        self._has_passed = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def _error(self) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"the request took longer than its {self.timeout_seconds:g} seconds; request fewer tokens or more time"
-        )

@@ -30,7 +30,7 @@ from control_plane.api.openai.responses import (
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.prepared import AnswerForm, TextJob
 from control_plane.text.prompt_logprobs import check_scored
-from control_plane.text.text_service import Prompt, TextStream
+from control_plane.text.text_stream import Prompt, TextStream
 
 
 def routes(prefix: str) -> list[Route]:

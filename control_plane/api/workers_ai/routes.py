@@ -17,7 +17,7 @@ from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.bodies import parse
 from control_plane.api.workers_ai.responses import wire_of
 from control_plane.text.prepared import AnswerForm, TextJob
-from control_plane.text.text_service import TextStream
+from control_plane.text.text_stream import TextStream
 
 _PREFIX = "/client/v4/accounts/{account}/ai"
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from control_plane.text.text_service import Deadline
+from control_plane.text.deadline import Deadline
 from tandem_runtime.errors import DeadlineExceeded
 
 

@@ -11,7 +11,8 @@ import pytest
 from control_plane.accounts.identity import Caller
 from control_plane.text.choice import TextDelta
 from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions, choice_seed, session_key
-from control_plane.text.text_service import TextService, TextStream
+from control_plane.text.text_service import TextService
+from control_plane.text.text_stream import TextStream
 from tandem_runtime.errors import ContextTooLong, DeadlineExceeded, InternalError, InvalidRequest, ModelNotFound
 from tests.control_plane.api.model import OneModel, description, ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher

@@ -7,33 +7,30 @@ of the large lane, in the background. A process that exceeds a bound is killed; 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-import psutil
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from control_plane.generation import ModelDescription, ModelFacts
+from control_plane.generation import ModelDescription
 from control_plane.text.prepared import Asked, PreparedBody, TextJob
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import Parse, Resolve
 from control_plane.text.vocabulary import Vocabulary
 from control_plane.text_processes.lanes import Lane
+from control_plane.text_processes.text_process import JobWatch, TextProcess
 from control_plane.text_processes.wire import (
     MEMORY,
-    AsyncChannel,
     Done,
     Drop,
     Ended,
     Failed,
-    Hello,
     Named,
     Run,
     Use,
 )
-from control_plane.text_processes.zygote_link import Generation, ZygoteLink
+from control_plane.text_processes.zygote_link import ZygoteLink
 from tandem_machine.cores import num_usable_cores
 from tandem_runtime import metrics
 from tandem_runtime.errors import Aborted, InternalError, InvalidRequest, TandemError, Unavailable
@@ -46,11 +43,8 @@ SMALL_BODY_BYTES = 64 * 1024
 _MIN_PROCESSES = 3
 _MAX_DEFAULT_PROCESSES = 8
 _NUM_SMALL = 3
-_WATCH_SECONDS = 0.05
 _FINISH_SECONDS = 1.0
 """A job whose client has left may go on for this long, since another process is dearer; then it is killed."""
-_MAX_TOLD = 16
-"""Names of models that are noted for each process. An older name is asked for again."""
 _MAX_RUNS = 8
 """Of one body: tokenizers to load and lost processes make it run again."""
 
@@ -90,98 +84,6 @@ class _NeedsTokenizer(Exception):
         self.model = model
 
 
-@dataclass(eq=False)
-class _Process:
-    """The gateway's side of one text process."""
-
-    channel: AsyncChannel
-    generation: Generation
-    pid: int = 0
-    process: psutil.Process | None = None
-    cpu_seconds: float = 0.0
-    """Before the current job."""
-    data_bytes: int = 0
-    """Before its first job."""
-    has_job: bool = False
-    awaits_model: bool = False
-    told: dict[str, ModelFacts] = field(default_factory=dict)
-    """By a caller's name for a model: what the process was told last."""
-    is_over: bool = False
-    killed_for: str = ""
-
-    async def begin(self) -> None:
-        """Wait until the process runs. Raise Ended."""
-        hello = await self.channel.receive()
-        assert isinstance(hello, Hello), "a text process begins with Hello"
-        self.pid = hello.pid
-        try:
-            self.process = psutil.Process(hello.pid)
-        except psutil.NoSuchProcess as error:
-            raise Ended from error
-        self.data_bytes = self.now()[1]
-
-    def now(self) -> tuple[float, int]:
-        """Return processor seconds since the start, and bytes of private memory."""
-        assert self.process is not None, "the process has begun"
-        try:
-            times, memory = self.process.cpu_times(), self.process.memory_info()
-        except psutil.Error as error:
-            raise Ended from error
-        return times.user + times.system, getattr(memory, "data", memory.rss)
-
-    def tell(self, name: str, model: ModelFacts) -> None:
-        """Note what the process is told about a name."""
-        self.told.pop(name, None)
-        self.told[name] = model
-        if len(self.told) > _MAX_TOLD:
-            del self.told[next(iter(self.told))]
-
-    def kill(self, reason: str) -> None:
-        self.killed_for = self.killed_for or reason
-        if self.process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself, which its connection shows
-                self.process.kill()  # checks that the id was not given to another process meanwhile
-
-    @property
-    def may_serve(self) -> bool:
-        return not self.is_over and self.generation.is_current
-
-    @property
-    def is_usable(self) -> bool:
-        return self.may_serve and not self.channel.has_ended
-
-
-@dataclass
-class _Watch:
-    """Looks at a running job every 50 ms."""
-
-    process: _Process
-    max_cpu_seconds: float
-    on_kill: Callable[[_Process, str, float, int], None]
-    memory_bytes: int = 0
-    """Of the job, when it was last looked at."""
-    _timer: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-    def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._look)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        try:
-            cpu_seconds, data_bytes = self.process.now()
-        except Ended:
-            return  # its connection tells
-        self.memory_bytes = data_bytes - self.process.data_bytes
-        used = cpu_seconds - self.process.cpu_seconds
-        if used > self.max_cpu_seconds:
-            self.on_kill(self.process, "cpu", used, self.memory_bytes)
-        else:
-            self.start()
-
-
 class TextProcesses:
     """Implements text_service.Preparer. `start` before the first request, `close` after the last."""
 
@@ -191,8 +93,8 @@ class TextProcesses:
         waiting = self.limits.max_waiting, self.limits.max_waiting_bytes
         self.small = Lane("small", _NUM_SMALL, *waiting)
         self.large = Lane("large", self.limits.num_large, *waiting)
-        self._idle: dict[str, list[_Process]] = {self.small.name: [], self.large.name: []}
-        self._all: set[_Process] = set()
+        self._idle: dict[str, list[TextProcess]] = {self.small.name: [], self.large.name: []}
+        self._all: set[TextProcess] = set()
         self._tasks = TaskSet()
         self._meter = _TextMeter([self.small, self.large])
 
@@ -239,7 +141,7 @@ class TextProcesses:
         arrived = time.monotonic()
         await lane.take(account, len(raw))
         started = time.monotonic()
-        process: _Process | None = None
+        process: TextProcess | None = None
         try:
             process = self._take_idle(lane) or await self._spawn(lane)
             return await self._run(process, job, raw, resolve, may_assume=may_assume)
@@ -249,11 +151,11 @@ class TextProcesses:
             asyncio.get_running_loop().call_soon(self._meter.ran, lane, started - arrived, time.monotonic() - started)
 
     async def _run(
-        self, process: _Process, job: TextJob, raw: bytes, resolve: Resolve, *, may_assume: bool
+        self, process: TextProcess, job: TextJob, raw: bytes, resolve: Resolve, *, may_assume: bool
     ) -> tuple[PreparedBody, Vocabulary]:
         """Run one job. Raise the job's TandemError, _Outdated, _NeedsTokenizer, or Ended if the process died."""
         max_cpu_seconds = self.limits.max_cpu_seconds(len(raw))
-        watch = _Watch(process, max_cpu_seconds, self._kill)
+        watch = JobWatch(process, max_cpu_seconds, self._kill)
         watch.start()
         process.has_job = True
         try:
@@ -281,7 +183,7 @@ class TextProcesses:
         assert vocabulary is not None, "a job is done after its model was found"
         return answer.body, vocabulary
 
-    async def _resolved(self, process: _Process, named: Named, resolve: Resolve) -> ModelDescription:
+    async def _resolved(self, process: TextProcess, named: Named, resolve: Resolve) -> ModelDescription:
         process.awaits_model = True
         try:
             return await resolve(named.asked)
@@ -289,7 +191,7 @@ class TextProcesses:
             await self._drop(process)
             raise
 
-    def _assumed(self, process: _Process, asked: Asked, model: ModelDescription) -> Vocabulary:
+    def _assumed(self, process: TextProcess, asked: Asked, model: ModelDescription) -> Vocabulary:
         """Return the vocabulary of a model that a process used without asking. Raise _Outdated, _NeedsTokenizer."""
         if process.told.get(asked.model) != model.facts:
             raise _Outdated
@@ -298,7 +200,7 @@ class TextProcesses:
             raise _NeedsTokenizer(model)
         return vocabulary
 
-    async def _use(self, process: _Process, named: Named, model: ModelDescription) -> Vocabulary:
+    async def _use(self, process: TextProcess, named: Named, model: ModelDescription) -> Vocabulary:
         vocabulary = self.zygote.vocabulary_if_loaded(process.generation, model)
         if vocabulary is None:
             await self._drop(process)
@@ -308,12 +210,12 @@ class TextProcesses:
         await process.channel.send(Use(model.facts, model.fingerprint))
         return vocabulary
 
-    async def _drop(self, process: _Process) -> None:
+    async def _drop(self, process: TextProcess) -> None:
         await process.channel.send(Drop())
         process.has_job = process.awaits_model = False
         process.cpu_seconds = process.now()[0]
 
-    def _take_idle(self, lane: Lane) -> _Process | None:
+    def _take_idle(self, lane: Lane) -> TextProcess | None:
         idle = self._idle[lane.name]
         while idle:
             process = idle.pop()
@@ -322,11 +224,11 @@ class TextProcesses:
             self._end(process)
         return None
 
-    async def _spawn(self, lane: Lane) -> _Process:
+    async def _spawn(self, lane: Lane) -> TextProcess:
         channel, generation = await self.zygote.spawn(
             is_background=lane is self.large, max_memory_bytes=self.limits.memory_mb << 20
         )
-        process = _Process(channel, generation)
+        process = TextProcess(channel, generation)
         self._all.add(process)
         try:
             await process.begin()
@@ -335,7 +237,7 @@ class TextProcesses:
             raise
         return process
 
-    def _release(self, lane: Lane, account: str, process: _Process | None) -> None:
+    def _release(self, lane: Lane, account: str, process: TextProcess | None) -> None:
         if process is not None and process.has_job and not process.is_over:
             self._tasks.spawn(self._finish(lane, account, process), name="text-job-left")
             return
@@ -343,7 +245,7 @@ class TextProcesses:
             self._keep(lane, process)
         lane.give_back(account)
 
-    async def _finish(self, lane: Lane, account: str, process: _Process) -> None:
+    async def _finish(self, lane: Lane, account: str, process: TextProcess) -> None:
         """Let a job end whose client has left, for a moment; then kill its process. It holds its slot meanwhile."""
         is_over, process.is_over = process.is_over, True  # unless its answer is read to the end below
         try:
@@ -362,13 +264,13 @@ class TextProcesses:
             self._keep(lane, process)
             lane.give_back(account)
 
-    def _keep(self, lane: Lane, process: _Process) -> None:
+    def _keep(self, lane: Lane, process: TextProcess) -> None:
         if process.may_serve:  # whether it still lives is asked when it is taken
             self._idle[lane.name].append(process)
         else:
             self._end(process)
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: TextProcess) -> None:
         """Forget a process. One without a job ends with its connection, another one is killed."""
         process.is_over = True
         self._all.discard(process)
@@ -376,7 +278,7 @@ class TextProcesses:
             process.kill("closed")
         process.channel.close()
 
-    def _kill(self, process: _Process, reason: str, cpu_seconds: float, memory_bytes: int) -> None:
+    def _kill(self, process: TextProcess, reason: str, cpu_seconds: float, memory_bytes: int) -> None:
         self._meter.killed(reason)
         log.warning(
             "text_process_killed",
@@ -387,7 +289,7 @@ class TextProcesses:
         )
         process.kill(reason)
 
-    def _raise_if_bounded(self, process: _Process, watch: _Watch, num_bytes: int) -> None:
+    def _raise_if_bounded(self, process: TextProcess, watch: JobWatch, num_bytes: int) -> None:
         """Raise InvalidRequest if a process has ended because its job exceeded a bound."""
         if process.killed_for == "cpu":
             raise self._too_slow(num_bytes)

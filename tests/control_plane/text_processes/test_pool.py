@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from control_plane.generation import ModelDescription, ModelFacts, TokenIds
 from control_plane.text.prepared import Asked, PreparedBody
 from control_plane.text.tokenizer import TextTokenizer
-from control_plane.text_processes.pool import SMALL_BODY_BYTES, TextLimits, TextProcesses, _Process
+from control_plane.text_processes.pool import SMALL_BODY_BYTES, TextLimits, TextProcesses
+from control_plane.text_processes.text_process import TextProcess
 from tandem_engine.demo import checkpoint_path
 from tandem_runtime.errors import Aborted, ContextTooLong, InternalError, InvalidRequest, ModelNotFound
 from tests.control_plane.api.gateway import serve
@@ -194,13 +195,13 @@ async def test_a_job_that_loses_two_processes_is_aborted_once() -> None:
 
 async def test_a_process_asks_for_a_name_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    tell = _Process.tell
+    tell = TextProcess.tell
 
-    def noted(self: _Process, name: str, facts: ModelFacts) -> None:
+    def noted(self: TextProcess, name: str, facts: ModelFacts) -> None:
         asked.append(name)
         tell(self, name, facts)
 
-    monkeypatch.setattr(_Process, "tell", noted)
+    monkeypatch.setattr(TextProcess, "tell", noted)
     async with pool() as processes:
         for _ in range(3):
             assert ids(await prepare(processes, chat_body("Hello"))) == HELLO

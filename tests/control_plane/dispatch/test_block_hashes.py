@@ -125,8 +125,11 @@ def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> 
 
 
 def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
+    """Return what a worker reads, without the time left: that differs between two calls."""
     state = RequestState(request, CARD, hashes, Events())
-    return pb.Submit.FromString(state.prompt + decode_submit(state, state.choices[0]).SerializeToString())
+    submit = pb.Submit.FromString(state.prompt + decode_submit(state, state.choices[0]).SerializeToString())
+    submit.ClearField("time_left_ms")
+    return submit
 
 
 async def blocks_filled(harness: EngineHarness, request: TokenRequest) -> tuple[list[str], int]:

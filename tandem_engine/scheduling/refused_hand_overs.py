@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem_engine.scheduling.request import Request
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.waiting_queue import AGEING_NS
 
 _OFFER_NS = 1_000_000_000
@@ -55,7 +56,8 @@ class RefusedHandOver:
 class RefusedHandOvers:
     """Times are nanoseconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self._first: dict[int, RefusedHandOver] = {}  # by class
 
     def offered(self, request: Request, now_ns: int) -> None:
@@ -85,6 +87,15 @@ class RefusedHandOvers:
     def is_due(self, request: Request, now_ns: int) -> bool:
         """Whether it is this request that `due` returns."""
         return (due := self.due(now_ns)) is not None and due is self._first_of(request)
+
+    def num_missing_blocks(self, due: RefusedHandOver) -> int:
+        """Count the blocks for the choices not accepted yet, as far as the pool could ever hold them at once.
+
+        Each accepted choice is one more that may grow into the next block.
+        """
+        num_with_growth = due.num_blocks_each + 1 + (self._config.num_window_groups or 0)
+        most_choices = max(1, self._config.num_blocks // num_with_growth)
+        return due.num_blocks_each + (min(due.num_missing, most_choices) - 1) * num_with_growth
 
     def _first_of(self, request: Request) -> RefusedHandOver | None:
         first = self._first.get(request.priority)

@@ -84,7 +84,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._shares)
         self._ready = WaitingQueue(self._shares, waits_for_blocks=False)
         self._running = RunningRequests(config.max_num_seqs)
-        self._refused = RefusedHandOvers()
+        self._refused = RefusedHandOvers(config)
         self._early_outputs: list[RequestOutput] = []  # of requests that ended before they ran
         self.num_steps = self._num_arrivals = 0
         self._is_stalled = False
@@ -322,21 +322,16 @@ class Scheduler:
                 return self.pool.num_blocks  # running requests grow: no other count holds until the head fits
             if is_head_due or (not is_due and head.effective_priority >= request.priority):
                 num_kept += self._num_kept_for(most_blocks(self.config, head.num_tokens))
-        if due is not None:  # the choices of a request are accepted together
-            num_kept += self._num_of(due) - due.num_blocks_each if is_due else self._num_kept_for(self._num_of(due))
+        if due is not None:  # one choice leaves the blocks of the others
+            num_missing = self._refused.num_missing_blocks(due)
+            num_kept += num_missing - due.num_blocks_each if is_due else self._num_kept_for(num_missing)
         return num_kept
 
     def _num_kept_from_queue(self, now_ns: int) -> int:
         """Count the blocks that the queue's head leaves to a refused hand-over whose turn is before its own."""
         due, standing = self._refused.due(now_ns), self._waiting.standing(now_ns)
         self._held_for = None if standing is None or (due and standing.is_before(due.since_ns)) else due
-        return self._num_kept_for(self._num_of(self._held_for)) if self._held_for is not None else 0
-
-    def _num_of(self, due: RefusedHandOver) -> int:
-        """Count the blocks for the missing choices of a hand-over, as far as the pool could ever hold them at once."""
-        num_grown = due.num_blocks_each + 1 + (self.config.num_window_groups or 0)
-        most_choices = max(1, self.pool.num_blocks // num_grown)
-        return due.num_blocks_each + (min(due.num_missing, most_choices) - 1) * num_grown
+        return self._num_kept_for(self._refused.num_missing_blocks(self._held_for)) if self._held_for is not None else 0
 
     def _num_kept_for(self, num_blocks: int) -> int:
         """Add the blocks into which all grow in the next step, a request that is admitted meanwhile included."""

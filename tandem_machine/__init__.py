@@ -1,1 +1,4 @@
-"""What this process may use of its machine: cores, memory. Standard library only: every package imports it."""
+"""What this process may use of its machine: cores, memory, NUMA nodes.
+
+Standard library only: every package imports it.
+"""

@@ -7,7 +7,6 @@ plane, the KV service and the workers' gRPC processes need little; they stay off
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import tomllib
@@ -16,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
+from tandem_client.cli.placement import place_cores
 from tandem_machine.cores import allowed_cores, num_usable_cores
 from tandem_machine.memory import usable_memory
+from tandem_machine.nodes import Node, nodes_of
 
 _LAST_PORT = 65_535
 
@@ -114,28 +115,28 @@ class Share:
 
 def divide(machine: Machine, num_workers: int) -> list[Share]:
     """Divide a machine evenly. A worker with a GPU to itself determines its own KV memory."""
-    kv_bytes = None if len(machine.gpus) >= num_workers else kv_bytes_per_worker(machine.free_memory_bytes, num_workers)
+    has_own_gpu = len(machine.gpus) >= num_workers
     gpus = [machine.gpus[index % len(machine.gpus)] if machine.gpus else None for index in range(num_workers)]
-    cores = divide_cores(machine.cores, num_workers)
+    cores = place_cores([node.cores for node in machine.nodes] or [machine.cores], num_workers)
     return [
-        Share(own_cores if machine.is_pinned else (), len(own_cores), kv_bytes, gpu)
+        Share(
+            own_cores if machine.is_pinned else (),
+            len(own_cores),
+            None if has_own_gpu else _kv_limit_bytes(machine, own_cores, cores),
+            gpu,
+        )
         for own_cores, gpu in zip(cores, gpus, strict=True)
     ]
 
 
-def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Give each worker a run of neighbouring cores; where there are too few, workers share them in turn.
-
-    >>> divide_cores([0, 1, 2, 3, 4], 2)
-    [(0, 1, 2), (3, 4)]
-    >>> divide_cores([0, 1], 3)
-    [(0,), (1,), (0,)]
-    """
-    if len(cores) < num_workers:
-        return [(cores[index % len(cores)],) for index in range(num_workers)]
-    size, larger = divmod(len(cores), num_workers)
-    starts = [index * size + min(index, larger) for index in range(num_workers + 1)]
-    return [tuple(cores[start:end]) for start, end in itertools.pairwise(starts)]
+def _kv_limit_bytes(machine: Machine, own_cores: Sequence[int], cores: Sequence[Sequence[int]]) -> int:
+    """Return the most KV memory of one worker; workers on one node share three fifths of its memory, too."""
+    limit_bytes = kv_bytes_per_worker(machine.free_memory_bytes, len(cores))
+    for node in machine.nodes:
+        if node.total_bytes and set(own_cores) <= set(node.cores):
+            num_workers = sum(set(others) <= set(node.cores) for others in cores)
+            limit_bytes = min(limit_bytes, 3 * node.available_bytes // (5 * num_workers) >> 20 << 20)
+    return limit_bytes
 
 
 def kv_bytes_per_worker(free_memory_bytes: int, num_workers: int) -> int:
@@ -253,6 +254,8 @@ class Machine:
     cores: tuple[int, ...]
     free_memory_bytes: int
     gpus: tuple[str, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    """The NUMA nodes of `cores`, each with these cores alone; empty on a machine with one node, and if not pinned."""
     is_pinned: bool = True
     """Whether engines get cores of their own. False under a CPU quota smaller than the allowed cores: a quota names no
     cores, so every container of the machine would choose the same; `cores` then only counts."""
@@ -265,7 +268,8 @@ def this_machine() -> Machine:
     """Return this machine, as far as this process may use it: affinity, CPU quota, memory limit."""
     allowed, num_usable = allowed_cores(), num_usable_cores()
     is_pinned = num_usable == len(allowed)
-    return Machine(allowed[:num_usable], usable_memory().available_bytes, usable_gpus(), is_pinned=is_pinned)
+    nodes = nodes_of(allowed) if is_pinned else ()
+    return Machine(allowed[:num_usable], usable_memory().available_bytes, usable_gpus(), nodes, is_pinned=is_pinned)
 
 
 def usable_gpus() -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem_client.cli.placement import divide_cores
 from tandem_client.cli.plan import (
     Configured,
     Machine,
@@ -16,7 +17,6 @@ from tandem_client.cli.plan import (
     UpOptions,
     configured_settings,
     cores_beside_decode,
-    divide_cores,
     kv_bytes_per_worker,
     plan,
     this_machine,

@@ -41,8 +41,11 @@ class AssembledEngine:
     """Descriptor of the pool's region; the cache owns it."""
 
 
-def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
-    """Build the engine; raises ModelUnusable, whose message names the remedy."""
+def assemble(config: EngineConfig, report: Progress, numa_node: int | None = None) -> AssembledEngine:
+    """Build the engine; raises ModelUnusable, whose message names the remedy.
+
+    `numa_node` is where this process's memory comes from, as `use_memory_node` returns it.
+    """
     torch.set_num_threads(num_threads(config))
     use_threads(num_threads(config))
     loaded = load_model(config, report)
@@ -55,6 +58,7 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
         loaded.mapped_bytes + (draft.mapped_bytes if draft else 0),
         draft.geometry.bytes_per_block if draft else 0,
         loaded.weight_bytes,
+        numa_node,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
@@ -65,7 +69,7 @@ def assemble(config: EngineConfig, report: Progress) -> AssembledEngine:
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
-    return AssembledEngine(core, _ready(config, loaded, cache), cache.region.fd)
+    return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)
 
 
 def _checksums(cache: PagedKVCache) -> BlockChecksums:
@@ -136,7 +140,7 @@ def _draft_runner(draft: LoadedModel, target: PagedKVCache) -> DraftRunner:
     return DraftRunner(draft.model, draft.ops, cache, target.generations, draft.info.context_length)
 
 
-def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache) -> Ready:
+def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, numa_node: int | None) -> Ready:
     return Ready(
         model=loaded.info,
         layout=loaded.geometry.layout(),
@@ -144,4 +148,5 @@ def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache) -> Re
         region_id=config.region_id,
         region_bytes=cache.region.num_bytes,
         generations_offset=cache.generations_offset,
+        numa_node=numa_node,
     )

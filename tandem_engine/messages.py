@@ -162,6 +162,8 @@ class Ready(Message, frozen=True):
     """Slot i of the region is block i of the pool; `offset = slot * bytes_per_block`."""
     region_bytes: int
     generations_offset: int
+    numa_node: int | None = None
+    """The NUMA node that weights and pool are taken from; None: no node is preferred."""
 
 
 class Reserved(Message, frozen=True):

@@ -1,6 +1,7 @@
 """Runs the engine process.
 
-    read EngineConfig -> pin to cores -> load -> Ready -> (commands -> one step)* -> Shutdown, or the front is gone
+    read EngineConfig -> pin to cores -> load (memory of the cores' node) -> Ready -> (commands -> one step)*
+        -> Shutdown, or the front is gone
 
 `tandem_engine.client` starts this process. It ignores SIGINT and SIGTERM: the front decides when it ends. Torch is
 imported only after the affinity is set, because OpenMP counts cores once.
@@ -24,6 +25,7 @@ from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_al
 from tandem_engine.core import EngineCore
 from tandem_engine.cores import use_cores
 from tandem_engine.errors import ModelUnusable
+from tandem_engine.memory_node import use_memory_node
 from tandem_engine.messages import EngineEvent, EngineFailed, LoadProgress, Shutdown
 from tandem_engine.settings import EngineConfig
 from tandem_machine.limits import with_remedy
@@ -90,13 +92,14 @@ def _send_all(channel: SyncChannel, events: Sequence[EngineEvent]) -> None:
 def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
     """Load the model and send Ready with the pool's descriptor."""
     report = _progress_reporter(channel)
+    numa_node = use_memory_node(report)
     report("importing torch", 0.0)
     from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
 
     with without_compiler():
         from tandem_engine.assembly import assemble
 
-        assembled = assemble(config, report)
+        assembled = assemble(config, report, numa_node)
     gc.collect()
     gc.freeze()  # else a collection over all of torch's objects could delay any step by 70 to 190 ms
     _release_freed_memory()

@@ -280,7 +280,13 @@ class WorkerFront:
             self._state = pb.WORKER_STATE_READY
         self._progress = messages.LoadProgress(stage="ready", fraction=1.0)
         self._when_ready(ready.model.asset_paths)
-        log.info("ready", model=self.card.model_id, num_blocks=ready.num_blocks, context=self.card.context_length)
+        log.info(
+            "ready",
+            model=self.card.model_id,
+            num_blocks=ready.num_blocks,
+            context=self.card.context_length,
+            numa_node=ready.numa_node,
+        )
 
     def _engine_failed(self, failed: messages.EngineFailed) -> None:
         kind = InvalidRequest if failed.kind in ("unsupported", "invalid") else InternalError

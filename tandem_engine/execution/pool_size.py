@@ -8,8 +8,11 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
 from tandem_engine.settings import EngineConfig
 from tandem_machine.memory import usable_memory
+from tandem_machine.nodes import available_bytes_of
 
 _CPU_SHARE = 0.2
+_NODE_SHARE = 0.6
+"""Of the memory of one NUMA node, at most: a larger pool would spill to other nodes."""
 _MOST_PER_WEIGHT_BYTE = 3
 """Bytes of KV for a byte of weights, at most: a small model's pool is small, however large the machine."""
 _LEAST_BYTES = 32 << 20
@@ -25,14 +28,15 @@ def choose_num_blocks(
     mapped_bytes: int = 0,
     draft_bytes_per_block: int = 0,
     weight_bytes: int = 0,
+    numa_node: int | None = None,
 ) -> int:
     """Return the pool's size: as configured in blocks or in bytes, or by free memory after the weights are loaded.
 
     A block belongs to one group of layers; a number of blocks in the configuration is per group. A size from free
     memory never exceeds the need of a full batch of longest requests, nor three times `weight_bytes` (0: not known),
     unless one longest request needs more. `mapped_bytes` of weights are in mapped files, whose memory the system
-    reports as free. A draft model's blocks have the same ids and share the memory. Raises ModelUnusable if no block
-    fits.
+    reports as free. A draft model's blocks have the same ids and share the memory. With `numa_node`, all of them come
+    from the memory of this node as long as it has any. Raises ModelUnusable if no block fits.
     """
     bytes_per_block = geometry.bytes_per_block + draft_bytes_per_block
     if config.num_kv_blocks is not None:
@@ -40,7 +44,7 @@ def choose_num_blocks(
     if config.kv_memory_bytes is not None:
         return _fitting(config.kv_memory_bytes, bytes_per_block)
     longest = -(-context_length // geometry.block_size) * geometry.num_groups
-    limits = [_free_for_kv(device, mapped_bytes)]
+    limits = [_free_for_kv(device, mapped_bytes, numa_node)]
     if config.kv_memory_limit_bytes is not None:
         limits.append(config.kv_memory_limit_bytes)
     if weight_bytes:
@@ -58,9 +62,12 @@ def _fitting(num_bytes: int, bytes_per_block: int) -> int:
     return num_blocks
 
 
-def _free_for_kv(device: torch.device, mapped_bytes: int) -> int:
+def _free_for_kv(device: torch.device, mapped_bytes: int, numa_node: int | None) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int(_CUDA_SHARE * free)
-    return int(_CPU_SHARE * max(0, usable_memory().available_bytes - mapped_bytes))
+    num_bytes = _CPU_SHARE * max(0, usable_memory().available_bytes - mapped_bytes)
+    if numa_node is not None:
+        num_bytes = min(num_bytes, _NODE_SHARE * max(0, available_bytes_of(numa_node) - mapped_bytes))
+    return int(num_bytes)

@@ -64,6 +64,7 @@ EXAMPLES: list[Any] = [
         "r",
         2,
         3,
+        numa_node=1,
     ),
 ]
 

@@ -48,8 +48,8 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
     """
     torch.set_num_threads(num_threads(config))
     use_threads(num_threads(config))
-    loaded = load_model(config, report)
-    draft = _draft_model(config, loaded, report)
+    loaded = load_model(config, report, numa_node=numa_node)
+    draft = _draft_model(config, loaded, report, numa_node)
     num_blocks = choose_num_blocks(
         config,
         loaded.geometry,
@@ -125,14 +125,16 @@ def _max_draft_tokens(config: EngineConfig, loaded: LoadedModel) -> int:
     return config.max_draft_tokens if config.speculation == "auto" and loaded.is_batch_invariant else 0
 
 
-def _draft_model(config: EngineConfig, loaded: LoadedModel, report: Progress) -> LoadedModel | None:
+def _draft_model(
+    config: EngineConfig, loaded: LoadedModel, report: Progress, numa_node: int | None
+) -> LoadedModel | None:
     """Load the draft model, if there is one and drafts are possible."""
     if not config.draft_model:
         return None
     if not _max_draft_tokens(config, loaded):
         log.warning("the draft model %s is not loaded: this engine uses no drafts", config.draft_model)
         return None
-    return load_draft_model(config, loaded, report)
+    return load_draft_model(config, loaded, report, numa_node)
 
 
 def _draft_runner(draft: LoadedModel, target: PagedKVCache) -> DraftRunner:

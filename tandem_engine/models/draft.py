@@ -10,11 +10,15 @@ from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.settings import EngineConfig
 
 
-def load_draft_model(config: EngineConfig, target: LoadedModel, report: Progress) -> LoadedModel:
+def load_draft_model(
+    config: EngineConfig, target: LoadedModel, report: Progress, numa_node: int | None = None
+) -> LoadedModel:
     """Load `config.draft_model` as `load_model` does; raises ModelUnusable if its tokens differ from the target's."""
     own = replace(config, model=config.draft_model, revision="", served_model_name="", draft_model="")
     try:
-        draft = load_model(own, lambda stage, fraction: report(f"draft model: {stage}", 0.6 + 0.3 * fraction), target)
+        draft = load_model(
+            own, lambda stage, fraction: report(f"draft model: {stage}", 0.6 + 0.3 * fraction), target, numa_node
+        )
     except ModelUnusable as error:
         raise ModelUnusable(f"--draft-model {config.draft_model}: {error}") from error
     names = f"{draft.info.model_id} cannot draft for {target.info.model_id}"

@@ -34,6 +34,7 @@ from tandem_engine.ops.base import Ops
 from tandem_engine.ops.choice import choose_ops
 from tandem_engine.ops.cpu import KernelsUnavailable
 from tandem_engine.settings import EngineConfig
+from tandem_machine.nodes import total_bytes_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class _Job:
     ops: Ops
     digests: DigestCache
     report: Progress
+    numa_node: int | None
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,13 @@ class _Built:
     """Torch computes some of its values, whose bits depend on the vector instructions that torch uses."""
 
 
-def load_model(config: EngineConfig, report: Progress, target: LoadedModel | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, report: Progress, target: LoadedModel | None = None, numa_node: int | None = None
+) -> LoadedModel:
     """Find, check and load the model and run a trial forward; raises ModelUnusable with the remedy.
 
     With `target`, the model is a draft model: it shares the target's op layer, its context is at most as long, and its
-    KV has one group.
+    KV has one group. `numa_node` is where this process's memory comes from.
     """
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     model_config = _read_config(checkpoint)
@@ -106,6 +110,7 @@ def load_model(config: EngineConfig, report: Progress, target: LoadedModel | Non
             Path(config.state_dir).expanduser() if config.state_dir else None, lambda what: report(what, 0.1)
         ),
         report=report,
+        numa_node=numa_node,
     )
     report("computing the weights' digest", 0.1)
     weights_digest(checkpoint, job.digests)
@@ -174,6 +179,7 @@ def _build_lean(job: _Job, family: Family) -> _Built:
         state_dir=Path(job.config.state_dir).expanduser() if job.config.state_dir else None,
         weights_digest=weights_digest(job.checkpoint, job.digests),
         is_verified=job.config.verify_weights,
+        numa_node=_node_with_a_copy(job),
     )
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
@@ -188,6 +194,18 @@ def _build_lean(job: _Job, family: Family) -> _Built:
         mapped_bytes=decoder.weights.mapped_bytes,
         needs_torch_capability=any(layer.experts for layer in decoder.config.layers),
     )
+
+
+def _node_with_a_copy(job: _Job) -> int | None:
+    """Return the node whose workers share a copy of the weights; None: they share the copy of all nodes.
+
+    Each decode step reads all weights, so those of another node would be as slow as the link between the nodes. A copy
+    may take half of a node's memory: beyond it the copies of all nodes could fill the machine, and the kernel would
+    read dropped pages from disk again.
+    """
+    if job.numa_node is None or 2 * job.checkpoint.num_weight_bytes > total_bytes_of(job.numa_node):
+        return None
+    return job.numa_node
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:

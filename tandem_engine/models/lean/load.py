@@ -44,6 +44,8 @@ class LeanRequest:
     """The digest of the checkpoint's files; required with a state directory."""
     is_verified: bool = False
     """Whether packed weights are compared with their checksums before they are used."""
+    numa_node: int | None = None
+    """The NUMA node that has a copy of its own of the packed weights; None: the copy of all nodes."""
 
 
 def load_decoder(request: LeanRequest, ops: Ops, report: Callable[[str], None]) -> Decoder:
@@ -75,11 +77,19 @@ def _weights(request: LeanRequest, plan: Plan, ops: Ops, report: Callable[[str],
     names.append(f"{tables}: {request.num_positions} positions")
     key = PackedKey(request.weights_digest, ops.name, request.dtype, tuple(names))
     try:
-        packed = PackedWeightsCache(request.state_dir / _PACKED_FOLDER, is_verified=request.is_verified, report=report)
+        packed = PackedWeightsCache(
+            _packed_folder(request.state_dir, request.numa_node), is_verified=request.is_verified, report=report
+        )
         return packed.get(key, ops, entries)
     except OSError as error:
         report(f"weights are private to this process: the packed file cannot be kept ({error})")
         return _collect(entries())
+
+
+def _packed_folder(state_dir: Path, numa_node: int | None) -> Path:
+    """Return a folder for each node that has a copy: the page cache holds one copy of a file, on one node."""
+    folder = state_dir / _PACKED_FOLDER
+    return folder if numa_node is None else folder / f"node{numa_node}"
 
 
 def _stored_dtype(request: LeanRequest) -> torch.dtype | None:

@@ -38,6 +38,7 @@ from tandem_engine.models.placement import choose_device
 from tandem_engine.models.support import check_config, check_model_class, context_length
 from tandem_engine.settings import EngineConfig
 from tandem_machine.memory import Memory, usable_memory
+from tests.tandem_machine.node_tree import put_on_nodes
 
 MakeCheckpoint = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -312,6 +313,19 @@ def test_the_pool_of_a_small_model_is_small_however_large_the_machine(monkeypatc
     # 3. What is configured wins, and a limit is one.
     assert pool_bytes(EngineConfig("m", kv_memory_bytes=10 * size), 11_000_000) == 10 * size
     assert pool_bytes(EngineConfig("m", kv_memory_limit_bytes=20 * size), 11_000_000) == 20 * size
+
+
+def test_a_node_has_a_copy_of_the_weights_unless_they_take_more_than_half_of_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 has a GiB; node 2 is not there, so it has no memory."""
+    (tmp_path / "nodes").mkdir()
+    put_on_nodes(tmp_path / "nodes", monkeypatch, {0: ("0-3", 1), 1: ("4-7", 1)})
+    config = EngineConfig(str(folder), device="cpu", num_threads=1, kernels="torch", state_dir=str(tmp_path / "state"))
+    packed = tmp_path / "state" / "packed"
+    for number, files in ((0, {"node0": 1, ".": 0}), (2, {"node0": 1, ".": 1}), (None, {"node0": 1, ".": 1})):
+        load_model(config, _quiet, numa_node=number)
+        assert {place: len(list((packed / place).glob("*.safetensors"))) for place in files} == files
 
 
 def test_a_cuda_device_is_named_by_its_number() -> None:

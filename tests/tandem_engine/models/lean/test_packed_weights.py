@@ -320,3 +320,16 @@ def _resident_mb(path: Path) -> float:
     begins = [index for index, line in enumerate(lines) if line.endswith(str(path))]
     sizes = [next(line for line in lines[index:] if line.startswith("Rss:")) for index in begins]
     return sum(int(line.split()[1]) for line in sizes) / 1024
+
+
+def test_each_node_with_a_copy_has_a_file_that_its_workers_share(make_kind: MakeKind, tmp_path: Path) -> None:
+    """The page cache holds a file once, so a copy on another node is another file."""
+    folder = make_kind("llama2")
+    of_all = _load(folder, tmp_path, TorchOps())
+    of_node = _load(folder, tmp_path, TorchOps(), numa_node=1)
+    (file,) = (tmp_path / "packed" / "node1").glob("*.safetensors")
+    identity = file.stat().st_ino
+    assert identity != _file(tmp_path).stat().st_ino
+    again = _load(folder, tmp_path, TorchOps(), numa_node=1)
+    assert file.stat().st_ino == identity, "the second worker of the node maps what the first wrote"
+    assert torch.equal(_logits(of_node), _logits(of_all)) and torch.equal(_logits(again), _logits(of_all))

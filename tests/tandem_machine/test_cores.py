@@ -55,12 +55,17 @@ def test_the_cores_are_those_of_the_affinity_or_of_a_smaller_quota(
     assert (cpu_quota(), num_usable_cores()) == (quota, num_cores)
 
 
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        pytest.param("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, id="v1"),
+        pytest.param("0::/box\n", {"box/cpu.max": "200000 100000"}, id="v2"),
+    ],
+)
 def test_an_engine_under_a_quota_has_as_many_threads_as_it_may_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, files: dict[str, str]
 ) -> None:
-    put_into_cgroup(
-        tmp_path, monkeypatch, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}
-    )
+    put_into_cgroup(tmp_path, monkeypatch, membership, files)
     monkeypatch.setattr(cores, "allowed_cores", lambda: tuple(range(64)))
     assert num_threads(EngineConfig("m")) == 2
     assert num_threads(EngineConfig("m", num_threads=5)) == 5, "what is configured wins"

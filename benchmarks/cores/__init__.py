@@ -1,0 +1,1 @@
+"""Compares ways to give engines their cores."""

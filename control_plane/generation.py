@@ -181,7 +181,7 @@ class TokenRequest:
     choice_seeds: tuple[int, ...]
     """One per choice; choice i is sampled with seed i."""
     deadline: float
-    """Unix seconds."""
+    """By `time.monotonic`: a step of the machine's clock ends no request, and delays no end."""
     salt: bytes = b""
     """The caller's own salt: only requests of the account with the same salt share the prompt's cache."""
     cache: CachePolicy = EVERYTHING

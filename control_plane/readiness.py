@@ -114,7 +114,7 @@ class Prober:
             token_ids=tuple(token_id % card.vocab_size for token_id in range(num_tokens)),
             sampling=SamplingParams(max_tokens=_PROBE_ANSWER_TOKENS, temperature=0.0),
             choice_seeds=(0,),
-            deadline=time.time() + _PROBE_SECONDS,
+            deadline=time.monotonic() + _PROBE_SECONDS,
             cache=NOTHING,
             is_probe=True,
         )

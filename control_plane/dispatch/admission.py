@@ -46,8 +46,8 @@ class AdmissionQueue:
         return len(self._turns)
 
     def deadline(self, request: TokenRequest) -> float:
-        """Return until when (Unix seconds) a request that begins to wait now may wait."""
-        return min(request.deadline, time.time() + self._queue_seconds)
+        """Return until when (`time.monotonic`) a request that begins to wait now may wait."""
+        return min(request.deadline, time.monotonic() + self._queue_seconds)
 
     async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
         """Return when it is this request's turn; `in_front` for a request whose attempt has just failed.

@@ -103,7 +103,7 @@ class Recovery:
             return
         state.avoid_worker(call.incarnation)
         if isinstance(error, FINAL) or state.has_restarted or not self._another_prefill_is_sooner(state):
-            await self._kv_clients.abort(state.handle, error)  # makes decode compute the prompt itself
+            await self._kv_clients.abort(state.handle, error, state.seconds_left)  # decode computes the prompt itself
             return
         try:
             await self._starter.restart(state, call.incarnation)
@@ -136,7 +136,7 @@ class Recovery:
             return
         if state.handle is not None:
             reader_id = f"{state.request.request_id}-{choice.index}"
-            self._tasks.spawn(self._kv_clients.release(state.handle, reader_id))
+            self._tasks.spawn(self._kv_clients.release(state.handle, reader_id, state.seconds_left))
         self._spawn(state, self._move_or_fail(state, choice, call, error))
 
     def _final_error(
@@ -193,7 +193,7 @@ class Recovery:
                 await self._move(state, choice, error)
             except (Overloaded, Unavailable, ModelNotFound) as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
-                await self._queue.wait(full, deadline - time.time(), in_front=True)
+                await self._queue.wait(full, deadline - time.monotonic(), in_front=True)
             else:
                 self._queue.release_next()
                 return

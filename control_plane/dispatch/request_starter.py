@@ -53,7 +53,7 @@ class RequestStarter:
         deadline = self._queue.deadline(state.request)
         if len(self._queue) and not state.request.reject_if_busy:
             busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
-            await self._queue.wait(busy, deadline - time.time(), in_front=False)
+            await self._queue.wait(busy, deadline - time.monotonic(), in_front=False)
         await self._start_when_there_is_room(state, deadline, is_first=True)
 
     async def restart(self, state: RequestState, lost: str) -> None:
@@ -66,10 +66,10 @@ class RequestStarter:
         """Cancel all calls of an attempt, and end its handle unless every reader has released it."""
         was_open = state.cancel_calls()
         if (state.attempt > 0 or was_open) and state.handle is not None:
-            self._tasks.spawn(self._kv_clients.release_all(state.handle))
+            self._tasks.spawn(self._kv_clients.release_all(state.handle, state.seconds_left))
 
     async def _start_when_there_is_room(self, state: RequestState, deadline: float, *, is_first: bool) -> None:
-        worker_back_by = min(deadline, time.time() + RESTART_SECONDS)
+        worker_back_by = min(deadline, time.monotonic() + RESTART_SECONDS)
         while True:
             try:
                 await self._try_routes(state)
@@ -77,7 +77,7 @@ class RequestStarter:
                 if state.request.reject_if_busy:
                     raise
                 until = deadline if isinstance(refusal, Overloaded) else worker_back_by
-                await self._queue.wait(refusal, until - time.time(), in_front=not is_first)
+                await self._queue.wait(refusal, until - time.monotonic(), in_front=not is_first)
                 is_first = False
                 state.begin_round()
             else:

@@ -7,6 +7,7 @@ that a request meets them: attempts, calls to workers, tokens, failure and end.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -133,6 +134,11 @@ class RequestState:
         self._has_all_reports = asyncio.Event()
         self._recoveries: list[asyncio.Task[None]] = []
         self._is_closed = False
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the request's deadline; below 0 once it has passed."""
+        return self.request.deadline - time.monotonic()
 
     # ------------------------------------------------------------------------------------------------- attempts
 

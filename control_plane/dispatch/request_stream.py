@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ class RequestStream:
     async def batches(self) -> AsyncIterator[Iterator[TokenDelta]]:
         """Yield the unread tokens again and again until every choice is over. Raises the request's error."""
         state, unread = self.state, self.state.unread
-        seconds_left = state.request.deadline + GRACE_SECONDS - time.time()
+        seconds_left = state.seconds_left + GRACE_SECONDS
         timer = asyncio.get_running_loop().call_later(max(0.0, seconds_left), self._deadline_passed)
         try:
             while unread or not all(choice.is_over for choice in state.choices):

@@ -72,7 +72,7 @@ class Submitter:
         Raises the worker's refusal, Unavailable if there is no answer, and DeadlineExceeded once the request's deadline
         has passed.
         """
-        seconds_left = state.request.deadline + GRACE_SECONDS - time.time()
+        seconds_left = state.seconds_left + GRACE_SECONDS
         try:
             async with asyncio.timeout(max(0.0, min(self._accept_seconds, seconds_left))):
                 await call.answered
@@ -202,7 +202,7 @@ def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddres
         layout_digest=layout_digest(state.card.layout),
         num_tokens=len(state.request.token_ids),
         num_readers=len(state.request.choice_seeds),
-        deadline_unix_ms=int(state.request.deadline * 1000),
+        deadline_unix_ms=_deadline_unix_ms(state),
     )
     return signer.sign(handle)
 
@@ -242,8 +242,8 @@ def _base_submit(state: RequestState) -> pb.Submit:
         model=_model_ref(state.card),
         num_prompt_tokens=len(request.token_ids),
         sampling=sampling_to_proto(request.sampling),
-        deadline_unix_ms=int(request.deadline * 1000),
-        time_left_ms=max(0, int((request.deadline - time.time()) * 1000)),
+        deadline_unix_ms=_deadline_unix_ms(state),
+        time_left_ms=max(0, int(state.seconds_left * 1000)),
         traceparent=state.traceparent,
         priority=request.priority,
         fairness_key=request.fairness_key,
@@ -280,6 +280,11 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
         kind = pb.GrammarKind.Value(f"GRAMMAR_KIND_{params.grammar.kind.upper()}")
         message.grammar.CopyFrom(pb.Grammar(kind=kind, text=params.grammar.text))
     return message
+
+
+def _deadline_unix_ms(state: RequestState) -> int:
+    """Return the deadline by this gateway's time of day: for processes of release 0.2, which know no time left."""
+    return int((time.time() + state.seconds_left) * 1000)
 
 
 def _model_ref(card: pb.ModelCard) -> pb.ModelRef:

@@ -9,7 +9,6 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.client import KvClient
-from tandem_runtime.kv.time_left import seconds_left_by_wall_clock
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
@@ -19,8 +18,8 @@ log = get_logger(__name__)
 class KvClients:
     """Clients of the KV services that hold this gateway's handles, by address and id.
 
-    A message that cannot be delivered is only logged: the handle's lease expires by itself. The handles are of this
-    gateway's own, so its clock tells the time left.
+    A message that cannot be delivered is only logged: the handle's lease expires by itself. `seconds_left` is the
+    time until the deadline of the handle's request.
     """
 
     def __init__(self, incarnation: str, member: FleetMember | None = None) -> None:
@@ -29,24 +28,24 @@ class KvClients:
         self._clients: dict[tuple[str, str], KvClient] = {}
         self._closing = TaskSet()
 
-    async def release_all(self, handle: pb.KvHandle) -> None:
+    async def release_all(self, handle: pb.KvHandle, seconds_left: float) -> None:
         """End the handle: no reader needs its blocks any more."""
         try:
-            await self._client(handle).release_all(handle, seconds_left_by_wall_clock(handle))
+            await self._client(handle).release_all(handle, seconds_left)
         except TandemError as error:
             log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
-    async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
+    async def release(self, handle: pb.KvHandle, reader_id: str, seconds_left: float) -> None:
         """Give back the lease of a reader that died."""
         try:
-            await self._client(handle).release(handle, reader_id, seconds_left_by_wall_clock(handle))
+            await self._client(handle).release(handle, reader_id, seconds_left)
         except TandemError as error:
             log.info("kv_release_failed", request_id=handle.request_id, error=error.message)
 
-    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
+    async def abort(self, handle: pb.KvHandle, reason: TandemError, seconds_left: float) -> None:
         """End the handle and give its readers the reason."""
         try:
-            await self._client(handle).abort(handle, reason, seconds_left_by_wall_clock(handle))
+            await self._client(handle).abort(handle, reason, seconds_left)
         except TandemError as error:
             log.info("kv_abort_failed", request_id=handle.request_id, error=error.message)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -13,7 +12,7 @@ from tandem_runtime.errors import DeadlineExceeded
 
 @asynccontextmanager
 async def until(deadline: float, timeout_seconds: float) -> AsyncIterator[None]:
-    """Raise DeadlineExceeded if `deadline` (Unix seconds) passes inside the block."""
+    """Raise DeadlineExceeded if `deadline` (`time.monotonic`) passes inside the block."""
     time_left = Deadline(deadline, timeout_seconds)
     try:
         async with time_left:
@@ -30,29 +29,28 @@ class Deadline:
     """
 
     def __init__(self, at: float, timeout_seconds: float) -> None:
-        """`at`: Unix seconds. `timeout_seconds` is the whole time, for `shorten` and the error message."""
-        self.at_unix = at
+        """`at` by `time.monotonic`. `timeout_seconds` is the whole time, for `shorten` and the error message."""
+        self.at = at
         self.timeout_seconds = timeout_seconds
         self._has_passed = False
         self._task: asyncio.Task[object] | None = None
         self._num_cancels = 0
         self._loop = asyncio.get_running_loop()
-        self._at = self._loop.time() + at - time.time()
-        self._timer = self._loop.call_at(self._at, self._pass)
+        self._timer = self._loop.call_at(at, self._pass)
 
     def shorten(self, timeout_seconds: float) -> None:
         """Limit the whole time to `timeout_seconds`, if that is less."""
         sooner = self.timeout_seconds - timeout_seconds
         if sooner > 0 and not self._has_passed:
             self._timer.cancel()
-            self.at_unix, self._at, self.timeout_seconds = self.at_unix - sooner, self._at - sooner, timeout_seconds
-            self._timer = self._loop.call_at(self._at, self._pass)
+            self.at, self.timeout_seconds = self.at - sooner, timeout_seconds
+            self._timer = self._loop.call_at(self.at, self._pass)
 
     def close(self) -> None:
         self._timer.cancel()
 
     async def __aenter__(self) -> None:
-        if self._has_passed or self._loop.time() >= self._at:  # a timer may fire early, by the clock's resolution
+        if self._has_passed or self._loop.time() >= self.at:  # a timer may fire early, by the clock's resolution
             raise self._error()
         self._task = asyncio.current_task()
         assert self._task is not None, "a deadline is entered inside a task"

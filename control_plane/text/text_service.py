@@ -166,7 +166,7 @@ class TextService:
     async def _preparing(self) -> AsyncIterator[Deadline]:
         """Limit what happens inside to the request's time, which counts from here."""
         seconds = self._default_timeout_seconds
-        time_left = Deadline(time.time() + seconds, seconds)
+        time_left = Deadline(time.monotonic() + seconds, seconds)
         try:
             async with time_left:
                 yield time_left
@@ -273,7 +273,7 @@ class _Opened:
                 self.model,
                 vocabulary,
                 each,
-                _token_request(each, request_id, caller, self.model, self.time_left.at_unix),
+                _token_request(each, request_id, caller, self.model, self.time_left.at),
                 self.time_left.timeout_seconds,
                 record,
             )

@@ -27,7 +27,7 @@ def new_record(rng: random.Random, request_id: str, questions: list[Question], *
     return StreamRecord(
         request_id,
         question,
-        time.time() + seconds,
+        time.monotonic() + seconds,
         is_impatient=is_impatient,
         is_cacheable=rng.random() < 0.8,
         leave_at=leave_at,
@@ -53,7 +53,7 @@ async def ask(dispatcher: Dispatcher, record: StreamRecord, rng: random.Random, 
     except TandemError as error:
         record.error = error
     finally:
-        record.ended = time.time()
+        record.ended = time.monotonic()
 
 
 async def _submitted(

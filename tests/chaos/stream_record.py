@@ -21,7 +21,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(eq=False)
 class StreamRecord:
-    """One stream as its client received it. Times are Unix seconds."""
+    """One stream as its client received it. Times are time.monotonic()."""
 
     request_id: str
     question: Question
@@ -34,7 +34,7 @@ class StreamRecord:
     """The stage at which the client left; None if the stream had ended."""
     left_admission_queue: bool = False
     """The client left while the request was in the gateway's admission queue, not in a worker's queue."""
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)

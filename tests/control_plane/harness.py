@@ -41,13 +41,13 @@ class RecordedKv:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def release_all(self, handle: pb.KvHandle) -> None:
+    async def release_all(self, handle: pb.KvHandle, seconds_left: float) -> None:
         self.calls.append("release_all")
 
-    async def release(self, handle: pb.KvHandle, reader_id: str) -> None:
+    async def release(self, handle: pb.KvHandle, reader_id: str, seconds_left: float) -> None:
         self.calls.append(f"release {reader_id}")
 
-    async def abort(self, handle: pb.KvHandle, reason: TandemError) -> None:
+    async def abort(self, handle: pb.KvHandle, reason: TandemError, seconds_left: float) -> None:
         self.calls.append("abort")
 
 
@@ -120,7 +120,7 @@ def new_request(max_tokens: int = 5, num_choices: int = 1, **fields: Any) -> Tok
         "token_ids": PROMPT,
         "sampling": SamplingParams(max_tokens=max_tokens, temperature=0.0),
         "choice_seeds": tuple(range(num_choices)),
-        "deadline": time.time() + 20,
+        "deadline": time.monotonic() + 20,
     }
     return TokenRequest(**{**values, **fields})
 

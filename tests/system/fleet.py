@@ -66,7 +66,7 @@ class Fleet:
 
     def __init__(self, folder: Path, *, certificates: bool = False, **control: Any) -> None:
         self._folder = folder
-        self._state_dir = folder / "state"
+        self._state_dir = Path(control.pop("state_dir", folder / "state"))
         self._state_dir.mkdir(mode=0o700, exist_ok=True)
         addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "enrolment_listen": "127.0.0.1:0"}
         # One probe, when the fleet is ready, and none in the middle of what a test counts.
@@ -298,7 +298,7 @@ def token_request(model_id: str, token_ids: Sequence[int], max_tokens: int, **ch
     names = "choice_seeds", "account", "salt", "cache", "num_public_tokens", "deadline"
     ours = {name: changes.pop(name) for name in names if name in changes}
     sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **changes})
-    fields = {"account": "test", "choice_seeds": (sampling.seed,), "deadline": time.time() + 60, **ours}
+    fields = {"account": "test", "choice_seeds": (sampling.seed,), "deadline": time.monotonic() + 60, **ours}
     return TokenRequest(
         request_id=f"test-{_num_requests}", model_id=model_id, token_ids=tuple(token_ids), sampling=sampling, **fields
     )

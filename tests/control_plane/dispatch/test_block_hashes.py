@@ -121,13 +121,14 @@ def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> 
     """Return a request whose default prompt has public blocks only."""
     fields: dict[str, Any] = {"num_public_tokens": 12, **changes}
     sampling = SamplingParams(max_tokens=9, temperature=0.0)
-    return TokenRequest(account, account, "m", tuple(prompt), sampling, (0,), deadline=time.time() + 60, **fields)
+    return TokenRequest(account, account, "m", tuple(prompt), sampling, (0,), deadline=time.monotonic() + 60, **fields)
 
 
 def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
-    """Return what a worker reads, without the time left: that differs between two calls."""
+    """Return what a worker reads, without the times: they differ between two calls."""
     state = RequestState(request, CARD, hashes, Events())
     submit = pb.Submit.FromString(state.prompt + decode_submit(state, state.choices[0]).SerializeToString())
+    submit.ClearField("deadline_unix_ms")
     submit.ClearField("time_left_ms")
     return submit
 

@@ -107,7 +107,7 @@ async def test_nobody_waits_for_a_silent_worker_beyond_the_deadline() -> None:
     mute = ScriptedWorker("a", behave=silent)
     async with harness(mute, ScriptedWorker("b")) as here:
         with pytest.raises(DeadlineExceeded):
-            await here.dispatcher.submit(new_request(deadline=time.time() - GRACE_SECONDS))
+            await here.dispatcher.submit(new_request(deadline=time.monotonic() - GRACE_SECONDS))
         await mute.until(lambda mute: len(mute.cancels) == 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -54,6 +55,20 @@ async def test_a_move_is_flagged_where_rounding_depends_on_the_batch(numerics_cl
             assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
         moves = [line for line in lines if line["event"] == "migration_started"]
         assert [(line["num_tokens"], line["is_exact"]) for line in moves] == [(3, is_exact)]
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_stream_moves_with_its_time_left_when_the_machines_clock_has_jumped(
+    hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying, heir = ScriptedWorker("a", behave=only_accept), ScriptedWorker("b")
+    async with harness(dying, heir) as here:
+        stream = await here.dispatcher.submit(new_request())
+        real_time = time.time
+        monkeypatch.setattr(time, "time", lambda: real_time() + hours * 3600)
+        dying.streams[0].events.put_nowait(None)
+        assert await tokens_of(stream) == [answer()]
+        assert 0 < heir.submits[0].time_left_ms <= 20_000
 
 
 async def test_every_one_of_many_choices_survives_its_worker() -> None:

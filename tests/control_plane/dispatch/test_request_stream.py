@@ -72,7 +72,7 @@ def new_stream(
 ) -> RequestStream:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     seeds = tuple(range(num_choices))
-    request = TokenRequest("r", "me", "tiny", PROMPT, sampling, seeds, deadline=time.time() + seconds)
+    request = TokenRequest("r", "me", "tiny", PROMPT, sampling, seeds, deadline=time.monotonic() + seconds)
     card = pb.ModelCard(model_id="tiny", block_size=16)
     return RequestStream(
         RequestState(request, card, None, events or Events(), wakeups=wakeups, max_unread_tokens=max_unread_tokens)

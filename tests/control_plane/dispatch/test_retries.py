@@ -121,7 +121,7 @@ async def test_failures_of_living_workers_are_not_deaths() -> None:
 
 
 def request(account: str = "me", is_probe: bool = False, num: int = 1) -> TokenRequest:
-    return new_request(account=account, is_probe=is_probe, token_ids=(num,), deadline=time.time() + 1)
+    return new_request(account=account, is_probe=is_probe, token_ids=(num,), deadline=time.monotonic() + 1)
 
 
 def test_a_quarantine_ends_and_is_bounded_and_probes_are_never_in_it() -> None:

@@ -42,7 +42,7 @@ SAMPLING = SamplingParams(
     min_tokens=1,
     grammar=Grammar("json_schema", '{"type":"string"}'),
 )
-REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.time() + 60)
+REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.monotonic() + 60)
 
 
 def new_state(hashes: PromptHashes | None = None, *, attempt: int = 0, answer: Sequence[int] = ()) -> RequestState:

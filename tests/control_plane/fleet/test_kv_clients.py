@@ -24,12 +24,12 @@ async def test_a_handle_is_ended_at_the_kv_service_whose_id_it_names(tmp_path: P
             handles.append(writer.handle())
             await writer.client.reserve(handles[-1], writer.region_id, a_layout())
         with capture_logs() as lines:
-            await clients.release_all(handles[0])
-            await clients.release(handles[0], "r")
-            await clients.abort(handles[0], Aborted("the client has left"))
+            await clients.release_all(handles[0], 30.0)
+            await clients.release(handles[0], "r", 30.0)
+            await clients.abort(handles[0], Aborted("the client has left"), 30.0)
         assert [line["event"] for line in lines] == ["kv_release_failed", "kv_release_failed", "kv_abort_failed"]
         assert not nothing_is_left(host)
-        await clients.release_all(handles[1])
+        await clients.release_all(handles[1], 30.0)
         assert host.store.num_live == 1
         await writer.client.release_all(handles[0])
         assert nothing_is_left(host)

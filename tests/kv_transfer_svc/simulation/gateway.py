@@ -108,7 +108,7 @@ class Gateway:
 
     async def _run(self, request: SimulatedRequest) -> None:
         try:
-            async with asyncio.timeout(request.deadline + _GRACE_SECONDS - self._around.time.time()):
+            async with asyncio.timeout(self._seconds_left(request) + _GRACE_SECONDS):
                 await self._both_halves(request)
             request.outcome = "completed"
         except TimeoutError:
@@ -125,7 +125,7 @@ class Gateway:
         for submission in list(request.open_submissions):
             submission.close()
         if is_unfinished and request.handle is not None:
-            self._spawn(self.kv_clients.release_all(request.handle))
+            self._spawn(self.kv_clients.release_all(request.handle, self._seconds_left(request)))
 
     async def _both_halves(self, request: SimulatedRequest) -> None:
         prefill = self._pick(pb.WORKER_ROLE_PREFILL)
@@ -148,7 +148,7 @@ class Gateway:
         error = await Submission(self.take, request, self._links[worker.info.incarnation], submit).run()
         if error is not None:
             self._note_failure(request, "prefill", error)
-            self._spawn(self.kv_clients.abort(request.handle, error))
+            self._spawn(self.kv_clients.abort(request.handle, error, self._seconds_left(request)))
 
     async def _run_choice(self, request: SimulatedRequest, choice: Choice) -> None:
         while not choice.is_over:
@@ -162,8 +162,12 @@ class Gateway:
             request.attempt += 1
             self._note_failure(request, "decode", error)
             if request.handle is not None and worker is not None and not isinstance(error, Overloaded):
-                self._spawn(self.kv_clients.release(request.handle, f"{request.name}-{choice.index}"))
+                reader_id, left = f"{request.name}-{choice.index}", self._seconds_left(request)
+                self._spawn(self.kv_clients.release(request.handle, reader_id, left))
             await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _seconds_left(self, request: SimulatedRequest) -> float:
+        return request.deadline - self._around.time.time()
 
     def _note_failure(self, request: SimulatedRequest, half: str, error: TandemError) -> None:
         self._around.truth.counts[f"{half} legs ended by {type(error).__name__}"] += 1

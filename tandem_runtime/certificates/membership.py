@@ -13,7 +13,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.credentials import ProcessCertificate
 from tandem_runtime.certificates.deny_list import DenyList
 from tandem_runtime.certificates.names import Identity, Role, is_id
-from tandem_runtime.certificates.peers import Peers
+from tandem_runtime.certificates.peers import Peers, seconds_since_boot
 from tandem_runtime.certificates.plaintext import Plaintext
 from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.tasks import supervised
@@ -68,11 +68,13 @@ class FleetMember:
     def __init__(
         self,
         certificate: ProcessCertificate,
-        clock: Callable[[], float] = time.time,
         renewer: Renewer | None = None,
         plaintext_until: float = 0.0,
+        *,
+        clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = seconds_since_boot,
     ) -> None:
-        """`clock` gives Unix seconds, by which certificates of peers expire. Without `renewer` others renew it.
+        """Without `renewer` others renew the certificate. The clocks: see `Peers`.
 
         Until `plaintext_until`, in Unix seconds, processes of release 0.2 are called and answered in plain text.
         """
@@ -80,7 +82,7 @@ class FleetMember:
         self.plaintext = Plaintext(plaintext_until, clock)
         self._renewer = renewer
         self.denied = DenyList()
-        self.peers = Peers(certificate.identity.fleet, self.denied, clock)
+        self.peers = Peers(certificate.identity.fleet, self.denied, clock, elapsed)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod

@@ -6,6 +6,9 @@ channel registers what it has open here, by id:
     denied     closed at once, by the deny list's listener
     expired    closed within SWEEP_SECONDS, unless the identity has meanwhile shown a newer certificate on any
                connection to this process: a renewal breaks no stream
+
+The date counts when a certificate is seen first, and from then on the seconds that pass: a machine's clock that is set
+an hour ahead closes nothing. (The next handshakes go by the new date, and all processes renew.)
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ SWEEP_SECONDS = 0.5
 Close = Callable[[TandemError], None]
 
 
+def seconds_since_boot() -> float:
+    """Return a time that goes on while the machine sleeps, and that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclass(frozen=True)
 class Peer:
     """Who is at the other end of a connection: what its certificate states. `expires_at` is in Unix seconds."""
@@ -42,6 +50,17 @@ def peer_of(certificate: bytes) -> Peer:
     """Return the peer of a certificate (PEM or DER) that TLS has verified; raises ValueError."""
     parsed = parse_certificate(certificate)
     return Peer(identity_in(parsed), parsed.serial_number, parsed.not_valid_after_utc.timestamp())
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """When a certificate expires: by `elapsed`, and as it says itself, in Unix seconds."""
+
+    valid_until: float
+    expires_at: float
+
+    def is_needed(self, now: float, date: float) -> bool:
+        return self.valid_until > now or self.expires_at > date
 
 
 class Opened:
@@ -61,14 +80,23 @@ class Opened:
 
 
 class Peers:
-    """What this process has open with each identity; on one event loop. `clock` gives Unix seconds."""
+    """What this process has open with each identity; on one event loop."""
 
-    def __init__(self, fleet: str, denied: DenyList, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        fleet: str,
+        denied: DenyList,
+        clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = seconds_since_boot,
+    ) -> None:
+        """`clock` gives Unix seconds; `elapsed` seconds since some moment, which only go on."""
         self._fleet = fleet
         self._denied = denied
         self._clock = clock
+        self._elapsed = elapsed
         self._opened: dict[str, dict[Opened, None]] = {}
-        self._expires_at: dict[str, float] = {}
+        self._seen: dict[str, dict[int, _Seen]] = {}
+        """By id and serial number of a certificate."""
         denied.listen(self._deny)
 
     def admit(self, certificate: bytes | None) -> Peer:
@@ -80,10 +108,11 @@ class Peers:
         except ValueError as error:
             raise PeerUnauthenticated(f"the caller's certificate names no process of a fleet: {error}") from error
         self.check(peer.identity)
-        expires_at = max(peer.expires_at, self._expires_at.get(peer.identity.id, 0.0))
-        if expires_at <= self._clock():
+        now, seen = self._elapsed(), self._seen.setdefault(peer.identity.id, {})
+        if peer.serial not in seen:
+            seen[peer.serial] = _Seen(now + peer.expires_at - self._clock(), peer.expires_at)
+        if all(each.valid_until <= now for each in seen.values()):
             raise _expired(peer.identity)
-        self._expires_at[peer.identity.id] = expires_at
         return peer
 
     def check(self, identity: Identity) -> None:
@@ -116,9 +145,15 @@ class Peers:
 
     def sweep(self) -> None:
         """Close what expired identities have open, and forget the expiry of those that have nothing open."""
-        now = self._clock()
-        for id in [id for id, expires_at in self._expires_at.items() if expires_at <= now]:
-            del self._expires_at[id]
+        now, date = self._elapsed(), self._clock()
+        for id, seen in list(self._seen.items()):
+            is_valid = any(each.valid_until > now for each in seen.values())
+            # One that has expired is remembered while the date would make it valid again.
+            self._seen[id] = kept = {serial: each for serial, each in seen.items() if each.is_needed(now, date)}
+            if not kept:
+                del self._seen[id]
+            if is_valid:
+                continue
             for opened in [opened for opened in self._opened.get(id, ()) if opened.is_server]:
                 self._close(opened, _expired(opened.identity))
 

@@ -78,7 +78,7 @@ class _Clock:
 async def test_a_stream_outlives_its_certificate_if_the_caller_has_renewed(tmp_path: Path) -> None:
     authority, worker, clock = Authority(), Worker(), _Clock()
     held = authority.member(tmp_path, "decode").certificate
-    server, client = FleetMember(held, clock), authority.member(tmp_path, "gateway", seconds=100)
+    server, client = FleetMember(held, elapsed=clock), authority.member(tmp_path, "gateway", seconds=100)
     async with (
         serving(worker, server) as address,
         open_channel(address, client, server.identity) as channel,
@@ -88,10 +88,11 @@ async def test_a_stream_outlives_its_certificate_if_the_caller_has_renewed(tmp_p
         for stream in streams:
             await stream.write(HELLO)
             await stream.read()
-        shown = server.peers._expires_at
-        before = shown[client.identity.id]
+        shown = server.peers._seen[client.identity.id]
+        before = len(shown)
         authority.renew(tmp_path, client, seconds=1000)
-        await _until(lambda: shown[client.identity.id] > before)  # by the holder's own call, not by one of ours
+        # By the holder's own call, not by one of ours:
+        await _until(lambda: len(shown) > before)
         clock.ahead_seconds = 500
         server.peers.sweep()
         with pytest.raises(PeerUnauthenticated, match=f"certificate of gateway {late.identity.id} has expired"):
@@ -106,6 +107,30 @@ async def test_a_stream_outlives_its_certificate_if_the_caller_has_renewed(tmp_p
             await streams[0].read()
         await _until(lambda: worker.num_running == 0)
         assert server.peers.num_open == 0
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_machines_clock_that_is_set_closes_no_stream_and_lengthens_none(tmp_path: Path, hours: int) -> None:
+    authority, worker, date, elapsed = Authority(), Worker(), _Clock(), _Clock()
+    held = authority.member(tmp_path, "decode").certificate
+    server, client = FleetMember(held, clock=date, elapsed=elapsed), authority.member(tmp_path, "gateway", seconds=100)
+    async with serving(worker, server) as address, open_channel(address, client, server.identity) as channel:
+        stub: Any = WorkerServiceStub(channel)
+        stream = stub.Attach()
+        await stream.write(HELLO)
+        await stream.read()
+        date.ahead_seconds = hours * 3600
+        server.peers.sweep()
+        await stream.write(HELLO)
+        assert (await stream.read()).hello.gateway_id == "g"
+        await stub.Stats(pb.StatsRequest())
+        elapsed.ahead_seconds = 101
+        server.peers.sweep()
+        with pytest.raises(PeerUnauthenticated, match="has expired"):
+            await stream.read()
+        with pytest.raises(PeerUnauthenticated, match="has expired"):
+            await stub.Stats(pb.StatsRequest())
+        await _until(lambda: worker.num_running == 0)
 
 
 async def test_certificates_and_the_authority_change_under_load_and_no_call_fails(tmp_path: Path) -> None:

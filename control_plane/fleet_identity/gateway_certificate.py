@@ -63,7 +63,7 @@ class GatewayCertificate:
 
     @property
     def files(self) -> CertificateFiles:
-        return CertificateFiles(self.peers.chain, self.key, self.peers.bundle)
+        return self._files(self.peers)
 
     async def open(self) -> None:
         """Be the member that the folder's certificate names, or become a new one. Raise what the authority raises."""
@@ -85,9 +85,9 @@ class GatewayCertificate:
                 await self._set(await again)
                 log.info("gateway_certificate_renewed", id=self.identity.id)
             self._is_late = False
-        except TandemError as error:
+        except (TandemError, OSError) as error:
             if not self._is_late:
-                log.warning("gateway_certificate_not_renewed", id=self.identity.id, error=error.message)
+                log.warning("gateway_certificate_not_renewed", id=self.identity.id, error=str(error))
             self._is_late = True
 
     async def _set(self, issued: Issued) -> None:
@@ -96,9 +96,12 @@ class GatewayCertificate:
         if trust.oldest.number != trust.issuing.number:
             public_key = self._private_key.public_key()
             enrolment = await self._authority.issue_again(issued.identity, public_key, by_oldest=True)
+        if self._folder is not None:  # first: what cannot be written is tried again
+            await asyncio.to_thread(write_certificate, self._folder, self._files(issued))
         self._peers, self._enrolment = issued, enrolment
-        if self._folder is not None:
-            await asyncio.to_thread(write_certificate, self._folder, self.files)
+
+    def _files(self, issued: Issued) -> CertificateFiles:
+        return CertificateFiles(issued.chain, self.key, issued.bundle)
 
     def _is_due(self) -> bool:
         now_ms = self._database.now_ms()

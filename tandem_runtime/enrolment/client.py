@@ -163,16 +163,17 @@ async def _find_server(address: str, is_trusted: Callable[[x509.Certificate], bo
         raise Unauthenticated(f"the certificate of the server at {address} is not by its authority: {error}") from error
     if identity.role != "gateway":
         raise Unauthenticated(f"the server at {address} is {identity}, and only a gateway may admit processes")
-    _check_clock(leaf, address)
+    _check_clock(leaf, f"the certificate of the server at {address}")
     return _Server(identity, authority)
 
 
-def _check_clock(leaf: x509.Certificate, address: str) -> None:
+def _check_clock(certificate: x509.Certificate, name: str) -> None:
     now = datetime.now(UTC)
-    if not leaf.not_valid_before_utc <= now <= leaf.not_valid_after_utc:
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now <= last:
         raise Unavailable(
-            f"it is {now:%Y-%m-%d %H:%M} UTC here, and the certificate of the server at {address} is valid from "
-            f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M} to {leaf.not_valid_after_utc:%Y-%m-%d %H:%M}; set the clocks"
+            f"it is {now:%Y-%m-%d %H:%M} UTC here, and {name} is valid from {first:%Y-%m-%d %H:%M} to "
+            f"{last:%Y-%m-%d %H:%M}; set the clocks"
         )
 
 
@@ -221,7 +222,10 @@ def _channel(address: str, server: _Server) -> grpc.aio.Channel:
 
 
 def _checked(reply: pb.EnrolReply, key: ec.EllipticCurvePrivateKey) -> Enrolled:
-    """Return the reply's certificate with its key. Raise Unauthenticated if the two or the bundle do not fit."""
+    """Return the reply's certificate with its key. Raise Unauthenticated if the two or the bundle do not fit.
+
+    Raise Unavailable for a certificate that is not valid by our clock: it would replace one that is.
+    """
     try:
         certificate = x509.load_pem_x509_certificate(reply.certificate)
         bundle = x509.load_pem_x509_certificates(reply.bundle)
@@ -232,6 +236,7 @@ def _checked(reply: pb.EnrolReply, key: ec.EllipticCurvePrivateKey) -> Enrolled:
         raise Unauthenticated("the fleet answered with a certificate for another key")
     if not any(_is_by(certificate, authority) for authority in bundle):
         raise Unauthenticated("the fleet answered with a certificate that its own trust bundle does not verify")
+    _check_clock(certificate, "the certificate that the fleet issued")
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

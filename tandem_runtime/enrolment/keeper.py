@@ -110,7 +110,7 @@ class CertificateKeeper:
             return _identity(files)
         try:
             return (await self._renew(files, seconds)).identity
-        except Unavailable:
+        except (Unavailable, OSError):
             if not self._valid_from <= self._clock() < self._expires_at:
                 raise
             return _identity(files)  # `run` tries again
@@ -165,8 +165,8 @@ class CertificateKeeper:
         return enrolled
 
     async def _save(self, enrolled: Enrolled) -> None:
+        await asyncio.to_thread(self._write, enrolled)  # first: what cannot be written is tried again
         self._bundle_number = enrolled.bundle_number
-        await asyncio.to_thread(self._write, enrolled)
         self._set_times(enrolled.files)
 
     def _write(self, enrolled: Enrolled) -> None:
@@ -174,7 +174,7 @@ class CertificateKeeper:
         draft = self._folder / f".{_ENROLMENT}"
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"addresses": self._addresses, "bundle_number": self._bundle_number}, file)
+            json.dump({"addresses": self._addresses, "bundle_number": enrolled.bundle_number}, file)
         draft.replace(self._folder / _ENROLMENT)
 
     def _read(self) -> CertificateFiles | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -140,6 +141,36 @@ async def test_everybody_is_admitted_again_after_the_clock_has_jumped_26_hours(w
         assert renewed.identity == issued.identity
     finally:
         await server.stop()
+
+
+async def test_a_gateway_whose_clock_is_behind_replaces_no_valid_certificate_by_an_expired_one(world: World) -> None:
+    key = new_key()
+    issued = await world.join(key)
+    async with gateway(world) as (address, _):
+        world.pass_hours(-26)
+        with pytest.raises(Unavailable, match=r"the certificate that the fleet issued .* set the clocks"):
+            await client.renew([address], files_of(issued, key), seconds=0.1)
+        world.pass_hours(26)
+        assert (await client.renew([address], files_of(issued, key))).identity == issued.identity
+
+
+async def test_a_gateway_that_cannot_write_its_certificate_tries_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = GatewayCertificate(world.authority, world.database, tmp_path / "gateway")
+    await certificate.open()
+    world.pass_hours(13)
+    with monkeypatch.context() as full:
+        full.setattr("control_plane.fleet_identity.gateway_certificate.write_certificate", _disk_is_full)
+        await certificate.check()
+    before = certificate.peers.certificate.serial_number
+    await certificate.check()
+    assert certificate.peers.certificate.serial_number != before
+    assert await asyncio.to_thread(read_certificate, tmp_path / "gateway") == certificate.files
+
+
+def _disk_is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def test_a_gateway_renews_at_half_of_its_life_and_after_each_jump(world: World, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -122,6 +123,27 @@ async def test_a_process_renews_in_time_and_with_each_new_authority(
         files = await asyncio.to_thread(read_certificate, folder)
         assert files.bundle.count(b"BEGIN") == 2 and identity_of(files.certificate) == identity
         assert await checked() == versions[-2]
+
+
+async def test_a_process_that_could_not_write_a_new_bundle_renews_again(
+    make_empty: Callable[[bytes], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway(make_empty(SECRET), tmp_path) as fleet:
+        keeper = CertificateKeeper(tmp_path / "decode", "decode")
+        await keeper.open(read(tmp_path / "join" / "decode"))
+        await fleet.authority.add_authority()
+        await fleet.certificate.check()
+        keeper.announced(fleet.bundle_number)
+        with monkeypatch.context() as full:
+            full.setattr("tandem_runtime.enrolment.keeper.write_certificate", _disk_is_full)
+            await keeper.check()
+        await keeper.check()
+        files = await asyncio.to_thread(read_certificate, tmp_path / "decode")
+        assert files.bundle.count(b"BEGIN") == 2
+
+
+def _disk_is_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def test_a_process_that_cannot_renew_keeps_what_it_has(

@@ -29,12 +29,14 @@ from typing import NamedTuple
 from kv_transfer_svc.blocks.block import BlockKey
 from kv_transfer_svc.disk.index import BlockIndex, Place
 from kv_transfer_svc.disk.segment import RecordHeader, Segment, record_bytes
+from tandem_machine.lock_file import open_lock
 from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
+_OWN_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MIN_SEGMENTS = 4
 _SEGMENTS_PER_BUDGET = 32
 _MIN_SEGMENT_BYTES = 1 << 20
@@ -131,13 +133,17 @@ class SegmentLog:
         """Return the block of `key`, read into `into` if given; None for a miss, after which `into` is undefined.
 
         A record that is not whole, or not as long as `into`, is dropped. A record that cannot be read is dropped too:
-        otherwise every later read would wait for the bad sector.
+        otherwise every later read would wait for the bad sector. While this process has no descriptor or memory left,
+        nothing is dropped.
         """
         place = self.index.find(key)
         if place is None:
             return None
         payload = memoryview(bytearray(place.payload_bytes)) if into is None else into
-        checksum = self._verified(key, place, payload)
+        try:
+            checksum = self._verified(key, place, payload)
+        except OSError:
+            return None
         if checksum is None:
             self.index.drop(key)
             return None
@@ -235,12 +241,12 @@ class SegmentLog:
         if active is None or not fits or num_bytes > self._rewrite_bytes_left or self.index.find(key) != place:
             return
         payload = memoryview(bytearray(place.payload_bytes))
-        checksum = self._verified(key, place, payload)
-        if checksum is None:
-            self.index.drop(key)
-            return
-        self._rewrite_bytes_left -= num_bytes
         try:
+            checksum = self._verified(key, place, payload)
+            if checksum is None:
+                self.index.drop(key)
+                return
+            self._rewrite_bytes_left -= num_bytes
             self._put(active, key, payload, checksum, moved_from=place)
             self._counters.rewritten += 1
         except OSError as error:
@@ -259,12 +265,17 @@ class SegmentLog:
             self.index.move(key, moved_from, place)
 
     def _verified(self, key: BlockKey, place: Place, payload: memoryview) -> int | None:
-        """Read into `payload` and return its checksum; None if the read fails or the bytes are not what was written."""
+        """Read into `payload` and return its checksum; None if the read fails or the bytes are not what was written.
+
+        Raise OSError where this process lacks a descriptor or memory: the record may be well.
+        """
         try:
             header = self._segments[place.segment].read(place.offset, payload)
         except OSError as error:
             self._counters.read_errors += 1
             log.warning("disk_read_failed", segment=place.segment, offset=place.offset, error=str(error))
+            if error.errno in _OWN_LACKS:
+                raise
             return None
         if header is not None and _matches(header, key, payload):
             return header.payload_checksum
@@ -308,7 +319,7 @@ class OwnedFolder:
         assert self._lock is None, f"{self.path} is locked already"
         try:
             _create_private(self.path)
-            lock = os.open(self.path / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            lock = open_lock(self.path / "owner.lock")
         except OSError as error:
             raise InvalidRequest(
                 f"cannot keep KV blocks in {self.path}: {error}; name a writable folder, or turn the disk tier off"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 from pathlib import Path
 
+from tandem_machine.lock_file import open_lock
 from tandem_runtime.errors import InvalidRequest
 
 MAX_FOLDERS = 1024
@@ -34,7 +36,8 @@ class ClaimedFolder:
         name = re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".")[:_MAX_NAME_CHARACTERS] or "process"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            parent.chmod(0o700)
+            if stat.S_IMODE(parent.stat().st_mode) != 0o700:
+                parent.chmod(0o700)
             for number in range(1, MAX_FOLDERS + 1):
                 path = parent / (name if number == 1 else f"{name}.{number}")
                 if (descriptor := _lock(path)) is not None:
@@ -56,7 +59,7 @@ class ClaimedFolder:
 def _lock(path: Path) -> int | None:
     """Return the descriptor of a lock on `path`, which is made if missing; None if another process has it."""
     path.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_lock(path / _LOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

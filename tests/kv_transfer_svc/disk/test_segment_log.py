@@ -19,6 +19,7 @@ from kv_transfer_svc.disk.segment_log import DiskCounters, SegmentLog
 from tandem_runtime.errors import InvalidRequest, Unavailable
 from tandem_runtime.kv.checksum import block_checksum
 from tests.kv_transfer_svc.disk.blocks import a_key, a_payload
+from tests.tandem_machine.test_lock_file import make_read_only
 
 _SEGMENT_BYTES = 8 * 512
 
@@ -153,6 +154,15 @@ def test_a_payload_of_another_length_than_asked_for_is_a_miss(tmp_path: Path) ->
     assert counters.disk_corrupt == 1
 
 
+def test_a_block_that_no_descriptor_is_left_for_is_found_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _ = _opened(tmp_path)
+    _append(log, range(8))
+    with monkeypatch.context() as used_up:
+        used_up.setattr(os, "open", _no_descriptor)
+        assert _found(log, [3]) == []
+    assert _found(log, [3]) == [3]
+
+
 def test_a_segment_that_vanished_is_a_counted_miss(tmp_path: Path) -> None:
     log, counters = _opened(tmp_path)
     _append(log, range(8))
@@ -227,6 +237,23 @@ def test_files_that_cannot_be_deleted_do_not_keep_the_tier_from_opening(
         _append(smaller, [99])
 
 
+def test_after_a_start_on_a_disk_that_became_read_only_blocks_are_read_and_written_once_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, _ = _opened(tmp_path)
+    _append(log, range(4))
+    log.close()
+    with monkeypatch.context() as read_only:
+        make_read_only(read_only)
+        log, _ = _opened(tmp_path)
+        assert _found(log, range(4)) == list(range(4))
+        with pytest.raises(OSError, match="Read-only"):
+            _append(log, [4])
+    _append(log, [4])
+    assert _found(log, range(5)) == list(range(5))
+    log.check()
+
+
 def test_a_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
     first, _ = _opened(tmp_path)
     with pytest.raises(Unavailable, match="another KV service"):
@@ -293,6 +320,10 @@ def _only_record(log: SegmentLog, folder: Path, payload: bytes) -> tuple[Path, b
     log.append(a_key(0), memoryview(payload), block_checksum(payload))
     path = folder / "segment-000000000000.tkv"
     return path, path.read_bytes()
+
+
+def _no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def _no_space(*_: object) -> int:

@@ -12,6 +12,7 @@ import pytest
 from tandem_runtime.enrolment import claimed_folder
 from tandem_runtime.enrolment.claimed_folder import ClaimedFolder
 from tandem_runtime.errors import InvalidRequest
+from tests.tandem_machine.test_lock_file import make_read_only
 
 _HOLD = """
 import sys
@@ -32,6 +33,17 @@ def test_each_process_has_its_own_folder_and_gets_it_again(tmp_path: Path) -> No
     first.release()
     first.release()
     assert ClaimedFolder.claim(parent, "decode").path == first.path
+
+
+def test_a_process_starts_again_on_a_disk_that_became_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = tmp_path / "certificates"
+    ClaimedFolder.claim(parent, "decode").release()
+    make_read_only(monkeypatch)
+    assert ClaimedFolder.claim(parent, "decode").path == parent / "decode"
+    with pytest.raises(InvalidRequest, match="cannot use the folder"):
+        ClaimedFolder.claim(parent, "decode")  # it is taken, and no second one can be made
 
 
 def test_a_killed_process_leaves_its_folder_free(tmp_path: Path) -> None:

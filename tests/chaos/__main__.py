@@ -15,6 +15,7 @@ import torch
 
 from tests.chaos.options import Options, short
 from tests.chaos.runner import Run
+from tests.chaos.surroundings import folder_inside, start_again_inside
 
 
 def main() -> int:
@@ -35,9 +36,13 @@ def main() -> int:
         options = replace(options, num_streams=asked.streams)
     if asked.certificate_seconds is not None:
         options = replace(options, certificate_seconds=asked.certificate_seconds)
-    print(f"seed {options.seed}", flush=True)
+    folder = folder_inside()
+    if folder is None:
+        print(f"seed {options.seed}", flush=True)
+        folder = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
+        start_again_inside(folder, [*sys.argv[1:], "--seed", str(options.seed)])
     torch.set_num_threads(1)
-    run = Run(options, Path(tempfile.mkdtemp(prefix="tandem-chaos-")))
+    run = Run(options, folder)
     verdict = asyncio.run(run.run())
     print("\n".join(verdict.lines()), flush=True)
     if asked.json:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class HttpStreamRecord:
     leave_after: int | None = None
     """The number of events after which the client disconnects; 0: before the first."""
     has_left: bool = False
+    num_refused: int = 0
+    """503 since the database, on the full disk, could not be written; the client sends the request again."""
     failure: str = ""
 
     def differences(self, texts: Sequence[str], finish_reasons: Sequence[str], usage: Mapping[str, Any]) -> str:
@@ -59,8 +62,17 @@ async def make_http_questions(
     return made
 
 
-async def send_over_http(http: httpx.AsyncClient, record: HttpStreamRecord) -> None:
-    """Stream the answer, and record how it differs from the undisturbed one."""
+async def send_over_http(http: httpx.AsyncClient, record: HttpStreamRecord, is_disk_broken: Callable[[], bool]) -> None:
+    """Stream the answer, and record how it differs from the undisturbed one.
+
+    What cannot be written down does not run: while the disk is full or read-only, a 503 before the answer is expected,
+    and the request is sent again after the seconds that the answer names, as clients do.
+    """
+    while await _is_refused(http, record, is_disk_broken):
+        record.num_refused += 1
+
+
+async def _is_refused(http: httpx.AsyncClient, record: HttpStreamRecord, is_disk_broken: Callable[[], bool]) -> bool:
     texts, finish_reasons = [""] * len(record.question.texts), [""] * len(record.question.texts)
     usage: Mapping[str, Any] = {}
     num_events = 0
@@ -68,26 +80,31 @@ async def send_over_http(http: httpx.AsyncClient, record: HttpStreamRecord) -> N
     async with http.stream("POST", _PATH, json=body) as response:
         record.request_id = response.headers.get("x-request-id", "")
         if response.status_code != 200:
-            record.failure = f"{response.status_code}: {(await response.aread()).decode()}"
-            return
+            refusal = (await response.aread()).decode()
+            if response.status_code == 503 and "database" in refusal and is_disk_broken():
+                await asyncio.sleep(float(response.headers["retry-after"]))
+                return True
+            record.failure = f"{response.status_code}: {refusal}"
+            return False
         async for line in response.aiter_lines():
             if record.leave_after is not None and num_events >= record.leave_after:
                 record.has_left = True
-                return
+                return False
             if line == "data: [DONE]":
                 record.failure = record.differences(texts, finish_reasons, usage)
-                return
+                return False
             if line.startswith("data: "):
                 num_events += 1
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     record.failure = str(event["error"])
-                    return
+                    return False
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     texts[choice["index"]] += choice["text"]
                     finish_reasons[choice["index"]] = choice["finish_reason"] or finish_reasons[choice["index"]]
     record.failure = f"the stream ended without [DONE] after {num_events} events"
+    return False
 
 
 def _body(question: Question) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class Options:
     """Seconds that a service must be up before its next fault."""
     spares_one: bool = False
     """Whether a fault needs the other service of the role to be up."""
+    fleet_seconds: tuple[float, float] = (3.0, 8.0)
+    """Seconds that a fault of the whole fleet lasts."""
     suspect_seconds: float = 3.0
     gone_seconds: float = 5.0
     lease_seconds: float = 10.0
@@ -52,6 +54,7 @@ def short(seed: int) -> Options:
         pause_seconds=(0.5, 2.0),
         rest_seconds=1.0,
         spares_one=True,  # on a busy machine a worker may take longer to start than requests wait
+        fleet_seconds=(1.5, 3.0),
         suspect_seconds=1.5,
         gone_seconds=2.5,
         lease_seconds=4.0,

@@ -21,15 +21,18 @@ from tests.chaos.fault_schedule import FaultSchedule
 from tests.chaos.http_client import HttpQuestion, HttpStreamRecord, make_http_questions, send_over_http
 from tests.chaos.injection import Injector
 from tests.chaos.launch import COUNTS, SEED
+from tests.chaos.machine_faults import MachineFaults
 from tests.chaos.options import Options
 from tests.chaos.pauses import Pauses
 from tests.chaos.questions import Question, make_checkpoint, make_questions
 from tests.chaos.rotations import Rotations
 from tests.chaos.stream_record import StreamRecord
+from tests.chaos.surroundings import Surroundings
 from tests.chaos.verdict import Verdict
 from tests.system.fleet import Fleet, Service, until
 
 _HOSTS = ("a", "b")
+_SERVICES = tuple(f"{role}-{host}" for host in _HOSTS for role in ("kv", "prefill", "decode"))
 _ROOT = Path(__file__).parents[2]
 _HTTP_SHARE = 0.15
 _LEAVING_SHARE = 0.2
@@ -46,15 +49,19 @@ class Run:
         self.options = options
         self.folder = folder
         self.counts = folder / "injected"
+        self.surroundings = Surroundings.of(folder, _SERVICES)
         self.fleet = Fleet(
             folder,
+            state_dir=str(self.surroundings.kept / "state"),
             suspect_seconds=options.suspect_seconds,
             gone_seconds=options.gone_seconds,
             request_timeout_seconds=90.0,
             audit_seconds=options.lease_seconds / 2,
             **(identity if options.certificate_seconds else {}),
         )
-        self.faults = FaultSchedule(self.fleet, self._start, self._rng("faults"), options)
+        self.faults = FaultSchedule(
+            self.fleet, self._start, MachineFaults(self.surroundings), self._rng("faults"), options
+        )
         self.co_runners = CoRunners()
         self.records: list[StreamRecord] = []
         self.http_records: list[HttpStreamRecord] = []
@@ -64,6 +71,12 @@ class Run:
 
     async def run(self) -> Verdict:
         """Run, and return which laws held."""
+        try:
+            return await self._run()
+        finally:
+            self.surroundings.close()
+
+    async def _run(self) -> Verdict:
         injector = Injector(f"{self.options.seed} control", self.counts)
         with logged_to(self.folder / "control.log"), injector.installed():
             async with self.fleet, httpx.AsyncClient(base_url=self.fleet.base_url, timeout=120) as http:
@@ -80,9 +93,8 @@ class Run:
 
     async def _prepare(self, http: httpx.AsyncClient) -> tuple[list[Question], list[HttpQuestion]]:
         """Start the fleet, and compute the expected answers meanwhile."""
-        for host in _HOSTS:
-            for role in ("kv", "prefill", "decode"):
-                self._start(f"{role}-{host}")
+        for worker_id in _SERVICES:
+            self._start(worker_id)
         options = self.options
         questions = await asyncio.to_thread(make_questions, self._checkpoint, options.seed, options.num_questions)
         await self.fleet.ready()
@@ -101,13 +113,15 @@ class Run:
             SEED: f"{self.options.seed} {worker_id} {self._lives[worker_id]}",
             COUNTS: str(self.counts),
         }
+        if worker_id in self.surroundings.clocks:
+            env |= self.surroundings.clocks[worker_id].environment
         lease = ("--lease-seconds", str(self.options.lease_seconds))
         flags = ("--host-id", f"host-{host}", *lease, *self._flags(role, host))
         return self.fleet.start(role, worker_id, *flags, env=env, launcher=("tests.chaos.launch",))
 
     def _flags(self, role: str, host: str) -> Sequence[str]:
         if role == "kv":
-            disk = ("--disk-bytes", str(32 << 20), "--disk-dir", str(self.folder / f"disk-{host}"))
+            disk = ("--disk-bytes", str(32 << 20), "--disk-dir", str(self.surroundings.kept / f"disk-{host}"))
             return "--arena-bytes", str(16 << 20), "--store-bytes", str(4 << 20), *disk
         model = ("--model", str(self._checkpoint), "--num-threads", "1", "--dtype", "float32")
         chunks = "96" if role == "prefill" else "128"
@@ -135,7 +149,8 @@ class Run:
             await self.faults.end()
 
     def _is_done(self) -> bool:
-        return self.faults.seconds >= self.options.seconds and self._num_sent >= self.options.num_streams
+        is_long_enough = self.faults.seconds >= self.options.seconds and self._num_sent >= self.options.num_streams
+        return is_long_enough and not self.faults.has_more
 
     async def _client(
         self, client: int, http: httpx.AsyncClient, questions: list[Question], http_questions: list[HttpQuestion]
@@ -160,7 +175,7 @@ class Run:
         leave_after = rng.randrange(20) if rng.random() < _LEAVING_SHARE else None
         record = HttpStreamRecord(rng.choice(questions), leave_after=leave_after)
         try:
-            await send_over_http(http, record)
+            await send_over_http(http, record, self.faults.is_disk_broken)
         except httpx.HTTPError as error:
             record.failure = repr(error)
         self.http_records.append(record)

@@ -126,6 +126,7 @@ class Verdict:
         """Yield the lines of the report."""
         run = self._run
         yield f"seed {run.options.seed}: {run.faults.seconds:.0f} s, {len(run.faults.faults)} faults, " + _shortly(run)
+        yield from (f"left out: {kinds}: {why}" for kinds, why in run.surroundings.left_out.items())
         yield "network: " + ", ".join(f"{fault} {number}" for fault, number in counted(run.counts).items())
         all_pauses = [pause.seconds for pause in run.pauses.all if pause.seconds is not None]
         yield f"other programs had {run.co_runners.mean_cores():.2f} cores of the machine"
@@ -150,6 +151,7 @@ class Verdict:
         return {
             "seed": run.options.seed,
             "seconds": round(run.faults.seconds, 1),
+            "left_out": run.surroundings.left_out,
             "faults": [vars(fault) for fault in run.faults.faults],
             "neighbours_cores": round(run.co_runners.mean_cores(), 2),
             "network": dict(counted(run.counts)),
@@ -160,7 +162,7 @@ class Verdict:
     # --------------------------------------------------------------------------------------------------- stories
 
     def _story(self, record: StreamRecord, what: str) -> str:
-        began = time.time() - self._run.faults.seconds
+        began = time.monotonic() - self._run.faults.seconds
         times = f"asked at {record.started - began:.1f} s, ended at {record.ended - began:.1f} s of the fault_run"
         head = f"\n--- {record.request_id} ({record.question.name}): {what}\n{times}; route {record.route}"
         pauses = [str(pause) for pause in self._run.pauses.all if pause.request_id == record.request_id]
@@ -184,9 +186,11 @@ def _shortly(run: Run) -> str:
     done = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
     whole = sum(record.is_whole for record in run.records)
     migrated = len({(pause.request_id, pause.choice_index) for pause in run.pauses.all})
+    refused = sum(record.num_refused for record in run.http_records)
     impatient = sum(record.error is not None and not record.has_failed for record in run.records)
     return (
         f"({done}); {len(run.records) + len(run.http_records)} streams, {len(run.http_records)} of them over HTTP; "
+        f"{refused} times refused for a disk that could not be written; "
         f"{whole} answered whole, {migrated} migrated, {impatient} had passed deadlines of their own"
     )
 

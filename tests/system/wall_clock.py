@@ -21,14 +21,17 @@ _COMPILERS = ("cc", "gcc", "clang")
 class WallClock:
     """The clock of all processes that are started with `environment`. Only where `has_compiler`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "seconds-ahead"
+    def __init__(self, folder: Path, name: str = "clock") -> None:
+        """Clocks of one folder share the library; each has a `name` of its own."""
+        self._file = folder / f"{name}.seconds-ahead"
         self._library = folder / "wall_clock.so"
         self._seconds_ahead = 0
-        self._file.write_bytes(struct.pack("=q", 0))
-        flags = "-O2", "-shared", "-fPIC", "-Wall", "-Werror"
-        command = [_compiler(), *flags, str(_SOURCE), "-o", str(self._library), "-ldl"]
-        subprocess.run(command, check=True)
+        if not self._file.exists():  # else a process has mapped the file: it is not replaced
+            self._file.write_bytes(struct.pack("=q", 0))
+        if not self._library.exists():
+            flags = "-O2", "-shared", "-fPIC", "-Wall", "-Werror"
+            command = [_compiler(), *flags, str(_SOURCE), "-o", str(self._library), "-ldl"]
+            subprocess.run(command, check=True)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -37,7 +40,7 @@ class WallClock:
     def jump(self, hours: float) -> None:
         """Move the clock of all processes at once."""
         self._seconds_ahead += round(hours * 3600)
-        with self._file.open("r+b") as file:  # the processes have mapped this file: it is not replaced
+        with self._file.open("r+b") as file:
             file.write(struct.pack("=q", self._seconds_ahead))
 
 

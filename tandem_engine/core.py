@@ -135,6 +135,7 @@ class EngineCore:
         """The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for waits."""
         self.runner = runner
         self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare, monotonic)
+        self._monotonic = monotonic
         self._failures: list[RequestFailed] = []
         self._import: _Import | None = None
 
@@ -151,19 +152,19 @@ class EngineCore:
 
         Calls `emit` during the step with events that are ready before its end.
         """
-        started = time.perf_counter()
+        started = self._monotonic()
         output = self.scheduler.schedule()
         sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
         sealed = self._with_checksums(sealed)
         filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
-        self.scheduler.count("step_seconds", time.perf_counter() - started)
+        self.scheduler.record_step(output, (self._monotonic() - started) / 1e9)
         self.renew_copy_budget()
         return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
 
     def renew_copy_budget(self) -> None:
-        """Let copies take their time again; a step does so at its end."""
+        """Let commands and copies take their time again; a step does so at its end."""
         self.scheduler.copy_budget.renew()
 
     def take_failures(self) -> list[RequestFailed]:
@@ -179,6 +180,10 @@ class EngineCore:
 
     def handle_some(self, command: Command, fd: int | None = None) -> list[EngineEvent] | None:
         """Do the same within the copy budget. None: handle the same command again before any other, after a step."""
+        with self.scheduler.copy_budget.command():
+            return self._carry_out(command, fd)
+
+    def _carry_out(self, command: Command, fd: int | None) -> list[EngineEvent] | None:
         match command:
             case AddRequest():
                 return [self.scheduler.add(command)]
@@ -248,6 +253,8 @@ class EngineCore:
 
     def _import_some(self, command: ImportSlab) -> SlabImported | None:
         """Copy blocks of a slab within the copy budget; None: some are left."""
+        if not self.scheduler.copy_budget.has_left:
+            return None
         try:
             slab, self._import = self._import or _Import(*self.scheduler.import_targets(command)), None
             if not self._copy(slab):

@@ -288,7 +288,7 @@ class EngineStats(_Part, frozen=True):
     num_used_blocks: int
     num_held_blocks: int
     counters: dict[str, float]
-    """Totals since start, by the names in `scheduling.ledger.COUNTERS`; `longest_copy_seconds` is of one step."""
+    """Totals since start, by the names in `scheduling.ledger.COUNTERS`; `longest_...` is the longest time."""
 
 
 class StepDone(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from tandem_engine.messages import ExtentRef
 
@@ -13,20 +14,25 @@ _PIECE_BYTES = 4 << 20
 
 
 class CopyBudget:
-    """Counts the time of copies since `renew`; `clock` returns nanoseconds."""
+    """Counts the time of copies and commands since `renew`; `clock` returns nanoseconds.
+
+    Commands spend the budget too, but never wait for it: a copy does, after a long prompt that took time to arrive.
+    """
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._spent_ns = 0
-        self.longest_ns = 0
+        self._spent_ns = self._copies_ns = self._commands_ns = 0
+        self.longest_copies_ns = 0
         """Most that was spent on copies for one step."""
+        self.longest_commands_ns = 0
+        """Most that was spent on commands between two steps, copies of imports included."""
 
     @property
     def has_left(self) -> bool:
         return self._spent_ns < COPY_NS
 
     def renew(self) -> None:
-        self._spent_ns = 0
+        self._spent_ns = self._copies_ns = self._commands_ns = 0
 
     def timed(self, copy: Callable[[], int]) -> int:
         """Copy, count the time, and return what `copy` returns."""
@@ -34,8 +40,22 @@ class CopyBudget:
         try:
             return copy()
         finally:
-            self._spent_ns += self._clock() - started
-            self.longest_ns = max(self.longest_ns, self._spent_ns)
+            elapsed = self._clock() - started
+            self._spent_ns += elapsed
+            self._copies_ns += elapsed
+            self.longest_copies_ns = max(self.longest_copies_ns, self._copies_ns)
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """Count the time of a command; copies within it count once."""
+        started, spent = self._clock(), self._spent_ns
+        try:
+            yield
+        finally:
+            elapsed = self._clock() - started
+            self._spent_ns = spent + elapsed
+            self._commands_ns += elapsed
+            self.longest_commands_ns = max(self.longest_commands_ns, self._commands_ns)
 
 
 def pieces(extents: Sequence[ExtentRef]) -> Iterator[slice]:

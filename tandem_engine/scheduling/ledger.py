@@ -1,5 +1,9 @@
 """Counts what was done for each request and since the engine's start.
 
+Longest times: `longest_answer_step_seconds` is that of a step with an answer in it, `longest_commands_seconds` that of
+all commands between two steps, imports of KV included, and `longest_copy_seconds` that of all imports and loads of KV
+for one step.
+
 Each prompt token is counted once: `prompt = computed + cached` for an aggregated or a prefill request, also after a
 preemption. A decode request's prompt is computed elsewhere: every prompt token that runs through the model here also
 counts as `reprefill_tokens`, which should stay 0.
@@ -20,6 +24,8 @@ COUNTERS = (
     "tokens_generated",
     "preemptions",
     "step_seconds",
+    "longest_answer_step_seconds",
+    "longest_commands_seconds",
     "longest_copy_seconds",
     "reprefill_tokens",
     "blocks_imported",
@@ -40,6 +46,9 @@ class Ledger:
 
     def count(self, name: str, amount: float = 1) -> None:
         self.counters[name] += amount
+
+    def record_longest(self, name: str, seconds: float) -> None:
+        self.counters[name] = max(self.counters[name], seconds)
 
     def scheduled(self, requests: Iterable[Request]) -> None:
         for request in requests:

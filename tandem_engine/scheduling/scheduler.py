@@ -226,10 +226,17 @@ class Scheduler:
         """Add to one of the totals since start."""
         self._ledger.count(name, amount)
 
+    def record_step(self, output: SchedulerOutput, seconds: float) -> None:
+        """Count the time of a step; keep the longest of those with an answer."""
+        self._ledger.count("step_seconds", seconds)
+        if any(run.is_answer for run in output.runs):
+            self._ledger.record_longest("longest_answer_step_seconds", seconds)
+
     def stats(self) -> EngineStats:
         """Return the current counts; requests whose blocks are being imported count as waiting."""
         num_running = len(self._running) + len(self._ready)
-        self._ledger.counters["longest_copy_seconds"] = self.copy_budget.longest_ns / 1e9
+        self._ledger.record_longest("longest_copy_seconds", self.copy_budget.longest_copies_ns / 1e9)
+        self._ledger.record_longest("longest_commands_seconds", self.copy_budget.longest_commands_ns / 1e9)
         return engine_stats(self._requests.values(), num_running, self.pool, self._ledger.counters)
 
     def _enqueue(self, request: Request) -> None:

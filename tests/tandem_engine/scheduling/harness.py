@@ -48,6 +48,8 @@ class FakeRunner:
         self.imported: list[tuple[int, int]] = []
         self.copy_seconds = 0.0
         """Simulated time of one block's copy."""
+        self.prepare_seconds: dict[str, float] = {}
+        """Simulated time of a request's arrival, by request id."""
         self.regions: dict[str, int] = {}
         self.stop_positions: set[int] = set()
         self.breaks_with: Exception | None = None
@@ -60,6 +62,7 @@ class FakeRunner:
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
 
     def prepare(self, request: Request) -> bool:
+        self.seconds += self.prepare_seconds.pop(request.request_id, 0.0)
         return request.request_id not in self.unready
 
     def execute(

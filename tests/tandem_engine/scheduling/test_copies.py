@@ -104,6 +104,32 @@ def test_a_large_slab_is_copied_over_many_steps_before_any_later_command() -> No
     harness.assert_nothing_is_left()
 
 
+def test_after_a_prompt_that_took_long_to_arrive_its_slab_waits_for_the_next_step() -> None:
+    harness = _harness()
+    harness.runner.prepare_seconds = {"long": 0.012}
+    harness.add("long", PROMPT[: 4 * NUM_BLOCKS], mode="decode", max_tokens=2)
+    command = ImportSlab("long", 0, 0, [extent(1000 + index, BLOCK_BYTES) for index in range(NUM_BLOCKS)])
+    assert harness.core.handle_some(command) is None
+    assert not harness.runner.imported
+    harness.step()
+    assert harness.core.handle_some(command) is None
+    assert harness.runner.imported
+    assert 0.011 < harness.counter("longest_commands_seconds") <= MOST_SECONDS
+
+
+def test_the_longest_step_is_that_of_steps_with_answers() -> None:
+    harness = _harness()
+    harness.runner.step_seconds = lambda output: 0.001 * output.num_tokens
+    harness.add("beside", PROMPT[:100], max_tokens=1)
+    harness.step()
+    assert harness.last_runs() == [("answer", 3, 1), ("beside", 0, 64)]
+    harness.core.scheduler.abort("answer")
+    harness.add("alone", PROMPT[100:300], max_tokens=1)
+    harness.run()
+    assert 0.064 < harness.counter("longest_answer_step_seconds") <= 0.065 + 1e-6
+    assert harness.counter("step_seconds") > 0.3
+
+
 def test_loads_go_on_while_imports_take_all_their_time() -> None:
     harness = _harness()
     _load(harness, max_tokens=1)

@@ -22,6 +22,7 @@ from kv_transfer_svc.blocks.block import BlockKey, Known, LeasedBlock
 from kv_transfer_svc.blocks.block_store import BlockStore
 from kv_transfer_svc.blocks.quotas import Quotas
 from kv_transfer_svc.disk.disk_tier import DiskTier
+from kv_transfer_svc.handle_record import Broadcast
 from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.transport.source import BlockSource
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -46,7 +47,9 @@ _SHARE_OF_POOLS = 4
 """The store takes 1/4 of the bytes of this host's pools."""
 _MAX_BLOCKS_PER_CALL = 4096
 _RUN_LENGTH = 512
-"""Blocks per turn of the event loop: to find, begin, seal or lease a block takes up to 10 us."""
+"""Blocks per turn of the event loop: to find, seal or lease a block takes up to 10 us."""
+_BEGIN_LENGTH = 128
+"""The same for blocks that are begun: each may demote another one, which takes 40 us."""
 
 
 class HostCache:
@@ -76,6 +79,8 @@ class HostCache:
             disk.count_in(self.known.disk)
         self.counters: Counter[str] = Counter()
         self.fetch: FetchBlocks | None = None
+        self._num_demotions = self._num_demoted = 0  # begun, ended
+        self._demoted = Broadcast()
         self._regions = regions
         self._region_id = region_id
         self._clock = clock
@@ -206,18 +211,34 @@ class HostCache:
     async def _begin(
         self, keys: Sequence[BlockKey], first: int, count: int, bytes_per_block: int
     ) -> list[tuple[BlockKey, Extent]]:
-        """Allocate a run of blocks that are not in memory; return the leading blocks that fit."""
+        """Allocate a run of blocks that are not in memory; return the leading blocks that fit.
+
+        Waits for blocks that are being written to disk before their eviction.
+        """
         parent = keys[first - 1] if first else None
         taken: list[tuple[BlockKey, Extent]] = []
-        for start in range(first, first + count, _RUN_LENGTH):
+        start, end, has_waited = first, first + count, False
+        while start < end:
             await _other_tasks(start - first)
-            run = keys[start : min(start + _RUN_LENGTH, first + count)]
+            run = keys[start : min(start + _BEGIN_LENGTH, end)]
             begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
             taken += [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
-            if None in begun:  # no room: later blocks are useless
-                break
-            parent = run[-1]
+            num_begun = begun.index(None) if None in begun else len(run)
+            if num_begun < len(run) and ((has_waited and not num_begun) or not await self._wait_for_demotions()):
+                break  # no room: later blocks are useless
+            has_waited = num_begun < len(run)
+            parent = run[num_begun - 1] if num_begun else parent
+            start += num_begun
         return taken
+
+    async def _wait_for_demotions(self) -> bool:
+        """Wait until the blocks that are being demoted now have left memory; False: there are none."""
+        num_to_end = self._num_demotions
+        if self._num_demoted == num_to_end:
+            return False
+        while self._num_demoted < num_to_end:
+            await self._demoted.next().wait()
+        return True
 
     async def _lease(self, keys: Sequence[BlockKey], reader_id: str, seconds: float) -> list[kv.StoredBlock]:
         """Lease a chain to a reader; return its leading blocks."""
@@ -277,10 +298,13 @@ class HostCache:
         def written(is_kept: bool) -> None:
             view.release()
             self.blocks.demoted(key, extent)
+            self._num_demoted += 1
+            self._demoted.fire()
 
         if not disk.put(key, view, checksum=checksum, done=written):
             view.release()
             return False
+        self._num_demotions += 1
         return True
 
     # ---------------------------------------------------------------------------------------------- life cycle

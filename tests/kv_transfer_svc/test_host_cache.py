@@ -138,6 +138,27 @@ async def test_what_memory_has_no_room_for_comes_back_from_disk_verified(tmp_pat
         host.host_cache.blocks.check()
 
 
+async def test_a_prompt_larger_than_what_memory_keeps_free_comes_from_disk_whole(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
+    hashes = chain(NUM_STORE_BLOCKS // 2)
+    async with running_host(tmp_path, disk=disk) as host, running_writer(host) as writer, a_client(host) as reader:
+        # 1. In memory: other prompts, not yet on disk. On disk: this one.
+        for first in range(0, len(hashes), 8):
+            parent = hashes[first - 1] if first else b""
+            await writer.client.publish(published(writer, hashes[first : first + 8], range(8), parent))
+            await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        await fill_with_others(writer, writer.client)
+        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        assert host.host_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in hashes]) == 0
+        assert host.host_cache.blocks.stats().free_bytes < len(hashes) * BLOCK_BYTES // 4
+        # 2. Room is made for all of it: the others are written to disk first.
+        reply = await reader.load(wanted(hashes))
+        assert (reply.num_from_memory, reply.num_from_disk) == (0, len(hashes))
+        assert content(host, reply) == [writer.block(slot % 8) for slot in range(len(hashes))]
+        assert (await reader.load(wanted(chain(8, "other 0")))).num_from_disk == 8
+        host.host_cache.blocks.check()
+
+
 async def test_blocks_from_disk_are_hashed_by_its_thread_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second hash on the event loop took 28 ms for 235 MB, in which no seal and no watch moved."""
     disk = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)

@@ -19,7 +19,7 @@ from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_worker import convert
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.kv_link import LentPool
-from tandem_worker.kv_offload import KVOffload
+from tandem_worker.kv_offload import KVOffload, lookup_seconds
 from tandem_worker.requests import ActiveRequest, GatewayStream
 from tests.kv_transfer_svc import host as kv_host
 from tests.kv_transfer_svc.host import Host, running_host
@@ -128,6 +128,12 @@ async def test_the_store_is_asked_for_what_may_be_found_and_never_for_the_last_t
             command = await here.added(submit)
             assert [block.index for block in command.prefix] == list(range(num_found))
             assert len(here.loads[-1].block_hashes) == num_found
+
+
+def test_a_lookup_may_take_longer_the_more_blocks_it_is_about() -> None:
+    assert lookup_seconds(0, is_remote=False) == 0.25
+    assert lookup_seconds(8191, is_remote=False) > 4.0  # the disk reads as many in 1.2 s
+    assert lookup_seconds(100, is_remote=True) > lookup_seconds(100, is_remote=False)
 
 
 async def test_a_request_that_must_not_find_does_not_ask(tmp_path: Path) -> None:

@@ -72,6 +72,13 @@ def make_deep_checkpoint(folder: Path, num_layers: int) -> Path:
     return target
 
 
+def make_long_checkpoint(folder: Path, context_length: int) -> Path:
+    """Return the folder of the small Llama with a context of that many tokens: 768 bytes of KV per token."""
+    target = folder / "long-llama"
+    _save(LlamaConfig(**_SHAPE | {"max_position_embeddings": context_length}), target)
+    return target
+
+
 def _save(config: Any, target: Path) -> None:
     torch.manual_seed(9)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)

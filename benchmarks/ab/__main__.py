@@ -4,9 +4,10 @@ python -m benchmarks.ab --old DIR --new DIR --bench NAME [--runs 5] [--old-argum
 python -m benchmarks.ab --old DIR --new DIR --bench NAME --turns [N] [--only PATTERN] [--more FILE] [--json FILE]
 
 With `--turns` the processes of both checkouts are up together and take turns of seconds; without it whole runs
-alternate. NAME is engine, gateway, handover, speculation or (by turns) ttft or handover_gap. The ratio of medians is
-new/old for rates and old/new for times, so below 1 is worse. An interval wider than 0.10 is no result: repeat with more
-runs, or take more turns of the figures that have none (`--only`) beside those of an earlier run (`--more`).
+alternate. NAME is engine, gateway, handover, isolation_itl, speculation or (by turns) ttft or handover_gap. The ratio
+of medians is new/old for rates and old/new for times, so below 1 is worse. An interval wider than 0.10 is no result:
+repeat with more runs, or take more turns of the figures that have none (`--only`) beside those of an earlier run
+(`--more`).
 `--old-arguments` replaces the options of the old side, for a checkout without today's options.
 """
 

@@ -44,6 +44,11 @@ PARTS = {
     "handover": Part(
         ("--shapes", "0.1b"), rates=_NEVER, times=r".*\.disaggregated\.(gap_ms\.p50|ttft_ms\.p50|decode_step_ms)"
     ),
+    "isolation_itl": Part(
+        ("--systems", "disaggregated,aggregated", "--chunks", "64", "--seconds", "45", "--rounds", "1"),
+        rates=r"(dis)?aggregated\.(stream|prompt)_tokens_per_second",
+        times=r"(dis)?aggregated\.(itl_ms\.p50|itl_ms\.p99|ttft_s\.p50)",
+    ),
     "speculation": Part((), rates=r".*\.ratio", times=_NEVER),
 }
 

@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.ab.__main__ import enter, values_of
 from benchmarks.ab.ratios import Ratio, median_of_ratios, ratio_of_medians, ratio_of_sums
-from benchmarks.ab.sides import Part
+from benchmarks.ab.sides import PARTS, Part
 from benchmarks.ab.turns import Turns
+from benchmarks.isolation_itl import stats as isolation
 from benchmarks.lib.command import Outcome
 
 _PART = Part((), rates=r".*per_second", times=r".*_ms")
@@ -47,6 +48,20 @@ def test_only_figures_that_the_part_names_and_all_runs_have_are_compared() -> No
     assert [(row[0], row[-1]) for row in outcome.sheets[0].rows] == [("a_per_second", "worse"), ("b_ms", "not worse")]
     assert [target.is_met for target in outcome.targets] == [False, True]
     assert outcome.figures["a_per_second.old.3"] == 100.0 and outcome.figures["a_per_second.new.1"] == 80.0
+
+
+def test_the_gaps_first_tokens_and_rates_beside_long_prompts_are_compared() -> None:
+    run = isolation.Observed(
+        [[1.0, 1.5, 10.5, 10.6]], [isolation.Prompt(10.0, 2048, (11.0, 11.1))], (0.0, 10.0), (10.0, 20.0), 0.0
+    )
+    found = isolation.figures([run], isolation.InTime(6.0, 0.1))
+    part = PARTS["isolation_itl"]
+    sides = {name: part.is_time(name) for name in isolation.all_figures({"disaggregated": found, "aggregated": found})}
+    compared = {"itl_ms.p50": True, "itl_ms.p99": True, "ttft_s.p50": True}
+    compared |= {"stream_tokens_per_second": False, "prompt_tokens_per_second": False}
+    assert {name: is_time for name, is_time in sides.items() if is_time is not None} == {
+        f"{system}.{name}": is_time for system in ("disaggregated", "aggregated") for name, is_time in compared.items()
+    }
 
 
 def test_an_interrupted_comparison_without_two_runs_of_each_judges_nothing() -> None:

@@ -56,7 +56,21 @@ TINY: dict[str, Any] = {
 }
 """A third of a million parameters: as good as no work. A block of 8 tokens takes one page of a store, 4 KiB."""
 
-SHAPES = {"0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY}
+LONG: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "max_position_embeddings": (128 << 10) + 1024,
+    "initializer_range": 0.2,
+    "vocab_size": 32_000,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+"""17 million parameters and 1 KiB of KV per token; each token depends on the prompt, because the weights are large."""
+
+SHAPES = {"0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
 
 _SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
 

@@ -1,0 +1,190 @@
+"""Starts a gateway, and services beside it one by one, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.lib.served import clean_environment, free_ports
+from tandem_client.cli.parent_death import die_with_parent
+from tandem_client.cli.supervisor import last_lines
+
+_MODULES = {"gateway": "control_plane", "prefill": "prefill_svc", "decode": "decode_svc", "kv": "kv_transfer_svc"}
+_START_SECONDS = 120.0
+_STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.05
+_STALL_SECONDS = 0.02
+
+Row = dict[str, Any]
+"""A worker or KV service, as `GET /v1/workers` describes it."""
+
+
+@dataclass(eq=False)
+class Service:
+    """One process and its log, of JSON lines."""
+
+    role: str
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    num_forgotten_bytes: int = 0
+    """Of the log: what is written there is of no interest any more."""
+
+    def forget_stalls(self) -> None:
+        self.num_forgotten_bytes = self.log.stat().st_size
+
+    def longest_stall(self) -> tuple[float, str]:
+        return longest_stall(self.log, self.num_forgotten_bytes)
+
+
+def longest_stall(log: Path, first_byte: int) -> tuple[float, str]:
+    """Return the longest time over 20 ms in which an event loop did not run, and the code that held it up."""
+    longest = 0.0, ""
+    for line in log.read_bytes()[first_byte:].splitlines():
+        if b'"loop_stalled"' in line:
+            stall = json.loads(line)
+            longest = max(longest, (stall["seconds"], " < ".join(stall["frames"][:3])))
+    return longest
+
+
+class Services:
+    """`async with Services(folder) as services:` runs a gateway; `start` and `stop` the others."""
+
+    def __init__(self, folder: Path) -> None:
+        http_port, grpc_port, enrolment_port = free_ports(3)
+        self._folder = folder
+        self._control = f"127.0.0.1:{grpc_port}"
+        self._gateway_flags = ["--listen", f"127.0.0.1:{http_port}", "--grpc-listen", self._control]
+        self._gateway_flags += ["--enrolment-listen", f"127.0.0.1:{enrolment_port}", "--local-prefill", "never"]
+        self._gateway_flags += ["--probe-interval-seconds", "86400", "--probe-valid-seconds", "172800"]
+        self._running: dict[str, Service] = {}
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", trust_env=False, timeout=600.0)
+
+    async def __aenter__(self) -> Services:
+        await self._spawn("gateway", "gateway", self._gateway_flags)
+        await self._until(self._answers, "the gateway answers")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+        for service in reversed(self.running):
+            await self.stop(service)
+
+    @property
+    def running(self) -> list[Service]:
+        """All services, the gateway included."""
+        return [*self._running.values()]
+
+    async def start(self, role: str, name: str, *flags: str) -> Service:
+        """Start a service, and return once it may be given requests."""
+        service = await self._spawn(role, name, ["--control", self._control, "--worker-id", name, *flags])
+        await self._until(lambda: self._is_ready(name), f"{name} is ready")
+        return service
+
+    async def stop(self, service: Service) -> None:
+        """End a service by SIGTERM, as an operator does, and wait until the gateway has forgotten it."""
+        del self._running[service.name]
+        if service.process.returncode is None:
+            service.process.terminate()
+        try:
+            await asyncio.wait_for(service.process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            service.process.kill()
+            await service.process.wait()
+            raise RuntimeError(f"{service.name} did not end:\n{_tail(service)}") from None
+        if not self.http.is_closed:
+            await self._until(lambda: self._is_gone(service.name), f"{service.name} is gone")
+
+    async def row(self, name: str) -> Row:
+        """Return what a service has reported in a heartbeat that is younger than this call."""
+        called = time.monotonic()
+
+        async def young() -> Row | None:
+            found = (await self._rows()).get(name)
+            is_young = found is not None and found["heartbeat_age_seconds"] < time.monotonic() - called
+            return found if is_young else None
+
+        found: Row = await self._until(young, f"{name} reports")
+        return found
+
+    async def until(self, name: str, condition: Callable[[Row], bool], what: str) -> None:
+        """Wait until what a service reports fulfils a condition."""
+
+        async def fulfilled() -> bool:
+            found = (await self._rows()).get(name)
+            return found is not None and condition(found)
+
+        await self._until(fulfilled, what)
+
+    async def model(self) -> str:
+        """Return the name of the model that is served, once one is."""
+
+        async def named() -> str:
+            models = (await self.http.get("/v1/models")).json()["data"]
+            return models[0]["id"] if models else ""
+
+        return str(await self._until(named, "a model is served"))
+
+    async def _spawn(self, role: str, name: str, flags: list[str]) -> Service:
+        log = self._folder / f"{name}.log"
+        command = [
+            sys.executable,
+            "-m",
+            _MODULES[role],
+            "--loop-stall-seconds",
+            str(_STALL_SECONDS),
+            "--log-json",
+            "true",
+        ]
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *die_with_parent([*command, *flags]),
+                env=clean_environment(self._folder / "state", {"OMP_NUM_THREADS": "1"}),
+                cwd=self._folder,  # no tandem.toml of whoever measures is found here
+                stdout=out,
+                stderr=out,
+            )
+        service = self._running[name] = Service(role, name, process, log)
+        return service
+
+    async def _rows(self) -> dict[str, Row]:
+        return {row["name"]: row for row in (await self.http.get("/v1/workers")).json()["data"]}
+
+    async def _answers(self) -> bool:
+        try:
+            return (await self.http.get("/healthz")).is_success
+        except httpx.TransportError:
+            return False  # nobody listens yet
+
+    async def _is_ready(self, name: str) -> bool:
+        found = (await self._rows()).get(name)
+        return found is not None and found["state"] == "ready" and not found["suspected"]
+
+    async def _is_gone(self, name: str) -> bool:
+        return name not in await self._rows()
+
+    async def _until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Return what the condition returns once that is true; raises RuntimeError if a service ends meanwhile."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not (found := await condition()):
+            for service in self.running:
+                if service.process.returncode is not None:
+                    raise RuntimeError(f"{service.name} ended:\n{_tail(service)}")
+            if time.monotonic() > deadline:
+                tails = "\n\n".join(f"--- {each.name}\n{_tail(each)}" for each in self.running)
+                raise RuntimeError(f"waited {_START_SECONDS:g} s in vain until {what}\n{tails}")
+            await asyncio.sleep(_POLL_SECONDS)
+        return found
+
+
+def _tail(service: Service) -> str:
+    return "\n".join(last_lines(service.log, 12))

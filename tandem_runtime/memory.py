@@ -27,12 +27,22 @@ class MemoryProbe:
         self._own_pids = own_pids
         self._nvml = Nvml()
         self._report = pb.MemoryReport()
+        self._is_unreadable = False
         self._read_at: float | None = None
         self._thread: threading.Thread | None = None
 
     def read(self) -> pb.MemoryReport:
-        """Take a reading: some milliseconds, and 0.1 s to start NVML. An event loop leaves it to a thread."""
-        self._report = self._take()
+        """Take a reading: some milliseconds, and 0.1 s to start NVML. An event loop leaves it to a thread.
+
+        What cannot be read for lack of a descriptor stays as it was.
+        """
+        try:
+            self._report = self._take()
+            self._is_unreadable = False
+        except OSError as error:
+            if not self._is_unreadable:
+                log.warning("memory_unreadable", error=str(error))
+            self._is_unreadable = True
         self._read_at = time.monotonic()
         return self._report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -212,6 +213,19 @@ def test_the_memory_of_our_processes_is_summed_and_ended_ones_count_nothing() ->
     own = host_memory([os.getpid()])
     assert own.process_bytes > 1024**2
     assert host_memory([ended.pid]).process_bytes == 0
+
+
+def test_a_reading_that_lacks_a_descriptor_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = MemoryProbe(lambda: [os.getpid()])
+    before = probe.read()
+    with monkeypatch.context() as used_up:
+        used_up.setattr(memory, "host_memory", _no_descriptor)
+        assert probe.read() is before
+    assert probe.read() is not before
+
+
+def _no_descriptor(*_: object) -> pb.HostMemory:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def test_a_broken_list_of_processes_does_not_break_the_heartbeat() -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from tandem_machine.limits import with_remedy
+from tandem_machine.limits import too_few_processes, with_remedy
 from tandem_runtime import frozen, loop_lag, metrics, tracing
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.log import get_logger
@@ -30,11 +30,13 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
 
     The first SIGTERM or SIGINT sets the event passed to `main`: finish running work, take none. The second cancels
     `main` (status 128 + signal), the third ends the process at once. An exception of `main` is logged and gives status
-    1; a refused setting gives status 2.
+    1; a refused setting gives status 2, and so does a limit of processes that is too small.
     """
     _forget_what_is_loaded()
     faulthandler.enable(file=sys.__stderr__ or sys.stderr)  # a signal that ends this process leaves stacks on stderr
     try:
+        if why := too_few_processes(1):
+            raise InvalidRequest(why)
         with _exceptions_logged(), frozen.watched():
             return asyncio.run(_run(main, stall_seconds))
     except InvalidRequest as error:

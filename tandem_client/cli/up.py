@@ -33,6 +33,7 @@ from tandem_client.cli.supervisor import Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
 from tandem_client.wire import request_headers
 from tandem_machine.folders import home_folder
+from tandem_machine.limits import too_few_processes, with_remedy
 from tandem_machine.platforms import unsupported
 
 
@@ -50,10 +51,17 @@ def up(options: UpOptions, console: Console) -> int:
     except ValueError as error:
         raise CannotStart(str(error)) from error
     check_ports(options, configured)
+    if why := too_few_processes(len(specs)):
+        raise CannotStart(why)
     cores = cores_beside_decode(machine, specs)
     if cores and hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, cores)  # children inherit this; engines set their own cores
-    return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
+    try:
+        return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
+    except (OSError, RuntimeError) as error:
+        if (text := with_remedy(str(error))) == str(error):
+            raise
+        raise CannotStart(text) from error  # other processes of the user have reached the limit
 
 
 def check_options(options: UpOptions) -> None:

@@ -37,15 +37,20 @@ def state_dir(configured: str | Path | None = None, setting: str = "TANDEM_STATE
 def runtime_dir(configured: str | Path | None = None) -> Path:
     """Return the folder for sockets. Creates it if missing. Short, because Unix socket paths end at 108 bytes.
 
-    The first of `configured`, TANDEM_RUNTIME_DIR, XDG_RUNTIME_DIR/tandem, /tmp/tandem-<uid>.
+    The first of `configured`, TANDEM_RUNTIME_DIR, XDG_RUNTIME_DIR/tandem, /tmp/tandem-<uid>. Raises InvalidRequest for
+    a folder of another user, or without the right to write.
     """
-    chosen = configured or os.environ.get("TANDEM_RUNTIME_DIR")
-    if chosen:
-        return _own_folder(Path(chosen).expanduser(), "TANDEM_RUNTIME_DIR")
     base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK):
-        return _own_folder(Path(base) / "tandem", "TANDEM_RUNTIME_DIR")
-    return _own_folder(Path(f"/tmp/tandem-{os.getuid()}"), "TANDEM_RUNTIME_DIR")
+    if chosen := configured or os.environ.get("TANDEM_RUNTIME_DIR"):
+        wanted = Path(chosen).expanduser()
+    elif base and os.access(base, os.W_OK):
+        wanted = Path(base) / "tandem"
+    else:
+        wanted = Path(f"/tmp/tandem-{os.getuid()}")
+    folder = _own_folder(wanted, "TANDEM_RUNTIME_DIR")
+    if not os.access(folder, os.W_OK | os.X_OK):  # such as on a read-only mount
+        raise InvalidRequest(f"cannot write in the folder {folder}; set TANDEM_RUNTIME_DIR to one that can be written")
+    return folder
 
 
 def socket_path(name: str, configured: str | Path | None = None) -> Path:

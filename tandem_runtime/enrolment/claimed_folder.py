@@ -43,7 +43,10 @@ class ClaimedFolder:
                 if (descriptor := _lock(path)) is not None:
                     return cls(path, descriptor)
         except OSError as error:
-            raise InvalidRequest(f"cannot use the folder {parent} for certificates: {error}") from error
+            raise InvalidRequest(
+                f"cannot use the folder {parent} for certificates: {error}; set TANDEM_STATE_DIR (--state-dir) to a "
+                "folder that can be written"
+            ) from error
         raise InvalidRequest(
             f"{MAX_FOLDERS:,} processes named {name} run with certificates in {parent}, which is the limit; give some "
             "of them another --worker-id"

@@ -74,5 +74,5 @@ def test_the_number_of_folders_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match=r"cannot use the folder .*file"):
+    with pytest.raises(InvalidRequest, match=r"cannot use the folder .*file.*; set TANDEM_STATE_DIR"):
         ClaimedFolder.claim(tmp_path / "file", "decode")

@@ -92,10 +92,10 @@ clean: ## remove what was built
 # Two marks: `make run` installs no test tools.
 
 $(VENV)/.run: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer; set PYTHON=python3.11")'
 	@$(PYTHON) -c 'import sys; sys.path.insert(0, "."); from tandem_machine.platforms import unsupported; sys.exit(unsupported() or 0)'
 	@echo "Setting up $(VENV) (once; torch is most of it)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tandem needs Python 3.11 or newer; set PYTHON=python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install $(PIP_FLAGS) --editable '.[all]'
 	@touch $@
 

@@ -38,7 +38,8 @@ class Authority:
     sealed_key: bytes | None = field(default=None, repr=False)
 
     def is_trusted(self, now_ms: int) -> bool:
-        return self.leaves_ms is None or self.leaves_ms > now_ms
+        """Return whether it has not left. Without its key it has left for good, also if the clock goes back."""
+        return self.sealed_key is not None and (self.leaves_ms is None or self.leaves_ms > now_ms)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Trust:
 
     @property
     def trusted(self) -> tuple[Authority, ...]:
-        return tuple(each for each in self.authorities if each.is_trusted(self.now_ms))
+        """One or two: a third one that a clock brings back when it is set back stays away."""
+        return tuple(each for each in self.authorities if each.is_trusted(self.now_ms))[-2:]
 
     @property
     def bundle(self) -> bytes:

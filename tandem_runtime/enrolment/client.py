@@ -77,9 +77,12 @@ async def join(token: JoinToken, role: Role, *, host: str = "", seconds: float =
     return await _from_any(token.addresses, attempt, seconds)
 
 
-async def renew(addresses: Sequence[str], files: CertificateFiles, *, seconds: float = 60.0) -> Enrolled:
+async def renew(
+    addresses: Sequence[str], files: CertificateFiles, *, authorities: Sequence[bytes] = (), seconds: float = 60.0
+) -> Enrolled:
     """Replace a certificate and its key, also one that has expired lately; try for `seconds` while no gateway answers.
 
+    `authorities`: those that a join token names are trusted beside the bundle's.
     Raise Refused if the certificate is revoked, or too old; Unauthenticated if another fleet's server answers.
     """
     old = x509.load_pem_x509_certificate(files.certificate)
@@ -89,7 +92,7 @@ async def renew(addresses: Sequence[str], files: CertificateFiles, *, seconds: f
             "the certificate's key is not P-256, so this fleet did not issue it; renew it at its issuer"
         )
     identity = identity_in(old)
-    trusted = {_der(each) for each in x509.load_pem_x509_certificates(files.bundle)}
+    trusted = {*authorities, *map(authority_pin, x509.load_pem_x509_certificates(files.bundle))}
     key = ec.generate_private_key(ec.SECP256R1())
     request = _certificate_request(key)
     message = pb.RenewCertificateRequest(
@@ -99,7 +102,12 @@ async def renew(addresses: Sequence[str], files: CertificateFiles, *, seconds: f
     )
 
     async def attempt(address: str) -> Enrolled:
-        server = await _find_server(address, lambda certificate: _der(certificate) in trusted)
+        server = await _find_server(address, lambda certificate: authority_pin(certificate) in trusted)
+        if server.identity.fleet != identity.fleet:
+            raise Unauthenticated(
+                f"the server at {address} is of fleet {server.identity.fleet}, and this process is {identity} of fleet "
+                f"{identity.fleet}; join that fleet with a token of `tandem fleet token --role {identity.role}`"
+            )
         async with _channel(address, server) as channel:
             try:
                 reply = await EnrolmentServiceStub(channel).Renew(message, timeout=_CALL_SECONDS)

@@ -44,8 +44,14 @@ class CertificateKeeper:
         self._host = host
         self._clock = clock
         self._addresses: tuple[str, ...] = ()
+        self._authorities: tuple[bytes, ...] = ()
+        """Those that a join token names: trusted for renewals, beside the folder's."""
         self.refusal = ""
         """Why the fleet gives this process no certificate any more; "" while it does."""
+        self.is_of_another_fleet = False
+        """Whether the gateway that a new join token names is of another fleet than this process."""
+        self._is_fleet_unknown = False
+        self._bundle: set[bytes] = set()
         self._bundle_number = 0
         self._wanted_bundle_number = 0
         self._problem = ""
@@ -63,12 +69,10 @@ class CertificateKeeper:
         token, a process whose certificate is not renewed joins as a new member.
         """
         files = await asyncio.to_thread(self._read)
-        if files is not None and token is not None and not is_of_fleet(files, token):
-            log.warning("certificate_of_another_fleet", role=self._role, folder=str(self._folder))
-            files = None
         if files is not None:
-            if token is not None:  # where to renew may have changed
-                self.renew_at(token.addresses)
+            self._know(files)
+            if token is not None:
+                self.follow(token)
             try:
                 return await self._resume(files, seconds)
             except Unauthenticated as error:
@@ -105,13 +109,12 @@ class CertificateKeeper:
 
     async def _resume(self, files: CertificateFiles, seconds: float) -> Identity:
         """Return whom the certificate of an earlier start names, renewed if it is time."""
-        self._set_times(files)
-        if not self._is_due():
+        if not self._is_due() and not self._is_fleet_unknown:
             return _identity(files)
         try:
             return (await self._renew(files, seconds)).identity
         except (Unavailable, OSError):
-            if not self._valid_from <= self._clock() < self._expires_at:
+            if self._is_fleet_unknown or not self._valid_from <= self._clock() < self._expires_at:
                 raise
             return _identity(files)  # `run` tries again
 
@@ -124,7 +127,8 @@ class CertificateKeeper:
     async def check(self) -> None:
         """Renew if it is time. While nobody renews it, the certificate stays as it is; that is logged once."""
         is_behind = self._wanted_bundle_number > self._bundle_number
-        if not (self._is_due() or is_behind or self._is_doubted) or time.monotonic() < self._refused_until:
+        is_wanted = self._is_due() or is_behind or self._is_doubted or self._is_fleet_unknown
+        if not is_wanted or time.monotonic() < self._refused_until:
             return
         if self._is_doubted:
             self._is_doubted, self._doubted_until = False, time.monotonic() + _REFUSED_PAUSE_SECONDS
@@ -137,6 +141,7 @@ class CertificateKeeper:
                 self.refusal = error.message
             if isinstance(error, Unauthenticated):
                 self._refused_until = time.monotonic() + _REFUSED_PAUSE_SECONDS
+                self.is_of_another_fleet = self._is_fleet_unknown and not self.refusal
             if str(error) != self._problem:
                 log.warning("certificate_not_renewed", error=str(error), role=self._role)
             self._problem = str(error)
@@ -149,9 +154,14 @@ class CertificateKeeper:
         """A gateway refuses this process: the next `check` asks for a new certificate, at most every 30 seconds."""
         self._is_doubted = time.monotonic() >= self._doubted_until
 
-    def renew_at(self, addresses: tuple[str, ...]) -> None:
-        """Renew at these enrolment ports too: a gateway may have moved."""
-        self._addresses = tuple(dict.fromkeys((*addresses, *self._addresses)))[:MAX_ADDRESSES]
+    def follow(self, token: JoinToken) -> None:
+        """Renew at the gateway of a new join token. If its fleet may be another one, the next `check` finds out."""
+        # No authority is known: another fleet, or ours after a rotation that this process has missed.
+        self._is_fleet_unknown = self._bundle.isdisjoint(token.authorities)
+        earlier = () if self._is_fleet_unknown else self._addresses
+        self._addresses = tuple(dict.fromkeys((*token.addresses, *earlier)))[:MAX_ADDRESSES]
+        self._authorities = token.authorities
+        self._refused_until = 0.0
 
     async def _join(self, token: JoinToken, seconds: float) -> Identity:
         enrolled = await client.join(token, self._role, host=self._host, seconds=seconds)
@@ -160,14 +170,15 @@ class CertificateKeeper:
         return enrolled.identity
 
     async def _renew(self, files: CertificateFiles, seconds: float) -> Enrolled:
-        enrolled = await client.renew(self._addresses, files, seconds=seconds)
+        enrolled = await client.renew(self._addresses, files, authorities=self._authorities, seconds=seconds)
         await self._save(enrolled)
         return enrolled
 
     async def _save(self, enrolled: Enrolled) -> None:
         await asyncio.to_thread(self._write, enrolled)  # first: what cannot be written is tried again
         self._bundle_number = enrolled.bundle_number
-        self._set_times(enrolled.files)
+        self._is_fleet_unknown = False
+        self._know(enrolled.files)
 
     def _write(self, enrolled: Enrolled) -> None:
         write_certificate(self._folder, enrolled.files)
@@ -193,7 +204,8 @@ class CertificateKeeper:
             return None
         return files if identity.role == self._role and self._addresses else None
 
-    def _set_times(self, files: CertificateFiles) -> None:
+    def _know(self, files: CertificateFiles) -> None:
+        self._bundle = set(map(client.authority_pin, x509.load_pem_x509_certificates(files.bundle)))
         certificate = x509.load_pem_x509_certificate(files.certificate)
         self._valid_from = certificate.not_valid_before_utc.timestamp()
         self._expires_at = certificate.not_valid_after_utc.timestamp()
@@ -206,12 +218,6 @@ class CertificateKeeper:
 
 def _identity(files: CertificateFiles) -> Identity:
     return identity_in(x509.load_pem_x509_certificate(files.certificate))
-
-
-def is_of_fleet(files: CertificateFiles, token: JoinToken) -> bool:
-    """Return whether a trusted authority of an earlier start is one that the token names."""
-    known = map(client.authority_pin, x509.load_pem_x509_certificates(files.bundle))
-    return not set(token.authorities).isdisjoint(known)
 
 
 async def token_from_file(path: Path, seconds: float) -> JoinToken:

@@ -18,12 +18,12 @@ from typing import Protocol
 
 from tandem_runtime import paths
 from tandem_runtime.certificates.credentials import ProcessCertificate
-from tandem_runtime.certificates.files import folder_version, read_certificate
+from tandem_runtime.certificates.files import folder_version
 from tandem_runtime.certificates.membership import FleetMember, TlsSettings
 from tandem_runtime.certificates.names import Role
 from tandem_runtime.enrolment.claimed_folder import ClaimedFolder
 from tandem_runtime.enrolment.join_token import JoinToken
-from tandem_runtime.enrolment.keeper import CHECK_SECONDS, CertificateKeeper, is_of_fleet
+from tandem_runtime.enrolment.keeper import CHECK_SECONDS, CertificateKeeper
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.log import get_logger
 
@@ -143,6 +143,7 @@ class _OwnRenewer:
         self._file = file
         self._drain = drain
         self._seen: tuple[int, int] | None = None
+        self._problem = ""
         self.exit_code = 0
 
     def announced(self, bundle_number: int) -> None:
@@ -164,24 +165,26 @@ class _OwnRenewer:
         if self._keeper.refusal:
             log.error("certificate_refused", reason=self._keeper.refusal, remedy=_remedy(self._folder.path))
             self.exit_code = EXIT_REFUSED
-        elif (token := await asyncio.to_thread(self._changed_token)) is not None:
-            if is_of_fleet(await asyncio.to_thread(read_certificate, self._folder.path), token):
-                self._keeper.renew_at(token.addresses)
-                return
+        elif self._keeper.is_of_another_fleet:
             log.error("fleet_replaced", file=str(self._file), remedy="start the process again: it joins that fleet")
             self.exit_code = _EXIT_REPLACED
+        elif (token := await asyncio.to_thread(self._changed_token)) is not None:
+            self._keeper.follow(token)
 
     def _changed_token(self) -> JoinToken | None:
-        """Return the join token of this machine if its file has changed."""
+        """Return the join token of this machine if its file has changed. A file that cannot be read is read again."""
         stamp = None if self._file is None else _stamp(self._file)
         if stamp is None or stamp == self._seen:
             return None
-        self._seen = stamp
         assert self._file is not None, "it has a stamp"
         try:
-            return JoinToken.parse(self._file.read_text())
+            text = self._file.read_text()
+            self._seen, self._problem = stamp, ""
+            return JoinToken.parse(text)
         except (OSError, ValueError, InvalidRequest) as error:
-            log.warning("join_token_unreadable", file=str(self._file), error=str(error))
+            if str(error) != self._problem:
+                log.warning("join_token_unreadable", file=str(self._file), error=str(error))
+            self._problem = str(error)
             return None
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ class Rotations:
             await self._rotate(is_over)
 
     async def _rotate(self, is_over: Callable[[], bool]) -> None:
-        await until(self._add, _SWITCH_SECONDS, lambda: f"no second authority: {self._refusal}")
+        if not await _until_either(self._add, is_over, float("inf")):
+            return
         await until(self._switch, _SWITCH_SECONDS, lambda: f"no switch to the new authority: {self._refusal}")
         self.num_switched += 1
         if await _until_either(self._has_left, is_over, _LEAVE_SECONDS):
@@ -53,8 +54,7 @@ class Rotations:
     async def _add(self) -> bool:
         try:
             await self._authority.add_authority()
-        except Unavailable as error:  # the disk is full
-            self._refusal = error.message
+        except (InvalidRequest, Unavailable):  # a clock that was set back trusts the old one again; the disk is full
             return False
         return True
 

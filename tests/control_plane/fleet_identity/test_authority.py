@@ -22,6 +22,7 @@ from control_plane.fleet_identity.sealed_key import unseal
 from control_plane.storage.migrate import migrate
 from control_plane.storage.tables import accounts, authorities, certificates
 from tandem_runtime.certificates.names import Identity, identity_of
+from tandem_runtime.enrolment.join_token import JoinToken
 from tandem_runtime.errors import InvalidRequest, Unauthenticated
 from tests.control_plane.fleet_identity.world import SECRET, World, der, new_key, on_both, proof, request_of
 
@@ -241,6 +242,34 @@ async def test_an_authority_is_replaced_without_a_process_that_trusts_too_little
     # 6. Its last certificate still renews, by the new one.
     again = await world.renew(issued, key)
     again.certificate.verify_directly_issued_by(both.authorities[1].certificate)
+
+
+async def test_a_clock_that_was_ahead_for_a_while_brings_no_authority_back(world: World) -> None:
+    key = new_key()
+    for rotation in (1, 2):
+        await world.authority.add_authority()
+        await world.authority.switch_authority(force=True)
+        if rotation == 1:
+            world.pass_hours(24.1)
+            issued = await world.join(key)  # trusts authority 2 alone
+    world.pass_hours(-24.1)
+    trust = await world.authority.trust()
+    assert ([each.number for each in trust.trusted], trust.bundle_number) == ([2, 3], 5)
+    assert (await world.renew(issued, key, key)).bundle_number == 5
+    token = await world.authority.new_token("kv", 60, 1, ("127.0.0.1:1",))
+    assert JoinToken.parse(token.text).authorities == token.authorities
+
+
+async def test_an_authority_whose_key_was_deleted_while_the_clock_was_ahead_has_left(world: World) -> None:
+    gateway = await world.authority.issue_gateway(new_key().public_key(), "a host")
+    await world.authority.add_authority()
+    await world.authority.switch_authority(force=True)
+    world.pass_hours(24.1)
+    await world.authority.clean()
+    world.pass_hours(-24.1)
+    key = new_key()
+    issued = await world.authority.issue_again(gateway.identity, key.public_key(), by_oldest=True)
+    issued.certificate.verify_directly_issued_by((await world.authority.trust()).issuing.certificate)
 
 
 async def test_a_member_that_sleeps_can_be_left_behind(world: World) -> None:

@@ -46,6 +46,12 @@ async def member(folder: Path, name: str = "decode-0", **more: Any) -> FleetMemb
     return found
 
 
+async def _kv_member(settings: KvSettings, drain: asyncio.Event) -> FleetMember:
+    found = await member_of_fleet(settings, "kv", drain, seconds=30)
+    assert found is not None
+    return found
+
+
 @dataclass
 class Running:
     """A gateway as `python -m control_plane` runs it."""
@@ -282,6 +288,30 @@ async def test_a_process_joins_after_the_authority_was_replaced(tmp_path: Path) 
         assert again.identity == before.identity
         for each in (after, again):
             await each.close()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+async def test_a_process_that_missed_a_whole_rotation_stays_the_member_that_it_was(tmp_path: Path, runs: bool) -> None:
+    drain = asyncio.Event()
+    settings = KvSettings(state_dir=str(tmp_path / "state"))
+    async with open_fleet(settings_of(tmp_path)) as fleet:
+        worker = await _kv_member(settings, drain)
+        identity, first = worker.identity, worker.certificate.current.authorities
+        if not runs:
+            await worker.close()
+        await fleet.authority.add_authority()
+        await fleet.authority.switch_authority(force=True)
+        await fleet.authority.remove_old_authority()
+        await fleet.certificate.check()
+        await fleet.renew_local_tokens()
+        if runs:
+            worker.start()
+            await until(lambda: worker.certificate.current.authorities != first or drain.is_set())
+        else:
+            worker = await _kv_member(settings, drain)
+        assert (worker.identity, worker.exit_code, drain.is_set()) == (identity, 0, False)
+        assert len(worker.certificate.current.authorities) == 1 and worker.certificate.current.authorities != first
+        await worker.close()
 
 
 async def test_the_tokens_of_the_machine_are_written_when_it_is_time(

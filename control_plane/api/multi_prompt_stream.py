@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -71,7 +70,7 @@ class MultiPromptStream:
 
     def _renumbered(self, batch: Iterator[TextDelta], index: int) -> Iterator[TextDelta]:
         first = index * self.streams[index].num_choices
-        return batch if first == 0 else (replace(delta, choice_index=first + delta.choice_index) for delta in batch)
+        return batch if first == 0 else (delta._replace(choice_index=first + delta.choice_index) for delta in batch)
 
 
 async def start_all(starting: Sequence[Awaitable[TextStream]], before: Usage) -> MultiPromptStream:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from control_plane.generation import AnswerEnd, Logprob, PositionLogprobs, TokenDelta
 from control_plane.text.stop_strings import StopStrings
@@ -38,8 +39,7 @@ class TextLogprobs:
     text_offset: int
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):  # as TokenDelta is
     """New text and calls of one choice.
 
     `token_ids` are all token ids since the last delta, also those whose text is still held back.
@@ -89,7 +89,7 @@ class ChoiceText:
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """Add new tokens of this choice and return the text that is now certain."""
-        text = "".join(self._take(token_id, logprobs) for token_id, logprobs in self._text_tokens(delta))
+        text = "".join([self._take(token_id, logprobs) for token_id, logprobs in self._text_tokens(delta)])
         if delta.finish_reason is not None:
             text += self._release(self._detokenizer.flush())
             if self._stop_strings is not None:

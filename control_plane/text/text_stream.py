@@ -156,7 +156,7 @@ class TextStream:
         if choice.finish_reason is not None:  # tokens that were in flight when a stop string ended the choice
             return None
         text = choice.push(delta)
-        if choice.ended_by_stop_string and delta.finish_reason is None:
+        if choice.finish_reason is not None and delta.finish_reason is None:  # a stop string ended the choice
             self._tokens.stop_choice(delta.choice_index)
         return text if text.text or text.calls or text.logprobs or text.finish_reason else None
 

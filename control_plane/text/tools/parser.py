@@ -9,15 +9,14 @@ text was cut.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from control_plane.text.tool import CallDelta
 from control_plane.text.tools.call_object import CallObject
 from control_plane.text.tools.forms import ToolForm
 
 
-@dataclass(frozen=True)
-class Parsed:
+class Parsed(NamedTuple):
     text: str = ""
     calls: tuple[CallDelta, ...] = ()
 

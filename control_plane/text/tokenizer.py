@@ -30,6 +30,9 @@ _PRIVATE_USE = range(0x10F000, 0x10FFFD)
 _GROWING_NORMALIZERS = ("Prepend", "NFC", "NFD")
 """Normalizers after which a text has at least a quarter of its bytes. NFC composes: 3 bytes become 2."""
 _MOST_SHRINKING = 4
+_SHORT_CHARACTERS = 64
+_MAX_SHORT = 4096
+"""Short texts between names whose tokens are remembered while a chat is encoded."""
 
 
 class TextTokenizer:
@@ -117,9 +120,19 @@ class TextTokenizer:
         """Encode a rendered chat. Names between markers are text; single markers, left by a template, are removed."""
         parts = re.split(f"{start}({self._control_pattern}){end}|[{start}{end}]", text)
         token_ids = array("I", self._encoder.ids(parts[0]))
-        for user_text, template_text in zip(parts[1::2], parts[2::2], strict=True):
-            token_ids.extend(self._text_ids(user_text) if user_text else ())
-            token_ids.extend(_encode_inside(self._encoder, template_text))
+        names: dict[str, TokenIds] = {}
+        short: dict[str, TokenIds] = {}  # a chat that is all names has the same short texts between them
+        for name, behind in zip(parts[1::2], parts[2::2], strict=True):
+            if name:
+                if name not in names:
+                    names[name] = self._text_ids(name)
+                token_ids.extend(names[name])
+            ids = short.get(behind)
+            if ids is None:
+                ids = _encode_inside(self._encoder, behind)
+                if len(behind) <= _SHORT_CHARACTERS and len(short) < _MAX_SHORT:
+                    short[behind] = ids
+            token_ids.extend(ids)
         return TokenIds(token_ids)
 
     def _text_ids(self, text: str) -> TokenIds:

@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,37 +36,38 @@ def machine_conditions() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CpuUse:
-    """CPU seconds so far: of the whole machine, and of this process with all it has started."""
+    """CPU seconds so far of all processes but this one and those that it has started, by process id."""
 
     wall: float
-    busy: float
-    own: float
+    stolen: float
+    """By other guests of the host."""
+    others: Mapping[int, float]
 
     @classmethod
     def now(cls) -> CpuUse:
-        times = psutil.cpu_times()
-        # Linux counts a guest's time as user time too; time stolen by the host was kept from us by others.
-        busy = times.user + times.nice + times.system
-        busy += sum(getattr(times, name, 0.0) for name in ("irq", "softirq", "steal"))
-        return cls(time.monotonic(), busy, _own_cpu_seconds())
+        ours = {os.getpid(), *(each.pid for each in psutil.Process().children(recursive=True))}
+        others = {}
+        for process in psutil.process_iter():
+            if process.pid not in ours:
+                with suppress(psutil.NoSuchProcess):
+                    others[process.pid] = _cpu_seconds(process)
+        return cls(time.monotonic(), getattr(psutil.cpu_times(), "steal", 0.0), others)
 
     def foreign_share_since(self, earlier: CpuUse) -> float:
-        """Return what others used since then, as a share of all cores; 0.0 to 1.0."""
+        """Return what others used since then, as a share of all cores; 0.0 to 1.0.
+
+        The rest of the machine's use would not do: children whose parent ignores their end are in nobody's account.
+        """
         wall = (self.wall - earlier.wall) * (psutil.cpu_count() or 1)
-        foreign = (self.busy - earlier.busy) - (self.own - earlier.own)
-        return min(1.0, max(0.0, foreign / wall))
+        used = (max(0.0, seconds - earlier.others.get(pid, 0.0)) for pid, seconds in self.others.items())
+        return min(1.0, (sum(used) + self.stolen - earlier.stolen) / wall)
 
 
-def _own_cpu_seconds() -> float:
-    total = 0.0
-    process = psutil.Process()
-    for each in [process, *process.children(recursive=True)]:
-        try:
-            times = each.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
+def _cpu_seconds(process: psutil.Process) -> float:
+    """Return CPU seconds of a process and of its children that have ended; the first process reaps orphans of all."""
+    times = process.cpu_times()
+    own = times.user + times.system
+    return float(own if process.pid == 1 else own + times.children_user + times.children_system)
 
 
 def _cpu_name() -> str:

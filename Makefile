@@ -6,14 +6,14 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheel-test test-versions simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
+.PHONY: help run test wheel-test container-test test-versions simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
 MERMAID_SHA256 := 3a93016a73dc82ba890d919f9bbb176f3da9d98341650c0b517f2595cc68fef8
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 	@$(BIN)/tandem up $(ARGS)
@@ -23,6 +23,9 @@ test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 
 wheel-test: $(VENV)/.dev ## install each extra from the wheel into a fresh environment and start each service
 	PYTHONPATH=. $(BIN)/python -m tests.packaging.extras $(ARGS)
+
+container-test: $(VENV)/.dev ## do what README says in a Debian system of its own, as a user without rights (root, debootstrap, bubblewrap)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.packaging.debian
 
 test-versions: ## run the short suite with each of Python 3.11, 3.12 and 3.13 that is here (ARGS=3.13 for one)
 	$(PYTHON) -m infra.python_versions $(ARGS)
@@ -63,7 +66,7 @@ check: $(VENV)/.dev ## lint, spelling, types, import contracts, protos
 docs: $(VENV)/.dev build/mermaid.min.js ## build the documentation site into build/site (ARGS=serve to look at it while you write)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
-services: ## install what some tests need: a C compiler, PostgreSQL (apt), workerd and other clients (npm)
+services: ## install what some tests need: a C compiler, PostgreSQL, bubblewrap (apt), workerd and other clients (npm)
 	@infra/services.sh
 
 peers: ## install the engines that the benchmarks compare with ours (ARGS="openvino" for one of them)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
-# workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two versions of wrangler
-# and Node.js (`tandem dev`).
+# bubblewrap (containers), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two
+# versions of wrangler and Node.js (`tandem dev`).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,6 +19,15 @@ if ! command -v initdb >/dev/null && ! ls /usr/lib/postgresql/*/bin/initdb >/dev
         apt-get update -qq && apt-get install -y -qq postgresql
     else
         echo "no PostgreSQL: install it with your system's packages" >&2
+        exit 1
+    fi
+fi
+
+if ! command -v bwrap >/dev/null; then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        apt-get update -qq && apt-get install -y -qq bubblewrap
+    else
+        echo "no bubblewrap: install it with your system's packages" >&2
         exit 1
     fi
 fi

@@ -132,5 +132,8 @@ def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATI
             function.argtypes = arguments
             function.restype = _RESULTS.get(name)
     except (OSError, AttributeError) as error:
-        raise KernelsUnavailable(f"cannot load {path}: {error}; delete the file to compile it again") from error
+        raise KernelsUnavailable(
+            f"cannot load {path}: {error}; delete the file to compile it again, or set XDG_CACHE_HOME to a folder that "
+            "is not mounted with noexec"
+        ) from error
     return library

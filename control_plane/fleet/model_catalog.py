@@ -69,7 +69,9 @@ class ModelCatalog:
         return len(self._descriptions)
 
     def card(self, name: str) -> pb.ModelCard:
-        """Return the card of a model by id, alias or a name of the table; raises ModelNotFound with the served models.
+        """Return the card of a model by id, alias, a name of the table, or a short form; else raises ModelNotFound.
+
+        Short forms are the id without `@`, and its last part: `tandem/demo` and `demo` for `@tandem/demo`.
 
         Where contexts differ, return the card of a ready worker with the shortest one: every worker takes such
         requests. Where more differs, see model_variants. A model whose last worker has gone stays known for as long as
@@ -88,6 +90,15 @@ class ModelCatalog:
         for each in known:
             if name in self._models.names_of(each.card.model_id):
                 return each
+        short = {
+            each.card.model_id: each for each in reversed(known) if name and name in _short_forms(each.card.model_id)
+        }
+        if len(short) == 1:
+            return next(iter(short.values()))
+        if short:
+            raise ModelNotFound(
+                f"model {name!r} may be {' or '.join(sorted(short))}; send the whole name", field="model"
+            )
         names = ", ".join(sorted(self._served_ids())) or "nothing yet: no worker has loaded a model"
         raise ModelNotFound(f"no model {name!r} here; served: {names}", field="model")
 
@@ -234,6 +245,11 @@ class _Known(NamedTuple):
     def of(cls, worker: Worker) -> _Known:
         card = worker.info.card
         return cls((card.model_id, worker.variant, card.context_length), card)
+
+
+def _short_forms(model_id: str) -> tuple[str, str]:
+    bare = model_id.removeprefix("@")
+    return bare, bare.rpartition("/")[2]
 
 
 def _tokenizer_config(model_id: str, content: bytes) -> dict[str, Any]:

@@ -290,7 +290,7 @@ HELP = """\
 /system TEXT   set it; /system - removes it
 /retry         ask the last question again
 /save FILE     write the conversation as JSON
-/quit          leave, as Ctrl-D does
+/quit          leave, as Ctrl-D, /exit and /bye do
 
 //text         send a message that begins with a slash
 text\\          a line that ends with a backslash continues on the next line
@@ -322,6 +322,8 @@ class Commands:
             "/retry": self._retry,
             "/save": self._save,
             "/quit": self._quit,
+            "/exit": self._quit,
+            "/bye": self._quit,
         }
 
     def execute(self, line: str) -> None:

@@ -136,7 +136,7 @@ def test_a_server_that_goes_away_ends_no_chat(tmp_path: Path) -> None:
         assert "/reset" in terminal.say("/help")
 
 
-@pytest.mark.parametrize("keys", ["\x04", "/quit\r"])
+@pytest.mark.parametrize("keys", ["\x04", "/quit\r", "/exit\r", "/bye\r"])
 def test_ctrl_d_and_quit_leave(gateway: TalkingStub, tmp_path: Path, keys: str) -> None:
     with chatting(gateway, tmp_path) as terminal:
         terminal.send(keys)

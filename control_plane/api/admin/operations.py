@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,6 +21,9 @@ def routes() -> list[Route]:
         Route("/", landing, methods=["GET"]),
         Route("/healthz", healthz, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
+        Route("/health", readyz, methods=["GET"]),
+        Route("/ping", readyz, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
         Route("/v1/workers", workers, methods=["GET"]),
     ]
 
@@ -32,11 +36,17 @@ async def healthz(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """Answer 200 only if a recent request has passed prefill, hand-over and decode, else 503.
 
-    Models, ages and reasons are for the operator: only a token that opens GET /v1/workers shows them.
+    Models, ages and reasons are for the operator: only a token that opens GET /v1/workers shows them. Load generators
+    and SageMaker ask /health and /ping before they begin: other servers answer there once they have loaded a model.
     """
     is_ready, details = await services_of(request).readiness.check()
     shown = details if getattr(request.state, "may_see_workers", False) else {}
     return JSONResponse({**shown, "ready": is_ready}, status_code=200 if is_ready else 503)
+
+
+async def version(request: Request) -> Response:
+    """Answer the version of the installed package."""
+    return JSONResponse({"version": importlib.metadata.version("tandem-serve")})
 
 
 async def workers(request: Request) -> Response:

@@ -19,9 +19,10 @@ from control_plane.accounts.identity import Identity
 from control_plane.api.http.errors import NoSuchRoute, on_tandem_error
 from tandem_runtime.errors import TandemError, Unauthenticated
 
-_OPEN = frozenset({"/", "/healthz", "/readyz", "/docs", "/openapi.json"})
+_OPEN = frozenset({"/", "/healthz", "/docs", "/openapi.json"})
 _FLEET = "/v1/workers"
-_READINESS = "/readyz"
+_READINESS = frozenset({"/readyz", "/health", "/ping"})
+"""Open, too; a token that may see workers sees the reasons."""
 _ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
 _ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
 _NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
@@ -83,7 +84,7 @@ class AuthenticationMiddleware:
 
         try:
             _check_characters(scope["path"])
-            if scope["path"] == _READINESS:
+            if scope["path"] in _READINESS:
                 state["may_see_workers"] = await self._may_see_workers(scope)
             elif scope["path"] not in _OPEN:
                 state["identity"] = await self._identify(scope)

@@ -321,6 +321,11 @@ def _operating() -> Iterator[Operation]:
         "get", "/readyz", OPERATING, "readiness", "200 if a recent request has passed all phases, else 503",
         errors=("500",),
     )  # fmt: skip
+    yield Operation(
+        "get", "/health", OPERATING, "healthAsElsewhere", "As `/readyz`: where vLLM answers", errors=("500",)
+    )
+    yield Operation("get", "/ping", OPERATING, "ping", "As `/readyz`: where SageMaker asks", errors=("500",))
+    yield Operation("get", "/version", OPERATING, "version", "The version of the gateway's package")
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

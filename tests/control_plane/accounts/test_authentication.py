@@ -92,7 +92,7 @@ async def test_each_endpoint_says_401_in_its_own_words(accounts: Accounts, secre
     assert here.gateway.dispatcher.requests == []
 
 
-@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz"])
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/health", "/ping"])
 async def test_what_monitors_and_browsers_ask_first_is_open(accounts: Accounts, path: str) -> None:
     async with world(accounts) as here:
         assert (await here.ask(path, method="GET")).status_code == 200

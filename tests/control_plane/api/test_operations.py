@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,20 @@ async def test_health_is_not_readiness() -> None:
         unready = await gateway.client.get("/readyz")
         assert (await gateway.client.get("/healthz")).status_code == 200
     assert unready.status_code == 503 and unready.json() == {"ready": False}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+async def test_readiness_is_where_load_generators_look(path: str) -> None:
+    async with serve() as gateway:
+        assert (await gateway.client.get(path)).status_code == 200
+        gateway.readiness.answer = (False, {"reason": "no request has gone through yet"})
+        unready = await gateway.client.get(path)
+    assert (unready.status_code, unready.json()) == (503, {"ready": False})
+
+
+async def test_the_version_is_that_of_the_package() -> None:
+    async with serve() as gateway:
+        assert (await gateway.client.get("/version")).json() == {"version": importlib.metadata.version("tandem-serve")}
 
 
 async def test_the_fleet_is_a_list() -> None:

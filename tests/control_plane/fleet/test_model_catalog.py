@@ -233,6 +233,28 @@ async def test_a_model_answers_to_the_names_of_the_table_in_its_wire_format() ->
     assert llama.aliases == ("@cf/meta/llama-3.2-1b-instruct",)
 
 
+def test_a_model_answers_without_its_at_sign_and_its_folder() -> None:
+    registry, catalog = new()
+    register(registry, "a", model_id="@tandem/demo")
+    register(registry, "b", model_id="meta-llama/Llama-3.2-1B", aliases=["llama"])
+    for name in ("@tandem/demo", "tandem/demo", "demo"):
+        assert catalog.card(name).model_id == "@tandem/demo"
+    assert catalog.card("Llama-3.2-1B").model_id == "meta-llama/Llama-3.2-1B"
+    for name in ("", "@demo", "emo", "@tandem", "tandem"):
+        with pytest.raises(ModelNotFound, match="served: @tandem/demo, meta-llama"):
+            catalog.card(name)
+
+
+def test_a_short_name_is_no_worker_s_to_take() -> None:
+    registry, catalog = new()
+    register(registry, "a", model_id="@tandem/demo")
+    register(registry, "b", model_id="other/demo")
+    with pytest.raises(ModelNotFound, match="'demo' may be @tandem/demo or other/demo; send the whole name"):
+        catalog.card("demo")
+    register(registry, "c", model_id="demo")
+    assert catalog.card("demo").model_id == "demo"
+
+
 async def test_a_name_that_a_worker_serves_goes_before_the_tables() -> None:
     registry = WorkerRegistry(3.0, 5.0)
     catalog = ModelCatalog(registry, models=ModelTable.from_toml({"one": {"aliases": ["two"]}}))

@@ -67,7 +67,12 @@ class TracedChannel(MethodChannel):
 
 
 class _Call:
-    """A running call. Translates failures; everything else is the wrapped call's."""
+    """A running call. Translates failures; everything else is the wrapped call's.
+
+    A task that is cancelled while its call fails ends by the cancel, not by the failure. gRPC waits for tasks of its
+    own that swallow the CancelledError, and raises the failure instead: a loop that goes on after failures would go on
+    for ever (`_prepare_rpc` and `_invoke` in grpc/aio/_call.py, 1.85).
+    """
 
     def __init__(self, call: Any, translate: Translate) -> None:
         self._call = call
@@ -78,10 +83,11 @@ class _Call:
 
     async def write(self, request: Any) -> None:
         """Send one message of a stream; raises Unavailable if the call has ended since the last."""
+        num_cancels = _num_cancels()
         try:
             await self._call.write(request)
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            raise self._failure(error, num_cancels) from error
         except asyncio.CancelledError:
             self._raise_reason()
             raise
@@ -89,13 +95,18 @@ class _Call:
             raise errors.Unavailable(f"the stream has ended: {error}") from error
 
     async def wait_for_connection(self) -> None:
+        num_cancels = _num_cancels()
         try:
             await self._call.wait_for_connection()
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            raise self._failure(error, num_cancels) from error
         except asyncio.CancelledError:
             self._raise_reason()
             raise
+
+    def _failure(self, error: grpc.aio.AioRpcError, num_cancels: int) -> BaseException:
+        """Return what to raise for a failure: a CancelledError if the task was cancelled since it had `num_cancels`."""
+        return asyncio.CancelledError() if _num_cancels() > num_cancels else self._translate(error)
 
     def _raise_reason(self) -> None:
         """Raise why the call was cut, unless it was not, or the waiting task itself is being cancelled."""
@@ -107,10 +118,11 @@ class _Call:
 
 class _UnaryCall(_Call):
     def __await__(self) -> Generator[Any, None, Any]:
+        num_cancels = _num_cancels()
         try:
             return (yield from self._call.__await__())
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            raise self._failure(error, num_cancels) from error
         except asyncio.CancelledError:
             self._raise_reason()
             raise
@@ -127,23 +139,31 @@ class _StreamCall(_Call):
     async def __anext__(self) -> Any:
         if self._messages is None:
             self._messages = self._call.__aiter__()
+        num_cancels = _num_cancels()
         try:
             return await self._messages.__anext__()
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            raise self._failure(error, num_cancels) from error
         except asyncio.CancelledError:
             self._raise_reason()
             raise
 
     async def read(self) -> Any:
         """Return the next message, or grpc.aio.EOF; as with gRPC, a call is read or iterated, not both."""
+        num_cancels = _num_cancels()
         try:
             return await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            raise self._failure(error, num_cancels) from error
         except asyncio.CancelledError:
             self._raise_reason()
             raise
+
+
+def _num_cancels() -> int:
+    """Return how often the current task was asked to end."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
 
 
 def _metadata(metadata: Any) -> tuple[tuple[str, Any], ...]:

@@ -20,9 +20,10 @@ from tandem.v1 import types_pb2 as pb
 from tandem.v1.control_plane_pb2_grpc import ControlPlaneServiceStub
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import PeerUnauthenticated, TandemError
+from tandem_runtime.errors import InvalidRequest, PeerUnauthenticated, TandemError, Unavailable
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.log import get_logger
+from tandem_runtime.server import split_address
 
 log = get_logger(__name__)
 
@@ -31,6 +32,9 @@ GOODBYE_SECONDS = 1.0
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 1.0
 _DEFAULT_INTERVAL_SECONDS = 1.0
+_FIRST_LOOK = 2
+_FAILURES_PER_LOOK = 30
+"""After the second failure in a row, and after each 30 more, a replica is looked at: does it refuse our certificate?"""
 _JITTER = (0.8, 1.0)
 """A pause between heartbeats is the interval times a random number of this range: never longer than the interval."""
 
@@ -147,6 +151,11 @@ class Registrar:
             self._replicas.pop(address).leave()
             self._merge_keys()
 
+    def doubt_certificate(self) -> None:
+        """A replica refuses this process by its certificate: renew it. Called by tasks."""
+        if self.member is not None:
+            self.member.refused()
+
     def _merge_keys(self) -> None:
         keys = [replica.keys for replica in self._replicas.values() if replica.keys.public_keys or replica.keys.mac_key]
         keys.sort(key=lambda each: (each.link_key, each.mac_key), reverse=True)  # the same choice in every KV service
@@ -206,9 +215,9 @@ class _Replica:
             try:
                 await self._call()
             except TandemError as error:
-                if isinstance(error, PeerUnauthenticated) and self._owner.member is not None:
-                    self._owner.member.refused()
                 self._failed(error.message)
+                if isinstance(error, PeerUnauthenticated) or await self._refuses_our_certificate(error):
+                    self._owner.doubt_certificate()
             except Exception as error:
                 log.exception("registration_failed", control_plane=self._address)
                 self._failed(repr(error))
@@ -268,6 +277,14 @@ class _Replica:
         self.kv_services = ()
         self._owner.reconcile()
 
+    async def _refuses_our_certificate(self, error: TandemError) -> bool:
+        """Return whether the replica seems to refuse our handshakes: it listens, and calls fail all the same.
+
+        A server gives no reason. Its clock may be ahead, and our certificate, which it issued before, expired for it.
+        """
+        is_time = self._num_failures % _FAILURES_PER_LOOK == _FIRST_LOOK
+        return is_time and isinstance(error, Unavailable) and await _listens(self._address)
+
     async def _pause(self) -> None:
         try:
             async with asyncio.timeout(self._pause_seconds()):
@@ -280,3 +297,15 @@ class _Replica:
             return self._interval_seconds * random.uniform(*_JITTER) if self.is_registered else 0.0
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(self._num_failures, 10))
         return longest * random.uniform(0.5, 1.0)
+
+
+async def _listens(address: str) -> bool:
+    """Return whether something takes TCP connections at a gRPC address."""
+    try:
+        host, port = split_address(address.removeprefix("dns:///"))
+        async with asyncio.timeout(CALL_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except (OSError, TimeoutError, InvalidRequest):
+        return False
+    writer.transport.abort()
+    return True

@@ -251,6 +251,29 @@ async def test_a_refusal_by_anybody_but_the_fleet_ends_no_process(tmp_path: Path
         assert len(await fleet.authority.members()) == 2, "it is the same member"
 
 
+async def test_a_process_whose_handshakes_are_refused_asks_for_a_certificate(tmp_path: Path) -> None:
+    """Of a gateway whose clock is ahead: it has issued the certificate, and sees that it has expired."""
+    settings, gateway_settings = KvSettings(state_dir=str(tmp_path / "state")), settings_of(tmp_path)
+    async with open_fleet(gateway_settings) as fleet:
+        running = await Running.start(fleet, gateway_settings)
+        usual, fleet.authority._validity_seconds = fleet.authority._validity_seconds, 2
+        worker = await _kv_member(settings, asyncio.Event())
+        fleet.authority._validity_seconds = usual
+        renewer: Any = worker._renewer
+        renewer._keeper._clock = lambda: time.time() - 3600  # by its own clock the certificate is good for an hour
+        await until(lambda: time.time() > worker.certificate.current.expires_at + 1)
+        worker.start()
+        info = pb.WorkerInfo(
+            worker_id=worker.identity.id, incarnation="one", role=pb.WORKER_ROLE_KV, address="127.0.0.1:1", host_id="h"
+        )
+        registrar = Registrar((running.gateway.grpc_address,), info, pb.LoadReport, member=worker)
+        registrar.start()
+        await asyncio.wait_for(registrar.wait_registered(), 30)
+        await registrar.stop()
+        await worker.close()
+        await running.stop()
+
+
 async def test_a_revoked_gateway_ends_to_be_a_new_member(tmp_path: Path) -> None:
     drain = asyncio.Event()
     async with open_fleet(settings_of(tmp_path)) as neighbour:

@@ -27,6 +27,7 @@ from tandem.v1 import kv_transfer_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.channel import open_worker_channel
+from tandem_runtime.errors import PeerUnauthenticated, Unavailable
 
 START_SECONDS = 90.0
 _STUBS: dict[str, Any] = {
@@ -225,14 +226,18 @@ class Fleet:
 
     async def pools_are_full(self, seconds: float = 20.0) -> None:
         """Wait until no service holds anything for anyone, by its own figures."""
+        refusal = ""
 
         async def nothing_is_left() -> bool:
-            loads = {
-                worker_id: await self.stats(worker_id) for worker_id in self.services if self._is_running(worker_id)
-            }
-            return all(_is_idle(load) for load in loads.values())
+            nonlocal refusal
+            running = [worker_id for worker_id in self.services if self._is_running(worker_id)]
+            try:
+                return all([_is_idle(await self.stats(worker_id)) for worker_id in running])
+            except (Unavailable, PeerUnauthenticated) as error:  # a clock that was wrong a moment ago
+                refusal = error.message
+                return False
 
-        await until(nothing_is_left, seconds, lambda: self.tails(self.services))
+        await until(nothing_is_left, seconds, lambda: f"{refusal}\n{self.tails(self.services)}")
 
     def dispatcher(self, decode: str, prefill: str | None = None) -> Dispatcher:
         """Return a dispatcher that uses just these workers; without a prefill worker it runs aggregated."""

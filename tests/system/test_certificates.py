@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.v1 import types_pb2 as pb
 from tandem.v1.worker_pb2_grpc import WorkerServiceStub
 from tandem_runtime.certificates.credentials import ProcessCertificate
 from tandem_runtime.certificates.membership import FleetMember
@@ -42,6 +42,12 @@ class _Folder:
     def member(self, role: Role) -> FleetMember:
         paths = self.issue(role)[1]
         return FleetMember(ProcessCertificate.from_files(*map(Path, paths.values())))
+
+
+async def _nothing() -> AsyncIterator[Any]:
+    """Send no message: gRPC calls a message that is sent into a refused call an internal error."""
+    await asyncio.Event().wait()
+    yield
 
 
 async def test_two_hosts_serve_with_certificates_and_answer_nobody_else(
@@ -80,7 +86,7 @@ async def test_two_hosts_serve_with_certificates_and_answer_nobody_else(
         async with open_worker_channel(found, certificates.member("prefill")) as channel:
             stub: Any = WorkerServiceStub(channel)
             with pytest.raises(PermissionDenied, match="may be called by gateway"):
-                await stub.Attach(iter([pb.Command()])).read()
+                await stub.Attach(_nothing()).read()
 
         member = fleet.gateway.member
         assert member is not None

@@ -157,8 +157,8 @@ async def test_of_a_wrong_value_that_nests_without_end_the_beginning_is_shown(fi
 
 
 async def test_a_native_answer_deeper_than_can_be_read_says_so() -> None:
-    async with serve(saying("[" * 1500 + "]" * 1500), context_length=4096) as gateway:
-        response = await post(gateway, RUN, guided_json={"type": "array"}, max_tokens=3001)
+    async with serve(saying("[" * 20_000 + "]" * 20_000), context_length=65_536) as gateway:
+        response = await post(gateway, RUN, guided_json={"type": "array"}, max_tokens=40_001)
     assert response.status_code == 400
     assert "nested too deeply to read; limit the schema's depth, or stream" in response.text
 

@@ -88,7 +88,7 @@ class FleetIdentity:
 
     def new_member(self, plaintext_until: float = 0.0) -> FleetMember:
         """Return this gateway as a member, which follows its certificate and the deny list. Call after `open`."""
-        certificate = ProcessCertificate.in_folder(self._options.folder)
+        certificate = ProcessCertificate(lambda: self.certificate.files, lambda: self.certificate.version)
         member = FleetMember(certificate, plaintext_until=plaintext_until)
 
         def follow() -> None:

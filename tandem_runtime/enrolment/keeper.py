@@ -1,7 +1,8 @@
 """Gets a process its certificate when it starts, and keeps it valid while it runs.
 
 The folder holds the three files of `tandem_runtime.certificates.files`, and `enrolment.json`: where to renew. A process
-that starts again with its folder keeps its identity; without it, it joins with its token as a new member.
+that starts again with its folder keeps its identity; without it, it joins with its token as a new member. A renewed
+certificate is used at once, and written as soon as the disk takes it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cryptography import x509
 
 from tandem_runtime.certificates.files import CertificateFiles, read_certificate, write_certificate
 from tandem_runtime.certificates.names import Identity, Role, identity_in
+from tandem_runtime.certificates.peers import seconds_since_boot
 from tandem_runtime.enrolment import client
 from tandem_runtime.enrolment.client import Enrolled, Refused
 from tandem_runtime.enrolment.join_token import MAX_ADDRESSES, JoinToken
@@ -38,11 +40,25 @@ _ENROLMENT = "enrolment.json"
 class CertificateKeeper:
     """Owned by the process's main coroutine: `open`, then `run` as a task."""
 
-    def __init__(self, folder: Path, role: Role, *, host: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        role: Role,
+        *,
+        host: str = "",
+        clock: Callable[[], float] = time.time,
+        elapsed: Callable[[], float] = seconds_since_boot,
+    ) -> None:
+        """`clock` gives Unix seconds; `elapsed` seconds since some moment, which only go on."""
         self._folder = folder
         self._role: Role = role
         self._host = host
         self._clock = clock
+        self._elapsed = elapsed
+        self._files: CertificateFiles | None = None
+        self._num_changes = 0
+        self._unwritten: Enrolled | None = None
+        self._write_problem = ""
         self._addresses: tuple[str, ...] = ()
         self._authorities: tuple[bytes, ...] = ()
         """Those that a join token names: trusted for renewals, beside the folder's."""
@@ -59,8 +75,20 @@ class CertificateKeeper:
         self._is_doubted = False
         self._doubted_until = 0.0
         self._renew_at = 0.0
+        self._renew_at_elapsed = 0.0
         self._valid_from = 0.0
         self._expires_at = 0.0
+
+    @property
+    def files(self) -> CertificateFiles:
+        """The newest certificate, also while the disk does not take it."""
+        assert self._files is not None, "open() comes first"
+        return self._files
+
+    @property
+    def version(self) -> int:
+        """A number that changes with `files`."""
+        return self._num_changes
 
     async def open(self, token: JoinToken | None, seconds: float = 60.0) -> Identity:
         """Use the folder's certificate, or renew it, or join with `token`; return who this process is.
@@ -126,17 +154,20 @@ class CertificateKeeper:
 
     async def check(self) -> None:
         """Renew if it is time. While nobody renews it, the certificate stays as it is; that is logged once."""
+        if self._unwritten is not None:
+            await self._write_or_wait(self._unwritten)
         is_behind = self._wanted_bundle_number > self._bundle_number
         is_wanted = self._is_due() or is_behind or self._is_doubted or self._is_fleet_unknown
         if not is_wanted or time.monotonic() < self._refused_until:
             return
-        if self._is_doubted:
-            self._is_doubted, self._doubted_until = False, time.monotonic() + _REFUSED_PAUSE_SECONDS
+        was_doubted, self._is_doubted = self._is_doubted, False
         try:
-            files = await asyncio.to_thread(read_certificate, self._folder)
-            await self._renew(files, _TRY_SECONDS)
+            await self._renew(self.files, _TRY_SECONDS)
             self._problem = ""
+            if was_doubted:
+                self._doubted_until = time.monotonic() + _REFUSED_PAUSE_SECONDS
         except (TandemError, OSError, ValueError) as error:
+            self._is_doubted = was_doubted and not isinstance(error, Unauthenticated)
             if isinstance(error, Refused):
                 self.refusal = error.message
             if isinstance(error, Unauthenticated):
@@ -166,19 +197,31 @@ class CertificateKeeper:
     async def _join(self, token: JoinToken, seconds: float) -> Identity:
         enrolled = await client.join(token, self._role, host=self._host, seconds=seconds)
         self._addresses = token.addresses
-        await self._save(enrolled)
+        await asyncio.to_thread(self._write, enrolled)  # first: a new member that is lost with its process is of no use
+        self._take(enrolled)
         return enrolled.identity
 
     async def _renew(self, files: CertificateFiles, seconds: float) -> Enrolled:
         enrolled = await client.renew(self._addresses, files, authorities=self._authorities, seconds=seconds)
-        await self._save(enrolled)
+        self._take(enrolled)
+        await self._write_or_wait(enrolled)
         return enrolled
 
-    async def _save(self, enrolled: Enrolled) -> None:
-        await asyncio.to_thread(self._write, enrolled)  # first: what cannot be written is tried again
+    def _take(self, enrolled: Enrolled) -> None:
         self._bundle_number = enrolled.bundle_number
         self._is_fleet_unknown = False
         self._know(enrolled.files)
+
+    async def _write_or_wait(self, enrolled: Enrolled) -> None:
+        """Write a renewed certificate. While the disk takes none, the next `check` tries again."""
+        try:
+            await asyncio.to_thread(self._write, enrolled)
+            self._unwritten, self._write_problem = None, ""
+        except OSError as error:
+            self._unwritten = enrolled
+            if str(error) != self._write_problem:
+                log.warning("certificate_not_written", folder=str(self._folder), error=str(error), role=self._role)
+            self._write_problem = str(error)
 
     def _write(self, enrolled: Enrolled) -> None:
         write_certificate(self._folder, enrolled.files)
@@ -205,15 +248,20 @@ class CertificateKeeper:
         return files if identity.role == self._role and self._addresses else None
 
     def _know(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._num_changes += 1
         self._bundle = set(map(client.authority_pin, x509.load_pem_x509_certificates(files.bundle)))
         certificate = x509.load_pem_x509_certificate(files.certificate)
         self._valid_from = certificate.not_valid_before_utc.timestamp()
         self._expires_at = certificate.not_valid_after_utc.timestamp()
         issued_at = self._valid_from + EARLIER_SECONDS
         self._renew_at = (issued_at + self._expires_at) / 2
+        # A gateway whose clock was ahead issues dates that seem to be valid for longer. It counts the seconds, too.
+        self._renew_at_elapsed = self._elapsed() + (self._expires_at - issued_at) / 2
 
     def _is_due(self) -> bool:
-        return not self._valid_from <= self._clock() < self._renew_at
+        is_fresh = self._valid_from <= self._clock() < self._renew_at
+        return not is_fresh or self._elapsed() >= self._renew_at_elapsed
 
 
 def _identity(files: CertificateFiles) -> Identity:

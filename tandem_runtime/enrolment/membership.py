@@ -103,7 +103,7 @@ async def _member(settings: JoinSettings, role: Role, drain: asyncio.Event, seco
     try:
         keeper = CertificateKeeper(folder.path, role, host=socket.gethostname())
         await _open(keeper, settings, folder.path, file, seconds)
-        certificate = await asyncio.to_thread(ProcessCertificate.in_folder, folder.path)
+        certificate = ProcessCertificate(lambda: keeper.files, lambda: keeper.version)
     except BaseException:
         folder.release()
         raise

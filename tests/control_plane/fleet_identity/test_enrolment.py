@@ -154,19 +154,31 @@ async def test_a_gateway_whose_clock_is_behind_replaces_no_valid_certificate_by_
         assert (await client.renew([address], files_of(issued, key))).identity == issued.identity
 
 
-async def test_a_gateway_that_cannot_write_its_certificate_tries_again(
+async def test_a_gateway_uses_a_renewed_certificate_that_the_disk_does_not_take(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = GatewayCertificate(world.authority, world.database, tmp_path / "gateway")
     await certificate.open()
+    before = certificate.files
     world.pass_hours(13)
     with monkeypatch.context() as full:
         full.setattr("control_plane.fleet_identity.gateway_certificate.write_certificate", _disk_is_full)
         await certificate.check()
-    before = certificate.peers.certificate.serial_number
+    renewed = certificate.files
+    assert renewed != before and await asyncio.to_thread(read_certificate, tmp_path / "gateway") == before
     await certificate.check()
-    assert certificate.peers.certificate.serial_number != before
-    assert await asyncio.to_thread(read_certificate, tmp_path / "gateway") == certificate.files
+    assert await asyncio.to_thread(read_certificate, tmp_path / "gateway") == certificate.files == renewed
+
+
+async def test_a_gateway_counts_the_seconds_of_its_certificate(world: World) -> None:
+    seconds = [1000.0]
+    certificate = GatewayCertificate(world.authority, world.database, elapsed=lambda: seconds[0])
+    await certificate.open()
+    first, version = certificate.files, certificate.version
+    world.pass_hours(-1)  # it was issued by a clock that was ahead
+    seconds[0] += 12.1 * 3600
+    await certificate.check()
+    assert certificate.files != first and certificate.version != version
 
 
 def _disk_is_full(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import stat
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from control_plane.fleet_identity.service import LOCAL_ROLES, FleetIdentity, IdentityOptions
 from control_plane.storage.migrate import migrate
+from tandem_runtime.certificates.credentials import ProcessCertificate
 from tandem_runtime.certificates.files import folder_version, read_certificate
 from tandem_runtime.certificates.names import identity_of
 from tandem_runtime.enrolment.join_token import JoinToken
@@ -125,21 +127,67 @@ async def test_a_process_renews_in_time_and_with_each_new_authority(
         assert await checked() == versions[-2]
 
 
-async def test_a_process_that_could_not_write_a_new_bundle_renews_again(
+async def test_a_process_uses_a_renewed_certificate_that_the_disk_does_not_take(
     make_empty: Callable[[bytes], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(make_empty(SECRET), tmp_path) as fleet:
-        keeper = CertificateKeeper(tmp_path / "decode", "decode")
+        folder = tmp_path / "decode"
+        keeper = CertificateKeeper(folder, "decode")
         await keeper.open(read(tmp_path / "join" / "decode"))
+        certificate = ProcessCertificate(lambda: keeper.files, lambda: keeper.version)
         await fleet.authority.add_authority()
         await fleet.certificate.check()
         keeper.announced(fleet.bundle_number)
+        before = await asyncio.to_thread(read_certificate, folder)
         with monkeypatch.context() as full:
             full.setattr("tandem_runtime.enrolment.keeper.write_certificate", _disk_is_full)
             await keeper.check()
+            renewed = keeper.files
+            assert certificate.refresh() and len(certificate.current.authorities) == 2
+            assert await asyncio.to_thread(read_certificate, folder) == before
+            await keeper.check()
         await keeper.check()
-        files = await asyncio.to_thread(read_certificate, tmp_path / "decode")
-        assert files.bundle.count(b"BEGIN") == 2
+        assert keeper.files == renewed, "it was written, not renewed once more"
+        assert await asyncio.to_thread(read_certificate, folder) == renewed
+        assert not certificate.refresh()
+
+
+async def test_a_certificate_by_a_clock_that_was_ahead_is_renewed_in_time(
+    make_empty: Callable[[bytes], World], tmp_path: Path
+) -> None:
+    """Servers close what a certificate has open once its life is over by the seconds that passed since it was shown."""
+    seconds = [1000.0]
+    async with gateway(make_empty(SECRET), tmp_path):
+        keeper = CertificateKeeper(tmp_path / "decode", "decode", clock=lambda: noon, elapsed=lambda: seconds[0])
+        noon = time.time()
+        await keeper.open(read(tmp_path / "join" / "decode"))
+        noon -= 3600.0  # the process and its gateway were an hour ahead
+        first = keeper.files
+        seconds[0] += 11.9 * 3600
+        await keeper.check()
+        assert keeper.files == first
+        seconds[0] += 0.2 * 3600
+        await keeper.check()
+        assert keeper.files != first
+
+
+async def test_a_refused_process_asks_again_soon_if_no_gateway_answers(
+    make_empty: Callable[[bytes], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem_runtime.enrolment.keeper._TRY_SECONDS", 0.2)
+    world = make_empty(SECRET)
+    async with gateway(world, tmp_path):
+        keeper = CertificateKeeper(tmp_path / "decode", "decode")
+        await keeper.open(read(tmp_path / "join" / "decode"))
+        first = keeper.files
+        address = keeper._addresses
+        keeper._addresses = ("127.0.0.1:9",)  # nobody listens
+        keeper.doubted()
+        await keeper.check()
+        keeper._addresses = address
+        assert keeper.files == first
+        await keeper.check()
+        assert keeper.files != first
 
 
 def _disk_is_full(*_: object) -> None:

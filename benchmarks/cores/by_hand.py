@@ -31,6 +31,7 @@ class ByHand:
         self._environment = clean_environment(
             folder / "state", {"TANDEM_CONTROL_ENROLMENT_LISTEN": f"127.0.0.1:{enrolment_port}", **environment}
         )
+        self._beside = beside_decode(cores)
         self._commands = commands(http_port, grpc_port, model, cores)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.model = ""
@@ -59,7 +60,7 @@ class ByHand:
                 await asyncio.to_thread(process.wait)
 
     def _start(self, service: str, flags: Sequence[str]) -> None:
-        command = die_with_parent([sys.executable, "-m", service, *flags])
+        command = die_with_parent([*self._beside, sys.executable, "-m", service, *flags])
         with self._log(service).open("wb") as log:
             self._processes[service] = subprocess.Popen(
                 command, env=self._environment, cwd=self._folder, stdout=log, stderr=log
@@ -82,6 +83,11 @@ class ByHand:
                 except httpx.TransportError:
                     pass  # nobody listens yet
                 await asyncio.sleep(_POLL_SECONDS)
+
+
+def beside_decode(cores: Sequence[int]) -> list[str]:
+    """Return what starts a command on the core that does not decode; decode's engine takes its own core then."""
+    return ["taskset", "-c", str(cores[0])]
 
 
 def commands(http_port: int, grpc_port: int, model: str, cores: Sequence[int]) -> dict[str, list[str]]:

@@ -62,6 +62,8 @@ class Stall:
     """A time in which a loop did not run."""
 
     seconds: float
+    cpu_seconds: float
+    """What the loop's thread computed meanwhile, at most; the rest of `seconds` it waited for a lock or a processor."""
     task: str
     """The task that ran: for an HTTP request method and route, for a gRPC call its method; "" if none did."""
     thread: str
@@ -94,7 +96,9 @@ class LoopWatchdog:
         self._samples: list[_Sample] = []
         self._sampled_due = 0.0
         self._is_long_logged = False
-        self._late: deque[tuple[float, float, tuple[_Sample, ...]]] = deque()
+        self._late: deque[tuple[float, float, float, tuple[_Sample, ...]]] = deque()
+        self._cpu_seconds = 0.0
+        """Of the loop's thread, at the last tick."""
         self.num_samples = 0
         """Samples so far, of all stalls."""
 
@@ -118,11 +122,13 @@ class LoopWatchdog:
     # ------------------------------------------------------------------------------------------ on the event loop
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now, cpu_seconds = time.monotonic(), time.thread_time()
         lag = max(0.0, now - self._due)
         self._lags.record(lag)
         if lag > self._stall_seconds:
-            self._late.append((self._due, lag, tuple(self._other_threads())))
+            computed = min(lag, cpu_seconds - self._cpu_seconds)
+            self._late.append((self._due, lag, computed, tuple(self._other_threads())))
+        self._cpu_seconds = cpu_seconds
         self._due = now + _TICK_SECONDS
         self._timer = self._loop.call_later(_TICK_SECONDS, self._tick)
 
@@ -151,10 +157,10 @@ class LoopWatchdog:
 
     def _report_ended(self) -> None:
         while self._late:
-            due, lag, others = self._late.popleft()
+            due, lag, computed, others = self._late.popleft()
             samples = [sample for sample in self._samples if sample.frames] if due == self._sampled_due else []
             [(sample, _)] = Counter(samples or others or [_NOTHING_SEEN]).most_common(1)
-            self._on_stall(Stall(lag, sample.task, sample.thread, sample.frames))
+            self._on_stall(Stall(lag, computed, sample.task, sample.thread, sample.frames))
 
     def _sample(self) -> _Sample:
         """Return what the loop's thread does; without frames while it only waits for the interpreter lock."""
@@ -223,6 +229,7 @@ class _Lines:
         log.warning(
             "loop_stalled",
             seconds=round(stall.seconds, 3),
+            cpu_seconds=round(stall.cpu_seconds, 3),
             task=stall.task,
             thread=stall.thread,
             frames=list(stall.frames),

@@ -23,7 +23,7 @@ from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.random_model import made
 from benchmarks.lib.stats import Figures, flat, percentile
 from benchmarks.long_prompts.asking import Answer
-from benchmarks.long_prompts.services import Services
+from benchmarks.long_prompts.services import Services, Stall
 from benchmarks.long_prompts.ways import BLOCK_TOKENS, BYTES_PER_TOKEN, Plan, Walked, Walker
 
 MAX_COPY_MS = 20.0
@@ -32,6 +32,7 @@ _MS_COLUMNS = {
     "decode.commands_ms": "commands",
     "decode.step_ms": "longest step",
     "prefill.copy_ms": "prefill: copies",
+    "prefill.copy_cpu_ms": "in CPU time",
     "gap_ms.p50": "gap p50",
     "gap_ms.p99": "p99",
     "gap_ms.max": "max",
@@ -47,6 +48,7 @@ _COUNT_COLUMNS = {
     "prefill.cached": "cached",
     "prefill.loaded": "loaded",
     "kv.stall_ms": "KV stall, ms",
+    "kv.stall_cpu_ms": "in CPU time",
 }
 _FULL = Plan(num_tokens=128 << 10, arena_bytes=32 << 20, num_tail_tokens=4096)
 _QUICK = Plan(num_tokens=8 << 10, arena_bytes=2 << 20, num_tail_tokens=256, alone_seconds=0.5)
@@ -90,9 +92,10 @@ async def _measure(walker: Walker, plan: Plan, outcome: Outcome, progress: Progr
             by_way[name] = figures(walked)
             outcome.targets += targets(name, walked, expected, plan)
             outcome.notes += [
-                f"{name}: the event loop of {service} stood still for {1000 * seconds:.0f} ms: {where}"
-                for service, (seconds, where) in walked.stalls.items()
-                if where
+                f"{name}: the event loop of {service} stood still for {1000 * stall.seconds:.0f} ms, of which it "
+                f"computed {1000 * stall.cpu_seconds:.0f} ms at most: {stall.where}"
+                for service, stall in walked.stalls.items()
+                if stall.where
             ]
             progress(f"{name}: {by_way[name]}")
     finally:
@@ -121,10 +124,12 @@ def figures(walked: Walked) -> Figures:
         "prefill.cached": prefill["prompt_tokens_cached"],
         "prefill.loaded": prefill["prompt_tokens_loaded"],
         "prefill.copy_ms": 1000 * prefill["longest_copy_seconds"],
+        "prefill.copy_cpu_ms": 1000 * prefill["longest_copy_cpu_seconds"],
         "kv.pulled_bytes": sum(counters["bytes_pulled"] for counters in walked.kv.values()),
         "kv.disk_hits": sum(counters.get("disk_hits", 0.0) for counters in walked.kv.values()),
-        "kv.stall_ms": _stall_ms(walked, "kv-"),
-        "gateway.stall_ms": _stall_ms(walked, "gateway"),
+        "kv.stall_ms": _stall(walked, "kv-").seconds * 1000,
+        "kv.stall_cpu_ms": _stall(walked, "kv-").cpu_seconds * 1000,
+        "gateway.stall_cpu_ms": _stall(walked, "gateway").cpu_seconds * 1000,
         **_gaps("gap_ms", walked.gaps),
         **_gaps("alone.gap_ms", walked.alone),
     }
@@ -142,14 +147,15 @@ def targets(name: str, walked: Walked, expected: Answer, plan: Plan) -> list[Tar
         "disk": ("kv.disk_hits", plan.num_blocks),
     }
     key, least = came[name]
-    longest = max(found["decode.copy_ms"], found["decode.commands_ms"], found["prefill.copy_ms"])
-    computed, stall, most = found["decode.computed"], found["kv.stall_ms"], f"at most {MAX_COPY_MS:g} ms"
+    # Decode's engine has a core of its own. All others share one, and wait for it: there, processor time counts.
+    longest = max(found["decode.copy_ms"], found["decode.commands_ms"], found["prefill.copy_cpu_ms"])
+    computed, stall, most = found["decode.computed"], found["kv.stall_cpu_ms"], f"at most {MAX_COPY_MS:g} ms"
     return [
         Target(f"{name}: {key} = {found[key]:.0f}, at least {least}", found[key] >= least),
         Target(f"{name}: decode computed {computed:.0f} prompt tokens, at most 0", computed == 0),
         Target(f"{name}: the answer is that of one worker", walked.answer.content == expected.content),
         Target(f"{name}: hand-over and load took {longest:.1f} ms of a step, {most}", longest <= MAX_COPY_MS),
-        Target(f"{name}: the KV service's loop stood still for {stall:.0f} ms, {most}", stall <= MAX_COPY_MS),
+        Target(f"{name}: the KV service's loop computed for {stall:.0f} ms at a stretch, {most}", stall <= MAX_COPY_MS),
     ]
 
 
@@ -188,8 +194,8 @@ def sheet(title: str, columns: dict[str, str], by_way: dict[str, Figures]) -> Sh
     return Sheet(title, ("", *columns.values()), rows)
 
 
-def _stall_ms(walked: Walked, prefix: str) -> float:
-    return 1000 * max((found for name, (found, _) in walked.stalls.items() if name.startswith(prefix)), default=0.0)
+def _stall(walked: Walked, prefix: str) -> Stall:
+    return max((stall for name, stall in walked.stalls.items() if name.startswith(prefix)), default=Stall())
 
 
 def _gaps(name: str, gaps: Sequence[float]) -> Figures:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -42,17 +42,25 @@ class Service:
     def forget_stalls(self) -> None:
         self.num_forgotten_bytes = self.log.stat().st_size
 
-    def longest_stall(self) -> tuple[float, str]:
+    def longest_stall(self) -> Stall:
         return longest_stall(self.log, self.num_forgotten_bytes)
 
 
-def longest_stall(log: Path, first_byte: int) -> tuple[float, str]:
-    """Return the longest time over 20 ms in which an event loop did not run, and the code that held it up."""
-    longest = 0.0, ""
+class Stall(NamedTuple):
+    """A time over 20 ms in which an event loop did not run; what it computed meanwhile, at most; and where."""
+
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+    where: str = ""
+
+
+def longest_stall(log: Path, first_byte: int) -> Stall:
+    """Return the stall with the most computing."""
+    longest = Stall()
     for line in log.read_bytes()[first_byte:].splitlines():
         if b'"loop_stalled"' in line:
             stall = json.loads(line)
-            longest = max(longest, (stall["seconds"], " < ".join(stall["frames"][:3])))
+            longest = max(longest, Stall(stall["cpu_seconds"], stall["seconds"], " < ".join(stall["frames"][:3])))
     return longest
 
 

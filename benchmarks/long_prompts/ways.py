@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.lib.command import Progress
 from benchmarks.lib.random_model import LONG
 from benchmarks.long_prompts.asking import Answer, Streams, ask, streams
-from benchmarks.long_prompts.services import Service, Services
+from benchmarks.long_prompts.services import Service, Services, Stall
 from benchmarks.peers.protocol import prompt_ids
 
 BLOCK_TOKENS = 16
@@ -79,8 +79,8 @@ class Walked:
     """The same of the prefill worker; empty for an aggregated one."""
     kv: Mapping[str, Counters] = field(default_factory=dict)
     """Counts of each KV service."""
-    stalls: Mapping[str, tuple[float, str]] = field(default_factory=dict)
-    """Longest stall of each service's event loop in seconds, and the code that held it up."""
+    stalls: Mapping[str, Stall] = field(default_factory=dict)
+    """Longest stall of each service's event loop."""
 
 
 class Walker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,11 +20,14 @@ class CopyBudget:
     Commands spend the budget too, but never wait for it: a copy does, after a long prompt that took time to arrive.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], cpu_clock: Callable[[], int] = time.thread_time_ns) -> None:
         self._clock = clock
-        self._spent_ns = self._copies_ns = self._commands_ns = 0
+        self._cpu_clock = cpu_clock
+        self._spent_ns = self._copies_ns = self._copies_cpu_ns = self._commands_ns = 0
         self.longest_copies_ns = 0
         """Most that was spent on copies for one step."""
+        self.longest_copies_cpu_ns = 0
+        """The same in processor time of the engine's thread: without waits for a core that others use, too."""
         self.longest_commands_ns = 0
         """Most that was spent on commands between two steps, copies of imports included."""
 
@@ -32,18 +36,20 @@ class CopyBudget:
         return self._spent_ns < COPY_NS
 
     def renew(self) -> None:
-        self._spent_ns = self._copies_ns = self._commands_ns = 0
+        self._spent_ns = self._copies_ns = self._copies_cpu_ns = self._commands_ns = 0
 
     def timed(self, copy: Callable[[], int]) -> int:
         """Copy, count the time, and return what `copy` returns."""
-        started = self._clock()
+        started, cpu_started = self._clock(), self._cpu_clock()
         try:
             return copy()
         finally:
             elapsed = self._clock() - started
             self._spent_ns += elapsed
             self._copies_ns += elapsed
+            self._copies_cpu_ns += self._cpu_clock() - cpu_started
             self.longest_copies_ns = max(self.longest_copies_ns, self._copies_ns)
+            self.longest_copies_cpu_ns = max(self.longest_copies_cpu_ns, self._copies_cpu_ns)
 
     @contextmanager
     def command(self) -> Iterator[None]:

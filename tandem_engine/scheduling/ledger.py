@@ -2,7 +2,7 @@
 
 Longest times: `longest_answer_step_seconds` is that of a step with an answer in it, `longest_commands_seconds` that of
 all commands between two steps, imports of KV included, and `longest_copy_seconds` that of all imports and loads of KV
-for one step.
+for one step; `longest_copy_cpu_seconds` is the same in processor time of the engine's thread.
 
 Each prompt token is counted once: `prompt = computed + cached` for an aggregated or a prefill request, also after a
 preemption. A decode request's prompt is computed elsewhere: every prompt token that runs through the model here also
@@ -27,6 +27,7 @@ COUNTERS = (
     "longest_answer_step_seconds",
     "longest_commands_seconds",
     "longest_copy_seconds",
+    "longest_copy_cpu_seconds",
     "reprefill_tokens",
     "blocks_imported",
     "bytes_imported",

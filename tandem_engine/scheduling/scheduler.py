@@ -236,6 +236,7 @@ class Scheduler:
         """Return the current counts; requests whose blocks are being imported count as waiting."""
         num_running = len(self._running) + len(self._ready)
         self._ledger.record_longest("longest_copy_seconds", self.copy_budget.longest_copies_ns / 1e9)
+        self._ledger.record_longest("longest_copy_cpu_seconds", self.copy_budget.longest_copies_cpu_ns / 1e9)
         self._ledger.record_longest("longest_commands_seconds", self.copy_budget.longest_commands_ns / 1e9)
         return engine_stats(self._requests.values(), num_running, self.pool, self._ledger.counters)
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.long_prompts.__main__ import figures, targets
 from benchmarks.long_prompts.asking import Answer, Streams
-from benchmarks.long_prompts.services import longest_stall
+from benchmarks.long_prompts.services import Stall, longest_stall
 from benchmarks.long_prompts.ways import Plan, Walked
 
 _PLAN = Plan(num_tokens=128, arena_bytes=1 << 20, num_tail_tokens=16)
@@ -26,7 +26,8 @@ _PREFILL = {
     "prompt_tokens_computed": 16.0,
     "prompt_tokens_cached": 112.0,
     "prompt_tokens_loaded": 112.0,
-    "longest_copy_seconds": 0.011,
+    "longest_copy_seconds": 0.031,
+    "longest_copy_cpu_seconds": 0.011,
 }
 
 
@@ -42,7 +43,7 @@ def _missed(name: str, walked: Walked) -> list[str]:
 
 def test_figures_are_in_the_units_of_their_names() -> None:
     found = figures(_walked())
-    assert (found["ttft_s"], found["decode.copy_ms"], found["prefill.copy_ms"]) == pytest.approx((2.0, 12.0, 11.0))
+    assert (found["ttft_s"], found["decode.copy_ms"], found["prefill.copy_ms"]) == pytest.approx((2.0, 12.0, 31.0))
     assert (found["gap_ms.p50"], found["gap_ms.max"], found["alone.gap_ms.max"]) == pytest.approx((20.0, 30.0, 10.0))
     assert (found["kv.disk_hits"], found["kv.stall_ms"]) == (7.0, 0.0)
 
@@ -58,10 +59,10 @@ def test_each_thing_that_goes_wrong_is_a_missed_target() -> None:
     assert computed == "store: decode computed 1 prompt tokens, at most 0"
     [other] = _missed("store", _walked(answer=Answer(0.0, (1.0, 2.0), (" a", " b"), (-0.5, -0.26), {})))
     assert other == "store: the answer is that of one worker"
-    [long] = _missed("store", _walked(prefill=_PREFILL | {"longest_copy_seconds": 0.021}))
+    [long] = _missed("store", _walked(prefill=_PREFILL | {"longest_copy_cpu_seconds": 0.021}))
     assert long == "store: hand-over and load took 21.0 ms of a step, at most 20 ms"
-    [stall] = _missed("store", _walked(stalls={"kv-a": (0.025, "somewhere")}))
-    assert stall == "store: the KV service's loop stood still for 25 ms, at most 20 ms"
+    [stall] = _missed("store", _walked(stalls={"kv-a": Stall(0.025, 0.08, "somewhere")}))
+    assert stall == "store: the KV service's loop computed for 25 ms at a stretch, at most 20 ms"
 
 
 def test_gaps_are_those_of_one_stream_that_end_within_a_time() -> None:
@@ -72,8 +73,9 @@ def test_gaps_are_those_of_one_stream_that_end_within_a_time() -> None:
 def test_the_longest_stall_is_found_in_the_log_from_a_place_on(tmp_path: Path) -> None:
     log = tmp_path / "kv.log"
     stalls = [
-        {"event": "loop_stalled", "seconds": seconds, "frames": [f"at {seconds}"]} for seconds in (0.9, 0.03, 0.02)
+        {"event": "loop_stalled", "seconds": 1.0, "cpu_seconds": seconds, "frames": [f"at {seconds}"]}
+        for seconds in (0.9, 0.03, 0.02)
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in [*stalls, {"event": "other"}]))
-    assert longest_stall(log, 0) == (0.9, "at 0.9")
-    assert longest_stall(log, len(json.dumps(stalls[0])) + 1) == (0.03, "at 0.03")
+    assert longest_stall(log, 0) == Stall(0.9, 1.0, "at 0.9")
+    assert longest_stall(log, len(json.dumps(stalls[0])) + 1) == Stall(0.03, 1.0, "at 0.03")

@@ -148,10 +148,10 @@ def test_many_stalls_make_few_lines_and_none_is_forgotten(monkeypatch: pytest.Mo
     lines = loop_lag._Lines()
     with structlog.testing.capture_logs() as logged:
         for _ in range(50):
-            lines.stalled(Stall(0.1, "POST /run", "event loop", ("control_plane.app:1 f",)))
+            lines.stalled(Stall(0.1, 0.1, "POST /run", "event loop", ("control_plane.app:1 f",)))
         assert len(logged) == 20
         now += 1.0
-        lines.stalled(Stall(0.1, "POST /run", "event loop", ()))
+        lines.stalled(Stall(0.1, 0.1, "POST /run", "event loop", ()))
     assert (logged[-1]["event"], logged[-1]["num_unlogged"]) == ("loop_stalled", 30)
     assert sum(1 + line["num_unlogged"] for line in logged) == 51
 

@@ -17,6 +17,7 @@ from control_plane.api.http.errors import on_client_left, on_http_exception, on_
 from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
 from control_plane.api.http.request_guard import RequestGuard
 from control_plane.api.openai import routes as openai
+from control_plane.api.openai import tokenization
 from control_plane.api.openapi import document as openapi
 from control_plane.api.workers_ai import binding, remote_proxy
 from control_plane.api.workers_ai import routes as workers_ai
@@ -43,6 +44,7 @@ def create_app(
         routes=[
             *operations.routes(),
             *openai.routes("/v1"),
+            *tokenization.routes(),
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
             *remote_proxy.routes(),
             *workers_ai.routes(),

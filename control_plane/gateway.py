@@ -239,6 +239,7 @@ class Gateway:
             self.dispatcher,
             default_timeout_seconds=settings.request_timeout_seconds,
             public_prefixes=self._public_prefixes,
+            strict_fields=settings.strict_fields,
             meter=accounts.metering,
             preparer=self.text_processes,
             salt_of=partial(cache_salt, self._secret),

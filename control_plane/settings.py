@@ -147,6 +147,9 @@ class ControlPlaneSettings(HandleSettings):
         "prompt cache policy per account, such as team-a=off,team-b=read:512,*=on: on, read, write or off, with an "
         "optional limit in leading prompt tokens; a request can only ask for less",
     )
+    strict_fields: bool = setting(
+        False, "refuse also the request fields that clients send by habit and that change nothing, such as user"
+    )
     public_prefixes: Path | None = setting(
         None, "folder of *.txt files: texts (system prompts) whose cached blocks all accounts share; read at start"
     )

@@ -7,6 +7,8 @@ tools                 OpenAI's {type: function, function: {name, description, pa
 tool_choice           auto, none, required (any); a function by name, in the forms that clients use; or OpenAI's
                       allowed_tools
 parallel_tool_calls   false: at most one call
+chat_template_kwargs  variables of the model's chat template, such as enable_thinking
+reasoning_effort      becomes variables, under the names that published templates have for it
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from control_plane.api.http.bounds import (
     MAX_PARAMETERS_BYTES,
     MAX_PARTS,
     MAX_SHOWN_CHARACTERS,
+    MAX_TEMPLATE_VARIABLES,
+    MAX_TEMPLATE_VARIABLES_BYTES,
     MAX_TOOL_CALLS,
     MAX_TOOL_CALLS_IN_ALL,
     MAX_TOOLS,
@@ -313,3 +317,53 @@ def _offered(tools: Sequence[ToolBody]) -> Iterator[Tool]:
             )
         seen.add(tool.name)
         yield tool
+
+
+# --------------------------------------------------------------------------------------------- the template's variables
+
+_RESERVED = frozenset(
+    {
+        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+        "tokenize", "raise_exception", "strftime_now", "range", "dict", "lipsum", "cycler", "joiner", "namespace",
+    }
+)  # fmt: skip
+"""What a chat template has already, by other fields or by itself."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_EFFORT_SCHEMA: dict[str, Any] = {"enum": [*_EFFORTS, None]}
+
+
+def _template_variables(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"has {len(value):,} entries, the maximum is {MAX_TEMPLATE_VARIABLES}; send fewer")
+    for name in value:
+        if not _VARIABLE.fullmatch(name) or name.endswith("_token") or name in _RESERVED:
+            raise ValueError(f"has {name[:MAX_SHOWN_CHARACTERS]!r}, which a request cannot set; leave it out")
+    return check_json_bytes(value, MAX_TEMPLATE_VARIABLES_BYTES)
+
+
+def _effort(value: Any) -> Any:
+    if value is not None and value not in _EFFORTS:
+        raise ValueError(f"must be one of {', '.join(_EFFORTS)}; leave it out for the model's default")
+    return value
+
+
+class ChatTemplateFields(Body):
+    """Fields whose effect is that of the model's chat template."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_variables)] | None = None
+    """Variables of the model's chat template, such as enable_thinking. A template ignores what it does not have."""
+    reasoning_effort: Annotated[str | None, BeforeValidator(_effort), Field(json_schema_extra=_EFFORT_SCHEMA)] = None
+    """How much the model thinks before it answers: the template's variables reasoning_effort and enable_thinking."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return the template's variables. Those that the request names itself take precedence."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            # gpt-oss has reasoning_effort, Qwen3 and GLM enable_thinking, DeepSeek V3.1 and Granite thinking.
+            variables = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return variables | (self.chat_template_kwargs or {})

@@ -20,8 +20,10 @@ from control_plane.api.http.body import Body, ObjectOrText, check_json_bytes, ch
 from control_plane.api.http.bounds import (
     MAX_CHOICES,
     MAX_GUIDED_CHOICES,
+    MAX_IGNORED_BYTES,
     MAX_SALT_CHARACTERS,
     MAX_SCHEMA_BYTES,
+    MAX_SESSION_CHARACTERS,
     MAX_SHOWN_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -34,21 +36,16 @@ from control_plane.text.request import GenerationOptions
 from tandem_engine.grammar import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
-HARMLESS = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-        "session_id", "tags",
-    }
-)  # fmt: skip
-"""Fields that do not change the answer, or only together with fields that are refused."""
+HARMLESS = frozenset({"user", "prompt_cache_retention", "safety_identifier", "session_id", "tags"})
+"""Fields that clients send by habit, and that do not change the answer. `--strict-fields` refuses them, too."""
 
 UNSUPPORTED = frozenset(
     {
         "tools", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options", "suffix",
-        "moderation", "logit_processors", "logits_processors", "reasoning_effort",
+        "moderation", "logit_processors", "logits_processors",
         "reasoning", "chat_template", "image", "images",
-        "chat_template_kwargs", "lora", "input", "requests", "request_id", "use_beam_search", "prompt_logprobs",
-        "continue_final_message", "thinking", "conversation", "background", "top_a", "bad_words",
+        "chat_template_kwargs", "reasoning_effort", "lora", "input", "requests", "request_id", "use_beam_search",
+        "prompt_logprobs", "continue_final_message", "thinking", "conversation", "background", "top_a", "bad_words",
         "mm_processor_kwargs", "return_token_ids", "verbosity",
     }
 )  # fmt: skip
@@ -61,7 +58,7 @@ Tag = Annotated[str, Field(max_length=MAX_TAG_CHARACTERS, pattern=r"^[A-Za-z0-9:
 class GatewayOptions(Body):
     """Options of Cloudflare's AI Gateway. Tandem has no cache of answers, so every answer is new."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    for_clients: ClassVar[frozenset[str]] = frozenset(
         {"id", "cacheKey", "cacheTtl", "skipCache", "metadata", "collectLog", "eventId", "retries"}
     )
 
@@ -72,7 +69,7 @@ class GatewayOptions(Body):
 class RunOptions(Body):
     """Workers AI's run options: `options` of a body, and the third argument of `AI.run`. Names are Cloudflare's."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset(
+    for_clients: ClassVar[frozenset[str]] = frozenset(
         {"returnRawResponse", "prefix", "extraHeaders", "sessionOptions", "signal"}
     )
     """The binding handles these options itself."""
@@ -207,6 +204,20 @@ def _cache_mode(value: Any) -> Any:
     return value
 
 
+def _ignored(value: Any) -> Any:
+    return check_json_bytes(value, MAX_IGNORED_BYTES) if isinstance(value, dict) else value
+
+
+_SERVICE_TIERS = ("auto", "default", "flex", "priority", "scale", "standard_only")
+_TIERS: dict[str, Any] = {"enum": [*_SERVICE_TIERS, None]}
+
+
+def _service_tier(value: Any) -> Any:
+    if value is not None and value not in _SERVICE_TIERS:
+        raise ValueError(f"must be one of {', '.join(_SERVICE_TIERS)}; leave it out for auto")
+    return value
+
+
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[
     list[str],
@@ -225,6 +236,8 @@ class StreamOptions(Body):
     """Send one more chunk, with the usage, before [DONE]."""
     include_obfuscation: bool | None = None
     """Accepted without effect."""
+    continuous_usage_stats: bool | None = None
+    """With include_usage: every chunk has the usage so far. vLLM's field."""
 
 
 class TextBody(StructuredBody):
@@ -267,6 +280,14 @@ class TextBody(StructuredBody):
     """Use of the prompt caches: `on`, `read` (write nothing), `write` (read nothing), `off` (neither)."""
     prompt_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     """Read from caches and write to them only this many leading tokens of the prompt."""
+    metadata: Annotated[dict[str, Any], BeforeValidator(_ignored)] | None = None
+    """Checked, and kept nowhere."""
+    store: Annotated[bool | None, Field(json_schema_extra={"enum": [False, None]})] = None
+    """Answers are not stored, so `true` is refused."""
+    service_tier: Annotated[str | None, BeforeValidator(_service_tier), Field(json_schema_extra=_TIERS)] = None
+    """One of OpenAI's classes. All have the same service here."""
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARACTERS)] | None = None
+    """Requests of an account for a model with the same key go to the same workers, as with x-session-affinity."""
     options: RunOptions | None = None
     """Workers AI's run options."""
 
@@ -274,12 +295,21 @@ class TextBody(StructuredBody):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage is True
 
-    def check_extras(self) -> None:
-        """Raise InvalidRequest naming a field that would change the answer and is not built."""
+    @property
+    def wants_continuous_usage(self) -> bool:
+        return self.wants_usage_chunk and self.stream_options.continuous_usage_stats is True  # type: ignore[union-attr]
+
+    def check_extras(self, *, strict: bool = False) -> None:
+        """Raise InvalidRequest naming a field that would change the answer and is not built.
+
+        `strict` also refuses fields that change nothing.
+        """
         if self.options is not None:
             self.options.check()
+        if self.store:
+            raise Unsupported("store is not supported here: answers are not stored; leave it out", field="store")
         self.structure()
-        refuse_extras(self)
+        refuse_extras(self, strict=strict)
 
     def shared_options(self) -> GenerationOptions:
         grammar_field, grammar = self.structure()

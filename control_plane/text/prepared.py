@@ -21,6 +21,7 @@ from control_plane.text.request import (
     ChatRequest,
     CompletionRequest,
     GenerationOptions,
+    check_token_ids,
     choice_seed,
     new_seed,
     prompt_ids,
@@ -31,7 +32,7 @@ from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tools.planning import ToolPlan, plan_tools
 from tandem_engine.sampling_params import SamplingParams
 
-Endpoint = Literal["chat", "completions", "run", "run_named_in_body", "binding"]
+Endpoint = Literal["chat", "completions", "run", "run_named_in_body", "binding", "tokenize", "detokenize"]
 Operation = Literal["chat", "text_completion"]
 
 
@@ -48,6 +49,8 @@ class TextJob(msgspec.Struct, frozen=True):
     query: tuple[tuple[str, str], ...] = ()
     salt: bytes | None = None
     """The salt of the account's block hashes; None: they are not computed."""
+    strict_fields: bool = False
+    """Whether fields that change nothing are refused."""
 
 
 class AskedOptions(msgspec.Struct, frozen=True):
@@ -73,6 +76,8 @@ class Asked(msgspec.Struct, frozen=True):
     num_prompts: int = 1
     reject_if_busy: bool = False
     timeout_seconds: float | None = None
+    session: str = ""
+    """The id of a session that the body names; the header's takes precedence."""
 
     @classmethod
     def of(cls, request: CompletionRequest | ChatRequest) -> Asked:
@@ -87,6 +92,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
     """The caller's name for the model."""
     stream: bool = False
     with_usage_chunk: bool = False
+    with_continuous_usage: bool = False
+    """Every chunk of a stream has the usage so far."""
     is_json: bool = False
     """The answer's text is a JSON value."""
     is_chat: bool = True
@@ -118,9 +125,20 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     """The prompt as text, if the answer needs it."""
 
 
+class Converted(msgspec.Struct, frozen=True):
+    """A text as token ids, or token ids as a text."""
+
+    token_ids: bytes = b""
+    """Four little-endian bytes each."""
+    texts: tuple[str, ...] | None = None
+    """Of each token, if requested."""
+    text: str = ""
+
+
 class PreparedBody(msgspec.Struct, frozen=True):
     form: AnswerForm
     prompts: tuple[PreparedPrompt, ...]
+    converted: Converted = Converted()
 
 
 class ParsedBody(Protocol):
@@ -136,19 +154,50 @@ class ParsedBody(Protocol):
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """Token ids of a text, or the text of token ids, without an answer. `request` or `token_ids` is there."""
+
+    asked: Asked
+    request: CompletionRequest | ChatRequest | None = None
+    token_ids: Sequence[int] = ()
+    with_texts: bool = False
+    """Return also the text of each token."""
+    with_first_token: bool = True
+    """Begin a prompt with the model's first token, as completions do."""
+
+
+@dataclass(frozen=True)
 class Preparation:
     """What requests of one process share: checked grammars and public texts. Everything here computes."""
 
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     public_prefixes: PublicPrefixes | None = None
 
-    def body(self, parsed: ParsedBody, model: ModelFacts, tokenizer: TextTokenizer, salt: bytes | None) -> PreparedBody:
+    def body(
+        self, parsed: ParsedBody | Conversion, model: ModelFacts, tokenizer: TextTokenizer, salt: bytes | None
+    ) -> PreparedBody:
         """Return a parsed body, prepared for its model. Raise TandemError."""
+        if isinstance(parsed, Conversion):
+            return PreparedBody(AnswerForm(parsed.asked.model), (), self._converted(parsed, model, tokenizer))
         form = parsed.form(model)
         requests = parsed.requests(model)
         # One bad prompt refuses all: no prompt starts before every one is prepared.
         prompts = tuple(self.prompt(each, model, tokenizer, salt, with_text=form.echo) for each in requests)
         return PreparedBody(form, prompts)
+
+    def _converted(self, conversion: Conversion, model: ModelFacts, tokenizer: TextTokenizer) -> Converted:
+        request = conversion.request
+        if request is None:
+            check_token_ids("tokens", tuple(conversion.token_ids), model)
+            return Converted(text=tokenizer.decode(conversion.token_ids, skip_special_tokens=False))
+        if isinstance(request, ChatRequest) and request.uses_tools:
+            request, _ = plan_tools(request, model, tokenizer, self.grammars)
+        if isinstance(request, CompletionRequest) and isinstance(request.prompt, str):
+            ids = tokenizer.encode_prompt(request.prompt, add_special_tokens=conversion.with_first_token)
+        else:
+            ids = TokenIds(prompt_ids(request, model, tokenizer))
+        texts = tuple(tokenizer.token_bytes(each).decode(errors="replace") for each in ids)
+        return Converted(ids.packed(), texts if conversion.with_texts else None)
 
     def prompt(
         self,

@@ -76,6 +76,8 @@ class ChatRequest:
     """Tools that the answer may call; None for none."""
     template_tools: tuple[Mapping[str, Any], ...] = ()
     """Tools that the chat template renders."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, by name."""
 
     @property
     def uses_tools(self) -> bool:
@@ -186,7 +188,7 @@ def prompt_ids(request: CompletionRequest | ChatRequest, model: ModelFacts, toke
         raise InvalidRequest(f"{model.model_id} has no chat template; send a prompt instead", field="messages")
     template = ChatTemplate(model.chat_template, tokenizer.special_tokens)
     check = partial(_check_length, model, tokenizer)
-    return tokenizer.encode_chat(template, request.messages, request.template_tools, check)
+    return tokenizer.encode_chat(template, request.messages, request.template_tools, request.template_variables, check)
 
 
 def _completion_ids(request: CompletionRequest, model: ModelFacts, tokenizer: TextTokenizer) -> Sequence[int]:

@@ -35,6 +35,8 @@ from control_plane.text.deadline import Deadline, until
 from control_plane.text.prepared import (
     AnswerForm,
     Asked,
+    Conversion,
+    Converted,
     ParsedBody,
     Preparation,
     PreparedBody,
@@ -49,12 +51,15 @@ from control_plane.text.text_stream import Prompt, TextStream, outcome
 from control_plane.text.tokenizer import TokenizerCache
 from control_plane.text.vocabulary import Vocabulary
 from tandem_runtime import tracing
+from tandem_runtime.errors import InvalidRequest
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+_MAX_NAMED = 8
+"""Models that an error message names."""
 FALLBACK_HEADER = "tandem-fallback-model"
 """Response header with the model that answered in place of the requested one."""
 
-Parse = Callable[[TextJob, bytes], ParsedBody]
+Parse = Callable[[TextJob, bytes], ParsedBody | Conversion]
 Resolve = Callable[[Asked], Awaitable[ModelDescription]]
 
 
@@ -98,8 +103,12 @@ class TextService:
         meter: Meter | None = None,
         preparer: Preparer | None = None,
         salt_of: Callable[[str], bytes] | None = None,
+        strict_fields: bool = False,
     ) -> None:
-        """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes."""
+        """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes.
+
+        `strict_fields`: refuse fields that change nothing.
+        """
         self._catalog = catalog
         self._dispatcher = dispatcher
         self._default_timeout_seconds = default_timeout_seconds
@@ -107,6 +116,7 @@ class TextService:
         self._preparation = Preparation(public_prefixes=public_prefixes)
         self._preparer = preparer or InlinePreparer(self._preparation, self._tokenizers)
         self._salt_of = salt_of
+        self._strict_fields = strict_fields
         self._meter = GenerationMeter()
         self._accounts: Meter = meter or Unmetered()
 
@@ -138,8 +148,8 @@ class TextService:
 
         Raise TandemError.
         """
-        if self._salt_of is not None:
-            job = msgspec.structs.replace(job, salt=self._salt_of(caller.account))
+        salt = None if self._salt_of is None else self._salt_of(caller.account)
+        job = msgspec.structs.replace(job, salt=salt, strict_fields=self._strict_fields)
         opened: _Opened | None = None
 
         async def resolve(asked: Asked) -> ModelDescription:
@@ -161,6 +171,24 @@ class TextService:
             raise
         assert opened is not None, "a body is prepared for its model"
         return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
+
+    async def convert(
+        self, job: TextJob, raw: bytes, caller: Caller, parse: Parse
+    ) -> tuple[ModelDescription, Converted]:
+        """Return the model that a body names, and its text as token ids, or the reverse. No worker takes part.
+
+        A body without a model's name is for the only model. Raise TandemError.
+        """
+        found: list[ModelDescription] = []
+
+        async def resolve(asked: Asked) -> ModelDescription:
+            if not found:
+                found.append(await self._catalog.get(asked.model or _only(self._catalog.list())))
+            return found[0]
+
+        async with self._preparing():
+            body, _ = await self._preparer.prepare(job, raw, caller.account, parse, resolve)
+        return found[0], body.converted
 
     @asynccontextmanager
     async def _preparing(self) -> AsyncIterator[Deadline]:
@@ -244,6 +272,14 @@ class TextService:
         return found, _sum(used)
 
 
+def _only(models: Sequence[ModelDescription]) -> str:
+    """Return the name of the only model. Raise InvalidRequest."""
+    if len(models) != 1:
+        names = ", ".join(model.model_id for model in models[:_MAX_NAMED]) or "none yet"
+        raise InvalidRequest(f"model is missing, and the models served here are {names}; send one", field="model")
+    return models[0].model_id
+
+
 def _with_options_of(caller: Caller, asked: Asked) -> Asked:
     """Return `asked` with the options for waiting that the caller has already."""
     return msgspec.structs.replace(asked, reject_if_busy=caller.reject_if_busy, timeout_seconds=caller.timeout_seconds)
@@ -273,7 +309,7 @@ class _Opened:
                 self.model,
                 vocabulary,
                 each,
-                _token_request(each, request_id, caller, self.model, self.time_left.at),
+                _token_request(each, request_id, caller, self.model, self.time_left.at, self.asked.session),
                 self.time_left.timeout_seconds,
                 record,
             )
@@ -282,7 +318,7 @@ class _Opened:
 
 
 def _token_request(
-    prepared: PreparedPrompt, request_id: str, caller: Caller, model: ModelDescription, deadline: float
+    prepared: PreparedPrompt, request_id: str, caller: Caller, model: ModelDescription, deadline: float, session: str
 ) -> TokenRequest:
     return TokenRequest(
         request_id=request_id,
@@ -296,7 +332,7 @@ def _token_request(
         cache=prepared.cache,
         num_public_tokens=prepared.num_public_tokens,
         fairness_key=caller.account,
-        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity),
+        session_affinity=session_key(caller.account, model.model_id, caller.session_affinity or session),
         reject_if_busy=caller.reject_if_busy,
         wire=prepared.wire,
     )

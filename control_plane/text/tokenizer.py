@@ -14,6 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -63,36 +64,37 @@ class TextTokenizer:
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.vocabulary_data)
 
-    def encode_prompt(self, text: str, *, control_tokens: bool = False) -> TokenIds:
+    def encode_prompt(self, text: str, *, control_tokens: bool = False, add_special_tokens: bool = True) -> TokenIds:
         _require_unicode(text, "prompt")
         as_text = not control_tokens and self._control.search(text)
         encoder = self._without_control_tokens if as_text else self._encoder
-        return encoder.ids(text, add_special_tokens=True)
+        return encoder.ids(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
         template: ChatTemplate,
         messages: Messages,
         tools: Messages = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
         check_text: Callable[[str], None] = lambda text: None,
     ) -> TokenIds:
         """Render and encode a chat. No token is added to the template's output.
 
-        `check_text` gets the rendered chat, and may refuse it before it is encoded.
+        `variables` are the template's own. `check_text` gets the rendered chat, and may refuse it before it is encoded.
         """
         strings = []
-        for field, value in (("messages", messages), ("tools", tools)):
+        for field, value in (("messages", messages), ("tools", tools), ("chat_template_kwargs", variables)):
             for text in _strings(value):
                 _require_unicode(text, field)
                 strings.append(text)
         if not any(self._control.search(text) for text in strings):
-            rendered = template.render(messages, tools=tools or None)
+            rendered = template.render(messages, tools=tools or None, variables=variables)
             check_text(rendered)
             return self._encoder.ids(rendered)
         start, end = _unused_characters([*strings, template.source])
         mark: Callable[[str], str] = lambda text: self._control.sub(f"{start}\\g<0>{end}", text)  # noqa: E731
-        marked, marked_tools = _map_strings(messages, mark), _map_strings(tools, mark)
-        rendered = template.render(marked, tools=marked_tools or None)
+        marked, marked_tools, marked_variables = (_map_strings(each, mark) for each in (messages, tools, variables))
+        rendered = template.render(marked, tools=marked_tools or None, variables=marked_variables)
         check_text(rendered)
         return self._encode_marked(rendered, start, end)
 

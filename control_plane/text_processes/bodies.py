@@ -1,13 +1,16 @@
-"""Parses the bodies of all endpoints of text generation."""
+"""Parses the bodies of all endpoints that read or write text."""
 
 from __future__ import annotations
 
 from control_plane.api.openai import bodies as openai
+from control_plane.api.openai import tokenization
 from control_plane.api.workers_ai import bodies as workers_ai
-from control_plane.text.prepared import ParsedBody, TextJob
+from control_plane.text.prepared import Conversion, ParsedBody, TextJob
 
 
-def parse(job: TextJob, raw: bytes) -> ParsedBody:
+def parse(job: TextJob, raw: bytes) -> ParsedBody | Conversion:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
+    if job.endpoint in ("tokenize", "detokenize"):
+        return tokenization.parse(job, raw)
     parsed: ParsedBody = (openai if job.endpoint in ("chat", "completions") else workers_ai).parse(job, raw)
     return parsed

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Mapping
 
-from control_plane.text.prepared import Asked, ParsedBody, Preparation
+from control_plane.text.prepared import Asked, Preparation
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text_processes import limits
 from control_plane.text_processes.bodies import parse
@@ -103,7 +103,7 @@ class _TextProcess:
 
     def _prepare(self, run: Run, raw: bytes) -> Done | None:
         self._assumed = None
-        parsed: ParsedBody = parse(run.job, raw)
+        parsed = parse(run.job, raw)
         del raw
         asked = parsed.asked
         use = self._told.get(asked.model) if run.may_assume else None

@@ -25,7 +25,8 @@ from tandem_runtime.errors import InvalidRequest, Unsupported
 
 def _describe_extras(schema: dict[str, Any], model: type[Any]) -> None:
     """Add to a JSON Schema which fields are accepted without effect, and that no others are accepted."""
-    harmless = {name: {"description": "Taken, and changes nothing."} for name in sorted(model.harmless)}
+    names = sorted(model.harmless | model.for_clients)
+    harmless = {name: {"description": "Taken, and changes nothing."} for name in names}
     schema["properties"] = {**schema.get("properties", {}), **harmless}
     schema["additionalProperties"] = False
     schema.update(model.json_schema_rules)
@@ -43,7 +44,9 @@ class Body(BaseModel):
     )
 
     harmless: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted and do not change the answer."""
+    """Fields that clients send by habit, and that do not change the answer; `strict` refuses them."""
+    for_clients: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the API has and that its clients themselves act on."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Fields of other APIs that would change the answer; refused by name."""
     remedies: ClassVar[Mapping[str, str]] = {}
@@ -154,15 +157,22 @@ def check(model: type[Checked], value: Mapping[str, Any], *, at: str = "") -> Ch
         raise InvalidRequest(message, field=_path(problems[0]["loc"], at)) from error
 
 
-def refuse_extras(body: Body, at: str = "") -> None:
+def refuse_extras(body: Body, at: str = "", *, strict: bool = False) -> None:
     """Raise for unknown fields of `body` and of the objects in it, unless they are null or harmless.
+
+    `strict` also refuses the harmless ones.
 
     A silently ignored field would change the answer without the caller's knowledge.
     """
     for name, value in (body.model_extra or {}).items():
         if value is None:
             continue
-        if name in body.harmless:
+        if name in body.for_clients or name in body.harmless:
+            if strict and name not in body.for_clients:
+                field = f"{at}{name}"
+                raise Unsupported(
+                    f"{field} changes nothing here, and this gateway is strict; leave it out", field=field
+                )
             _check_ignored(f"{at}{name}", value)
             continue
         if name in body.unsupported:
@@ -175,7 +185,7 @@ def refuse_extras(body: Body, at: str = "") -> None:
         remedy = f"did you mean {near[0]}?" if near else "leave it out"
         raise InvalidRequest(f"{at}{shown} is not a field of this request; {remedy}", field=f"{at}{shown}")
     for place, inner in _inner_bodies(body, at):
-        refuse_extras(inner, f"{place}.")
+        refuse_extras(inner, f"{place}.", strict=strict)
 
 
 def _inner_bodies(body: Body, at: str) -> Iterator[tuple[str, Body]]:

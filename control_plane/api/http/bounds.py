@@ -63,6 +63,10 @@ MAX_DESCRIPTION_CHARACTERS = 65_536
 """Characters of a tool's description: more are refused with 400."""
 MAX_NAME_CHARACTERS = 256
 """Characters of the name of a message's author or of a called tool: more are refused with 400."""
+MAX_TEMPLATE_VARIABLES = 64
+"""Entries in chat_template_kwargs: more are refused with 400."""
+MAX_TEMPLATE_VARIABLES_BYTES = 65_536
+"""Bytes of chat_template_kwargs as JSON: more are refused with 400."""
 MAX_ID_CHARACTERS = 256
 """Characters of a tool call's id: more are refused with 400."""
 

@@ -21,7 +21,8 @@ _MAX_CHOICES_PER_REQUEST = 256
 def parse(job: TextJob, raw: bytes) -> ParsedBody:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
     body = parse_object(raw)
-    return _parse_chat(body) if job.endpoint == "chat" else _parse_completions(body)
+    strict = job.strict_fields
+    return _parse_chat(body, strict=strict) if job.endpoint == "chat" else _parse_completions(body, strict=strict)
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,24 @@ class _OpenAI:
         return self.of_body
 
 
-def _parse_chat(value: dict[str, Any]) -> _OpenAI:
+def _parse_chat(value: dict[str, Any], *, strict: bool) -> _OpenAI:
     body = check(ChatBody, value)
-    body.check_extras()
+    body.check_extras(strict=strict)
     messages = messages_for_template(body.messages)
-    request = ChatRequest(body.model, messages, NOBODY, body.generation_options(), body.tool_use())
+    request = ChatRequest(
+        body.model,
+        messages,
+        NOBODY,
+        body.generation_options(),
+        body.tool_use(),
+        template_variables=body.template_variables,
+    )
     return _OpenAI(_asked(body, request), _form(body), [request])
 
 
-def _parse_completions(value: dict[str, Any]) -> _OpenAI:
+def _parse_completions(value: dict[str, Any], *, strict: bool) -> _OpenAI:
     body = check(CompletionBody, value)
-    body.check_extras()
+    body.check_extras(strict=strict)
     if len(body.prompt) * (body.n or 1) > _MAX_CHOICES_PER_REQUEST:
         raise InvalidRequest(
             f"{len(body.prompt)} prompts with n = {body.n or 1} are more than {_MAX_CHOICES_PER_REQUEST} answers; "
@@ -65,6 +73,7 @@ def _parse_completions(value: dict[str, Any]) -> _OpenAI:
         body.model,
         stream=bool(body.stream),
         with_usage_chunk=body.wants_usage_chunk,
+        with_continuous_usage=body.wants_continuous_usage,
         is_chat=False,
         echo=bool(body.echo),
         num_logprobs=body.logprobs,
@@ -75,8 +84,14 @@ def _parse_completions(value: dict[str, Any]) -> _OpenAI:
 def _asked(body: OpenAIBody, request: CompletionRequest | ChatRequest, num_prompts: int = 1) -> Asked:
     reject_if_busy, timeout_seconds = strictest(body.options)
     asked = Asked.of(request)
-    return Asked(asked.model, asked.operation, asked.options, num_prompts, reject_if_busy, timeout_seconds)
+    session = body.prompt_cache_key or ""
+    return Asked(asked.model, asked.operation, asked.options, num_prompts, reject_if_busy, timeout_seconds, session)
 
 
 def _form(body: OpenAIBody) -> AnswerForm:
-    return AnswerForm(body.model, stream=bool(body.stream), with_usage_chunk=body.wants_usage_chunk)
+    return AnswerForm(
+        body.model,
+        stream=bool(body.stream),
+        with_usage_chunk=body.wants_usage_chunk,
+        with_continuous_usage=body.wants_continuous_usage,
+    )

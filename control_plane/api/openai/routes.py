@@ -26,6 +26,7 @@ from control_plane.api.openai.responses import (
     ModelObject,
     PromptEcho,
     ResponseSerializer,
+    usage_json,
 )
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.prepared import AnswerForm, TextJob
@@ -96,15 +97,20 @@ async def _respond(request: Request, form: AnswerForm, answer: Answer, serialize
         return Response(msgspec.json.encode(serializer.whole(choices, answer.usage)), media_type="application/json")
     # The header has the price of the prompts' scores only; the last chunk has the total.
     caller_of(request).answer_headers.pop("cf-ai-neurons", None)
-    frames = _frames(answer, serializer, with_usage_chunk=form.with_usage_chunk)
+    frames = _frames(answer, serializer, form)
     ping_seconds = services_of(request).settings.ping_seconds
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
 
 
-async def _frames(answer: Answer, serializer: ResponseSerializer, *, with_usage_chunk: bool) -> AsyncGenerator[bytes]:
+async def _frames(answer: Answer, serializer: ResponseSerializer, form: AnswerForm) -> AsyncGenerator[bytes]:
     async for batch in answer.batches():
-        yield b"".join([serializer.frames(delta) for delta in batch])
-    if with_usage_chunk:
+        if form.with_continuous_usage:
+            usage = usage_json(answer.usage)
+            chunks = [{**chunk, "usage": usage} for delta in batch for chunk in serializer.chunks(delta)]
+            yield b"".join(map(frame, chunks))
+        else:
+            yield b"".join([serializer.frames(delta) for delta in batch])
+    if form.with_usage_chunk:
         yield frame(serializer.usage_chunk(answer.usage))
     yield DONE
 

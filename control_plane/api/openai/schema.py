@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from control_plane.api.chat_fields import Choice, Messages, Tools, tool_use
+from control_plane.api.chat_fields import ChatTemplateFields, Choice, Messages, Tools, tool_use
 from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
 from control_plane.api.http.bounds import MAX_LOGIT_BIASES, MAX_MODEL_CHARACTERS, MAX_PROMPT_TOKENS, MAX_PROMPTS
 from control_plane.text.request import GenerationOptions
@@ -63,6 +63,8 @@ class OpenAIBody(TextBody):
     """1 if neither the request nor the model has a value; 0 always takes the likeliest token."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Maximum tokens of the answer; without it, the rest of the context."""
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The newer name of max_tokens; takes precedence."""
     seed: int | None = None
     """The same request with the same seed gets the same answer."""
     logit_bias: Annotated[
@@ -79,7 +81,7 @@ class OpenAIBody(TextBody):
     def generation_options(self) -> GenerationOptions:
         return replace(
             self.shared_options(),
-            max_tokens=self.max_tokens,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=self.temperature,
             seed=self.seed,
             logit_bias=self.logit_bias or {},
@@ -87,10 +89,8 @@ class OpenAIBody(TextBody):
         )
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(OpenAIBody, ChatTemplateFields):
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The newer name of max_tokens; takes precedence."""
     logprobs: bool | None = None
     """Return the log probability of every token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -115,7 +115,6 @@ class ChatBody(OpenAIBody):
     def generation_options(self) -> GenerationOptions:
         return replace(
             super().generation_options(),
-            max_tokens=self.max_completion_tokens or self.max_tokens,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
@@ -134,8 +133,8 @@ class CompletionBody(OpenAIBody):
     raw: bool | None = None
     """Read names of control tokens in the prompt as control tokens. A field of Tandem."""
 
-    def check_extras(self) -> None:
-        super().check_extras()
+    def check_extras(self, *, strict: bool = False) -> None:
+        super().check_extras(strict=strict)
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Unsupported("best_of is only supported when it equals n; leave it out", field="best_of")
 

@@ -16,13 +16,14 @@ from control_plane.api.http.body import Body
 from control_plane.api.http.request_context import served_models
 from control_plane.api.openai import responses as openai_responses
 from control_plane.api.openai.schema import ChatBody, CompletionBody
+from control_plane.api.openai.tokenization import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 from control_plane.api.openapi.operations import REFERENCE, TAGS, operations, reference
 from control_plane.api.openapi.page import reference_page
 from control_plane.api.workers_ai import responses as workers_ai_responses
 from control_plane.api.workers_ai.schema import TextGenerationBody
 
 VERSION = "1.0"
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TextGenerationBody)
+_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TextGenerationBody, TokenizeBody, DetokenizeBody)
 _ANSWERS: tuple[Any, ...] = (
     openai_responses.ChatCompletion,
     openai_responses.ChatChunk,
@@ -30,6 +31,8 @@ _ANSWERS: tuple[Any, ...] = (
     openai_responses.ModelList,
     openai_responses.WorkerList,
     openai_responses.ErrorBody,
+    Tokenized,
+    Detokenized,
     workers_ai_responses.NativeResult,
     workers_ai_responses.NativeEvent,
     workers_ai_responses.FoundModels,

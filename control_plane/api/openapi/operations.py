@@ -214,6 +214,7 @@ def _generated() -> dict[str, Any]:
 def operations(model: str) -> Iterator[Operation]:
     """Yield every endpoint. Examples use `model`."""
     yield from _openai("/v1", "", model)
+    yield from _tokens(model)
     yield from _rest(model)
     yield from _openai(f"{_ACCOUNTS}/v1", "OfAccount", model)
     yield from _binding(model)
@@ -243,6 +244,17 @@ def _openai(prefix: str, suffix: str, model: str) -> Iterator[Operation]:
     yield Operation(
         "get", f"{prefix}/models/{{model}}", name=f"retrieveModel{suffix}", summary=f"Show one model{at}",
         parameters=(*account, _MODEL), answer=reference("ModelObject"), **common,
+    )  # fmt: skip
+
+
+def _tokens(model: str) -> Iterator[Operation]:
+    yield Operation(
+        "post", "/tokenize", OPENAI, "tokenize", "Return a prompt or a chat as token ids; vLLM's form",
+        body=reference("TokenizeBody"), answer=reference("Tokenized"), example={"model": model, "prompt": "Once upon"},
+    )  # fmt: skip
+    yield Operation(
+        "post", "/detokenize", OPENAI, "detokenize", "Return token ids as a text; vLLM's form",
+        body=reference("DetokenizeBody"), answer=reference("Detokenized"), example={"model": model, "tokens": [1, 2]},
     )  # fmt: skip
 
 

@@ -20,10 +20,10 @@ def parse(job: TextJob, raw: bytes) -> ParsedBody:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
     body = parse_object(raw)
     if job.endpoint == "binding":
-        return _parse_binding(job.model, body)
+        return _parse_binding(job.model, body, strict=job.strict_fields)
     model, inputs = _named_in_body(body) if job.endpoint == "run_named_in_body" else (job.model, body)
     options = options_in_query(dict(job.query))
-    run = checked(inputs)
+    run = checked(inputs, strict=job.strict_fields)
     return _Run(model, run, *strictest(run.options, options))
 
 
@@ -42,14 +42,14 @@ def _named_in_body(body: dict[str, Any]) -> tuple[str, Any]:
     return model, body.get("input")
 
 
-def _parse_binding(model: str, call: dict[str, Any]) -> _Run:
+def _parse_binding(model: str, call: dict[str, Any], *, strict: bool) -> _Run:
     unknown = sorted(set(call) - {"inputs", "options"})
     if unknown:
         raise InvalidRequest(
             f"{unknown[0]} is not a field of this request, which has inputs and options; move it into inputs",
             field=unknown[0],
         )
-    options, body = options_of(call.get("options")), checked(call.get("inputs"))
+    options, body = options_of(call.get("options")), checked(call.get("inputs"), strict=strict)
     return _Run(model, body, *strictest(body.options, options))
 
 
@@ -67,7 +67,8 @@ class _Run:
         # Only the model decides whether a prompt becomes a chat; most models have a chat template.
         operation: Operation = "text_completion" if self.body.raw else "chat"
         options = AskedOptions.of(self.body.generation_options())
-        return Asked(self.model, operation, options, 1, self.reject_if_busy, self.timeout_seconds)
+        session = self.body.prompt_cache_key or ""
+        return Asked(self.model, operation, options, 1, self.reject_if_busy, self.timeout_seconds, session)
 
     def form(self, model: ModelFacts) -> AnswerForm:
         return AnswerForm(

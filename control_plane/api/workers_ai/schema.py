@@ -9,7 +9,14 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from control_plane.accounts.identity import Caller
-from control_plane.api.chat_fields import Choice, Messages, Tools, messages_for_template, tool_use
+from control_plane.api.chat_fields import (
+    ChatTemplateFields,
+    Choice,
+    Messages,
+    Tools,
+    messages_for_template,
+    tool_use,
+)
 from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
 from control_plane.api.http.body import Body, check, refuse_extras
 from control_plane.api.http.errors import NoLora
@@ -33,7 +40,7 @@ def _only(name: str, other: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
-class TextGenerationBody(TextBody):
+class TextGenerationBody(TextBody, ChatTemplateFields):
     """Exactly one of `prompt` and `messages`. Limits are Cloudflare's."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED | {"echo", "suffix", "best_of", "logit_bias"}
@@ -69,8 +76,8 @@ class TextGenerationBody(TextBody):
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
 
-    def check_extras(self) -> None:
-        super().check_extras()
+    def check_extras(self, *, strict: bool = False) -> None:
+        super().check_extras(strict=strict)
         if self.lora:
             raise NoLora("lora (adapters) is not supported here; leave it out", field="lora")
         if (self.prompt is None) == (self.messages is None):
@@ -106,10 +113,16 @@ class TextGenerationBody(TextBody):
         options = self.generation_options()
         tools = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.messages is not None:
-            return ChatRequest(model.model_id, messages_for_template(self.messages), caller, options, tools)
+            messages = messages_for_template(self.messages)
+            return ChatRequest(
+                model.model_id, messages, caller, options, tools, template_variables=self.template_variables
+            )
         assert self.prompt is not None, "check_extras requires prompt or messages"
         if model.chat_template and not self.raw:
-            return ChatRequest(model.model_id, ({"role": "user", "content": self.prompt},), caller, options, tools)
+            messages = ({"role": "user", "content": self.prompt},)
+            return ChatRequest(
+                model.model_id, messages, caller, options, tools, template_variables=self.template_variables
+            )
         if tools is not None:
             why = "the prompt is raw" if self.raw else f"{model.model_id} has no chat template"
             raise InvalidRequest(f"tools need a chat, and {why}; leave one of them out", field="tools")
@@ -125,19 +138,19 @@ class TextGenerationBody(TextBody):
                 )
 
 
-def checked(inputs: Any) -> TextGenerationBody:
+def checked(inputs: Any, *, strict: bool = False) -> TextGenerationBody:
     """Return the checked inputs of a run. Raise InvalidRequest."""
     if not isinstance(inputs, dict):
         raise InvalidRequest('inputs must be an object such as {"prompt": "..."}', field="inputs")
     body = check(TextGenerationBody, inputs)
-    body.check_extras()
+    body.check_extras(strict=strict)
     return body
 
 
 class RunQuery(Body):
     """The run options that a query can carry; all are booleans."""
 
-    harmless: ClassVar[frozenset[str]] = frozenset({"returnRawResponse", "tags", "gateway"})
+    for_clients: ClassVar[frozenset[str]] = frozenset({"returnRawResponse", "tags", "gateway"})
 
     rejectIfBusy: bool | None = None
     queueRequest: bool | None = None

@@ -54,6 +54,7 @@ async def serve(
     listener: socket.socket | None = None,
     limits: ConnectionLimits | None = None,
     preparer: Preparer | None = None,
+    strict_fields: bool = False,
     forwarded_allow_ips: Sequence[str] = (),
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
@@ -61,7 +62,14 @@ async def serve(
     dispatcher, readiness = dispatcher or ScriptedDispatcher(), Ready()
     catalog = OneModel(description(**model_changes))
     meter = accounts.metering if accounts else None
-    text = TextService(catalog, dispatcher, default_timeout_seconds=timeout_seconds, meter=meter, preparer=preparer)
+    text = TextService(
+        catalog,
+        dispatcher,
+        default_timeout_seconds=timeout_seconds,
+        meter=meter,
+        preparer=preparer,
+        strict_fields=strict_fields,
+    )
     app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
     if listener is None:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own

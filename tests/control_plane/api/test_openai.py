@@ -253,7 +253,7 @@ async def test_what_changes_nothing_is_tolerated() -> None:
         ),
         ({"stop": ["a"] * 5}, "stop must be a string or a list of up to 4 strings"),
         ({"functions": [{}]}, "functions is not supported"),
-        ({"store": True, "frequency": False}, "frequency is not a field of this request"),
+        ({"store": False, "frequency": False}, "frequency is not a field of this request"),
         ({"stop_token_ids": [2**33]}, "stop_token_ids has token id 8589934592"),
         ({"prompt": ["a"] * 300}, "prompt has 300 prompts, the maximum is 256"),
         ({"prompt": ["a"] * 200, "n": 2}, "more than 256 answers"),

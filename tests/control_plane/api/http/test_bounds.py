@@ -62,7 +62,7 @@ BEYOND: dict[str, tuple[dict[str, Any], str]] = {
     "regex": (chat(guided_regex="a" * 65_537), "guided_regex"),
     "choices": (chat(guided_choice=["a"] * 16_385), "guided_choice has 16,385 entries"),
     "model": (chat(model="a" * 257), "model has 257 characters, the maximum is 256; shorten it"),
-    "metadata": (chat(metadata="a" * 65_537), "metadata has 65,537 bytes as JSON, the limit is 65,536"),
+    "metadata": (chat(metadata={"a": "b" * 65_529}), "metadata has 65,537 bytes as JSON, the limit is 65,536"),
     "salt": (chat(cache_salt="a" * 257), "1 to 256 characters"),
 }  # fmt: skip
 
@@ -87,7 +87,8 @@ def test_prompts_have_bounds(prompt: Any, words: str) -> None:
 
 def test_the_largest_that_is_permitted_is_taken() -> None:
     calls = [{"role": "assistant", "tool_calls": [CALL] * 256}] * 32
-    body = _prepare(ChatBody, chat(messages=[USER] * 8_160 + calls, stop=["a" * 1_024] * 4, metadata="a" * 65_000))
+    metadata = {"a": "b" * 65_000}
+    body = _prepare(ChatBody, chat(messages=[USER] * 8_160 + calls, stop=["a" * 1_024] * 4, metadata=metadata))
     assert len(body.messages) == 8_192
     assert len(check(CompletionBody, {"model": "m", "prompt": [1] * 1_048_576}).prompt[0]) == 1_048_576
 

@@ -350,7 +350,7 @@ async def test_what_surrounds_a_body_has_a_bound(end: bytes) -> None:
 async def test_bodies_in_flight_have_a_bound_and_their_end_makes_room() -> None:
     limits = replace(PATIENT, max_bodies_bytes=100_000, grace_seconds=60.0)
     async with served(limits) as gateway, connect(gateway) as first, connect(gateway) as second:
-        large = msgspec.json.encode({"model": "demo", "prompt": "a", "metadata": "b" * 60_000})
+        large = msgspec.json.encode({"model": "demo", "prompt": "a", "user": "b" * 60_000})
         await first.send(post(large[:-10], "/v1/completions", length=len(large)))
         await until(lambda: gateway.connections.num_body_bytes == len(large) - 10)
         await second.send(post(b"", "/v1/completions", length=len(large)))

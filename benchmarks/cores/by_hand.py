@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ class ByHand:
 
 def beside_decode(cores: Sequence[int]) -> list[str]:
     """Return what starts a command on the core that does not decode; decode's engine takes its own core then."""
-    return ["taskset", "-c", str(cores[0])]
+    return [shutil.which("taskset") or "taskset", "-c", str(cores[0])]
 
 
 def commands(http_port: int, grpc_port: int, model: str, cores: Sequence[int]) -> dict[str, list[str]]:

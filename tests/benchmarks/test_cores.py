@@ -48,7 +48,8 @@ def test_an_interval_that_is_too_wide_meets_no_target() -> None:
 def test_the_services_by_hand_are_started_with_the_commands_of_the_page() -> None:
     """Beside the flags of the page, the gateway gets free ports. All but the engine of decode is on the other core."""
     page = Path("docs/operate/machines.md").read_text().partition("## By hand on one machine")[2].partition("```\n")[2]
-    beside = [*beside_decode((0, 1)), "python", "-m"]
+    taskset, *of_core = beside_decode((0, 1))
+    beside = [Path(taskset).name, *of_core, "python", "-m"]
     lines = [line.split() for line in page.partition("```")[0].splitlines() if "python -m" in line]
     assert all(line[:5] == beside for line in lines)
     assert {line[5]: line[6:] for line in lines} == commands(8642, 8643, "@tandem/demo", (0, 1))

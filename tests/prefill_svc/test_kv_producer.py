@@ -261,7 +261,7 @@ async def test_a_long_prompt_that_is_sealed_at_once_is_cut_into_slabs_that_the_s
         here.connector.on_end(request, None)
         *slabs, closed = await watch(reader, handle)
         firsts = [(event.slab.first_block, event.slab.num_blocks) for event in slabs]
-        assert firsts == [(0, 4096), (4096, 4096), (8192, 1)]
+        assert firsts == [(0, 1024), (1024, 1024), (2048, 1)]
         assert [extent.slot for event in slabs for extent in event.slab.extents] == slots
         assert (closed.closed.num_slabs, closed.closed.num_blocks) == (3, num_blocks)
         await reader.release(handle, "reader")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tandem_engine.grammar import Grammar
+from tandem_engine.thinking import Thinking
 
 MAX_LOGPROBS = 20
 """Most alternatives per position, as in OpenAI's API."""
@@ -40,6 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Stop tokens cannot be sampled before the answer has this many tokens, unless the grammar allows nothing else."""
     grammar: Grammar | None = None
     """Constrains the answer's text; None: no constraint."""
+    thinking: Thinking | None = None
+    """The thinking before the answer, if the grammar is to begin after it, or its tokens are limited."""
 
     def __post_init__(self) -> None:
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)

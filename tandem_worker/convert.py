@@ -6,6 +6,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_engine.grammar import Grammar, GrammarKind
 from tandem_engine.sampling_params import SamplingParams
+from tandem_engine.thinking import Thinking
 from tandem_runtime.errors import ContextTooLong, InternalError, InvalidRequest, Overloaded, TandemError, Unsupported
 
 FINISH_REASONS = {
@@ -48,6 +49,7 @@ def sampling_from_proto(params: pb.SamplingParams) -> SamplingParams:
             stop_token_ids=tuple(params.stop_token_ids),
             min_tokens=params.min_tokens,
             grammar=_grammar(params.grammar) if params.HasField("grammar") else None,
+            thinking=_thinking(params.thinking) if params.HasField("thinking") else None,
         )
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
@@ -57,6 +59,15 @@ def _grammar(grammar: pb.Grammar) -> Grammar:
     if grammar.kind not in _GRAMMAR_KINDS:
         raise ValueError(f"grammar.kind is {grammar.kind}, which this worker does not support")
     return Grammar(_GRAMMAR_KINDS[grammar.kind], grammar.text)
+
+
+def _thinking(thinking: pb.Thinking) -> Thinking:
+    return Thinking(
+        tuple(thinking.end_token_ids),
+        tuple(thinking.forced_token_ids),
+        thinking.start_token_id if thinking.HasField("start_token_id") else None,
+        thinking.max_tokens if thinking.HasField("max_tokens") else None,
+    )
 
 
 def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> messages.AddRequest:

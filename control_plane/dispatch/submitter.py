@@ -279,6 +279,15 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     if params.grammar is not None:
         kind = pb.GrammarKind.Value(f"GRAMMAR_KIND_{params.grammar.kind.upper()}")
         message.grammar.CopyFrom(pb.Grammar(kind=kind, text=params.grammar.text))
+    if (thinking := params.thinking) is not None:
+        message.thinking.CopyFrom(
+            pb.Thinking(
+                end_token_ids=thinking.end_token_ids,
+                forced_token_ids=thinking.forced_token_ids,
+                start_token_id=thinking.start_token_id,
+                max_tokens=thinking.max_tokens,
+            )
+        )
     return message
 
 

@@ -116,7 +116,7 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
         yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
 
 
-def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words]]) -> Draw:
+def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words | None]]) -> Draw:
     request = run.request
     return Draw(
         request.request_id,

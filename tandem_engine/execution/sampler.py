@@ -38,8 +38,8 @@ class Draw(NamedTuple):
     num_prompt_tokens: int
     draft_tokens: Sequence[int] = ()
     """Drafts of the next tokens, with one seed: one more row of logits per draft."""
-    allowed: Sequence[Words] = ()
-    """The tokens that a grammar allows in each row, up to the first draft that it forbids; empty: no grammar."""
+    allowed: Sequence[Words | None] = ()
+    """The tokens that are allowed in each row, up to the first draft that is forbidden; None, or no entry: all."""
 
     @property
     def num_rows(self) -> int:
@@ -148,11 +148,15 @@ def _changes_logits(draw: Draw, num_drafts: int) -> bool:
 
 def _bans_stop_tokens(draw: Draw, num_drafts: int) -> bool:
     """Whether the answer must not end yet; it may end if its grammar allows nothing else."""
-    if draw.num_answer_tokens(num_drafts) >= draw.params.min_tokens:
+    params = draw.params
+    allowed = draw.allowed[num_drafts] if num_drafts < len(draw.allowed) else None
+    if allowed is None and params.grammar is not None and params.thinking is not None:
+        return True  # within the thinking: what has the grammar is still to come
+    if draw.num_answer_tokens(num_drafts) >= params.min_tokens:
         return False
-    if num_drafts >= len(draw.allowed):
+    if allowed is None:
         return True
-    others = draw.allowed[num_drafts].astype(np.uint32)
+    others = allowed.astype(np.uint32)
     for token_id in draw.params.stop_token_ids:
         if token_id // 32 < len(others):
             others[token_id // 32] &= ~np.uint32(1 << token_id % 32)

@@ -1,14 +1,16 @@
-"""Computes the allowed tokens of the constrained requests in a step."""
+"""Computes the allowed tokens of the constrained requests in a step: by grammars, and by limits of their thinking."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tandem_engine.core import RequestsFailed
 from tandem_engine.execution.grammar.compiled import CompiledGrammars
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed, Matcher
+from tandem_engine.execution.grammar.thought import Thought, with_token
 from tandem_engine.ops.sampling import Words
 from tandem_engine.scheduling.batch import ScheduledRun
 from tandem_engine.scheduling.request import Request
@@ -16,11 +18,22 @@ from tandem_engine.scheduling.request import Request
 
 @dataclass
 class _Place:
-    """The position of one request's matcher."""
+    """The position of one request in its thinking and its grammar."""
 
-    matcher: Matcher
+    matcher: Matcher | None
+    """None: only the thinking is limited."""
     num_tokens: int
-    """Tokens of the request that the matcher has consumed; the prompt counts as consumed."""
+    """Tokens of the request that were followed; the prompt counts as followed."""
+    thought: Thought | None = None
+    """None once the thinking is over, and where there is none."""
+
+
+class _Pending(NamedTuple):
+    """The masks of one request: what `rows` makes of those of `matcher`."""
+
+    request_id: str
+    matcher: Matcher | None
+    rows: Callable[[Sequence[Words]], Sequence[Words | None]]
 
 
 class GrammarMasks:
@@ -33,7 +46,7 @@ class GrammarMasks:
         """`guide` is called at the first grammar; it raises GrammarFailed if grammars are not possible."""
         self._compiled = CompiledGrammars(guide)
         self._places: WeakKeyDictionary[Request, _Place] = WeakKeyDictionary()
-        self._pending: list[tuple[str, Matcher]] = []
+        self._pending: list[_Pending] = []
 
     def prepare(self, request: Request) -> bool:
         """Start to compile a request's grammar; return whether `begin` would not wait for it."""
@@ -50,24 +63,25 @@ class GrammarMasks:
             self._places.clear()
             self._pending = []
         for run in runs:
-            if run.samples and run.request.sampling.grammar is not None:
+            if run.samples and _is_constrained(run.request):
                 self._request(run)
-        if self._pending and (builder := self._pending[0][1].builder):
-            builder.begin([matcher for _, matcher in self._pending])
+        matchers = [each.matcher for each in self._pending if each.matcher is not None]
+        if matchers and (builder := matchers[0].builder):
+            builder.begin(matchers)
 
-    def take(self) -> Mapping[str, Sequence[Words]]:
-        """Return the masks of `begin` by request id: one, and one behind each allowed draft.
+    def take(self) -> Mapping[str, Sequence[Words | None]]:
+        """Return the masks of `begin` by request id: one, and one behind each allowed draft. None: all are allowed.
 
         Raises RequestsFailed for all requests whose grammars have no continuation.
         """
         if not self._pending:
             return {}
         self._finish()
-        masks: dict[str, Sequence[Words]] = {}
+        masks: dict[str, Sequence[Words | None]] = {}
         failures: dict[str, GrammarFailed] = {}
-        for request_id, matcher in self._pending:
+        for request_id, matcher, rows in self._pending:
             try:
-                masks[request_id] = matcher.masks()
+                masks[request_id] = rows(matcher.masks() if matcher is not None else ())
             except GrammarFailed as error:  # the other matchers still have to consume their tokens
                 failures[request_id] = error
         self._pending = []
@@ -76,7 +90,8 @@ class GrammarMasks:
         return masks
 
     def _finish(self) -> None:
-        if builder := self._pending[0][1].builder:
+        builder = next((each.matcher.builder for each in self._pending if each.matcher is not None), None)
+        if builder is not None:
             builder.finish()
 
     def _request(self, run: ScheduledRun) -> None:
@@ -85,17 +100,58 @@ class GrammarMasks:
             place = self._place(request)
         except GrammarFailed as error:
             raise _failure({request.request_id: error}) from error
+        if place.thought is not None:
+            place.thought.follow(request.token_ids[place.num_tokens :])
+            place.num_tokens = request.num_prompt_tokens + place.thought.num_tokens
+            if not place.thought.is_over:
+                self._pending.append(_while_thinking(request, place.thought, place.matcher, run.draft_tokens))
+                return
+            place.thought = None
+        if place.matcher is None:
+            return
         first, place.num_tokens = place.num_tokens, request.num_tokens
         place.matcher.request_masks(request.token_ids[first:], run.draft_tokens)
-        self._pending.append((request.request_id, place.matcher))
+        self._pending.append(_Pending(request.request_id, place.matcher, lambda masks: masks))
 
     def _place(self, request: Request) -> _Place:
         place = self._places.get(request)
         if place is None:
-            assert request.sampling.grammar is not None, "only constrained requests have a matcher"
-            matcher = self._compiled.matcher(request.sampling.grammar)
-            place = self._places[request] = _Place(matcher, request.num_prompt_tokens)
+            sampling = request.sampling
+            matcher = None if sampling.grammar is None else self._compiled.matcher(sampling.grammar)
+            thought = None if sampling.thinking is None else Thought(sampling.thinking)
+            place = self._places[request] = _Place(matcher, request.num_prompt_tokens, thought)
         return place
+
+
+def _is_constrained(request: Request) -> bool:
+    thinking = request.sampling.thinking
+    return request.sampling.grammar is not None or (thinking is not None and thinking.max_tokens is not None)
+
+
+def _while_thinking(
+    request: Request, thought: Thought, matcher: Matcher | None, draft_tokens: Sequence[int]
+) -> _Pending:
+    """Return the masks of an answer that still thinks: the grammar begins behind the drafts that end the thinking."""
+    rows, num_drafts = thought.rows(draft_tokens)
+    start = None if request.sampling.thinking is None else request.sampling.thinking.start_token_id
+    if matcher is None:
+        return _Pending(request.request_id, None, lambda _: rows)
+    if thought.is_undecided and start is not None:  # the answer begins with the start of its thinking, or at once
+        thinks = bool(draft_tokens) and draft_tokens[0] == start
+        behind = draft_tokens[num_drafts:] if num_drafts is not None else ()
+        matcher.request_masks([], behind if thinks else draft_tokens)
+
+        def first(masks: Sequence[Words]) -> Sequence[Words | None]:
+            either = with_token(masks[0], start)
+            if not thinks:
+                return [either, *masks[1:]]
+            return [either, *rows[1:], *(masks if num_drafts is not None else ())]
+
+        return _Pending(request.request_id, matcher, first)
+    if num_drafts is None:
+        return _Pending(request.request_id, None, lambda _: rows)
+    matcher.request_masks([], draft_tokens[num_drafts:])
+    return _Pending(request.request_id, matcher, lambda masks: [*rows, *masks])
 
 
 def _failure(errors: Mapping[str, GrammarFailed]) -> RequestsFailed:

@@ -734,6 +734,7 @@ class SamplingParams(message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    THINKING_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     temperature: builtins.float
     """0: greedy"""
@@ -763,6 +764,10 @@ class SamplingParams(message.Message):
     def grammar(self) -> Grammar:
         """the form of the answer's text; absent: any text"""
 
+    @builtins.property
+    def thinking(self) -> Thinking:
+        """the grammar begins after it; absent: the grammar begins with the answer"""
+
     def __init__(
         self,
         *,
@@ -780,14 +785,56 @@ class SamplingParams(message.Message):
         stop_token_ids: abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
         grammar: Grammar | None = ...,
+        thinking: Thinking | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "grammar", b"grammar", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "grammar", b"grammar", "num_logprobs", b"num_logprobs", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+
+@typing.final
+class Thinking(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    END_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    START_TOKEN_ID_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    FORCED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    start_token_id: builtins.int
+    """another first token: no thinking; absent: the prompt ends within the thinking"""
+    max_tokens: builtins.int
+    """once it has so many tokens, only its end can follow; absent: no limit"""
+    @builtins.property
+    def end_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """behind these tokens the thinking is over"""
+
+    @builtins.property
+    def forced_token_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """what follows then, up to the end; empty: the end"""
+
+    def __init__(
+        self,
+        *,
+        end_token_ids: abc.Iterable[builtins.int] | None = ...,
+        start_token_id: builtins.int | None = ...,
+        max_tokens: builtins.int | None = ...,
+        forced_token_ids: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_start_token_id", b"_start_token_id", "max_tokens", b"max_tokens", "start_token_id", b"start_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_start_token_id", b"_start_token_id", "end_token_ids", b"end_token_ids", "forced_token_ids", b"forced_token_ids", "max_tokens", b"max_tokens", "start_token_id", b"start_token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__start_token_id: _TypeAlias = typing.Literal["start_token_id"]  # noqa: Y015
+    _WhichOneofArgType__start_token_id: _TypeAlias = typing.Literal["_start_token_id", b"_start_token_id"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_token_id) -> _WhichOneofReturnType__start_token_id | None: ...
 
 @typing.final
 class Grammar(message.Message):

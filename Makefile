@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheel-test container-test test-versions simulate chaos determinism schemathesis fuzz hostile audit ledger check docs services peers format protos clean
+.PHONY: help run test wheel-test container-test test-versions simulate chaos determinism schemathesis tools fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -38,6 +38,9 @@ chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes
 
 determinism: $(VENV)/.dev ## answer 1,000 requests in every way and compare all bits (ARGS="--seed 7" repeats a run)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.tandem_engine.determinism $(ARGS)
+
+tools: $(VENV)/.dev ## let the field's own tools work against Tandem, each in an environment of its own (ARGS="guidellm litellm")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.tools $(ARGS)
 
 schemathesis: $(VENV)/.dev ## send 5,000 requests generated from the OpenAPI document (ARGS="--cases 300 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.control_plane.api.generated_requests $(ARGS)

@@ -1,0 +1,25 @@
+"""instructor: an object by a tool, by a JSON Schema, and by JSON."""
+
+import os
+
+import instructor
+import openai
+from pydantic import BaseModel
+
+
+class Sum(BaseModel):
+    result: int
+
+
+client = openai.OpenAI(base_url=os.environ["TANDEM_URL"] + "/v1", api_key="none", max_retries=0)
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
+    patched = instructor.from_openai(client, mode=mode)
+    answer = patched.chat.completions.create(
+        model=os.environ["TANDEM_MODEL"],
+        response_model=Sum,
+        max_retries=2,
+        max_tokens=48,
+        temperature=0,
+        messages=[{"role": "user", "content": "What is 17 + 25?"}],
+    )
+    assert isinstance(answer, Sum), mode

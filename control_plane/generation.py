@@ -242,6 +242,8 @@ class Usage:
     work: PhaseWork = PhaseWork()
     microneurons: int | None = None
     """The price, in millionths of a neuron; None: not priced."""
+    num_thinking_tokens: int = 0
+    """The part of the completion tokens that came before the answers, over choices."""
 
     @property
     def num_pool_tokens(self) -> int:
@@ -257,6 +259,7 @@ class Usage:
             self.num_completion_tokens + other.num_completion_tokens,
             self.work + other.work,
             sum(prices) if prices else None,
+            self.num_thinking_tokens + other.num_thinking_tokens,
         )
 
     def __post_init__(self) -> None:
@@ -269,6 +272,7 @@ class Usage:
             self.num_computed_tokens - earlier.num_computed_tokens,
             self.num_cached_tokens - earlier.num_cached_tokens,
             self.num_completion_tokens - earlier.num_completion_tokens,
+            num_thinking_tokens=self.num_thinking_tokens - earlier.num_thinking_tokens,
         )
 
 

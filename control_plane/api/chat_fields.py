@@ -98,7 +98,7 @@ class MessageToolCall(CalledFunction):
 
 class Message(Body):
     harmless: ClassVar[frozenset[str]] = frozenset({"annotations"})
-    unsupported: ClassVar[frozenset[str]] = frozenset({"function_call", "audio", "refusal", "reasoning_content"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"function_call", "audio", "refusal"})
     remedies: ClassVar[Mapping[str, str]] = {"function_call": "send tool_calls"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -108,11 +108,17 @@ class Message(Body):
     """In an assistant's message: its tool calls."""
     tool_call_id: _Id | None = None
     """In a tool's message: the id of the call that it answers."""
+    reasoning_content: str | None = None
+    """In an assistant's message: its thinking. The model's chat template keeps it, or drops it from earlier turns."""
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
 
     def for_template(self, field: str) -> dict[str, Any]:
         """Return the message for templates. The role `developer` becomes `system`, which more templates know."""
         role = "system" if self.role == "developer" else self.role
         others: dict[str, Any] = {"name": self.name, "tool_call_id": self.tool_call_id}
+        if self.role == "assistant" and (thinking := self.reasoning_content or self.reasoning):
+            others |= {"reasoning_content": thinking, "thinking": thinking}  # gpt-oss has the latter
         if self.tool_calls:
             calls = [each.call(f"{field}.tool_calls[{index}]") for index, each in enumerate(self.tool_calls)]
             others["tool_calls"] = calls
@@ -351,7 +357,7 @@ def _effort(value: Any) -> Any:
 
 
 class ChatTemplateFields(Body):
-    """Fields whose effect is that of the model's chat template."""
+    """Variables of the model's chat template."""
 
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_variables)] | None = None
     """Variables of the model's chat template, such as enable_thinking. A template ignores what it does not have."""
@@ -367,3 +373,12 @@ class ChatTemplateFields(Body):
             # gpt-oss has reasoning_effort, Qwen3 and GLM enable_thinking, DeepSeek V3.1 and Granite thinking.
             variables = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         return variables | (self.chat_template_kwargs or {})
+
+
+class ThinkingFields(ChatTemplateFields):
+    """What a chat may say about the thinking before its answer."""
+
+    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Most tokens of the thinking: then it ends, and the answer begins. vLLM's field."""
+    include_reasoning: bool | None = None
+    """false: the answer has no reasoning_content; the thinking is computed and counted all the same."""

@@ -46,6 +46,7 @@ class CollectedChoice:
     finish_reason: AnswerEnd | None = None
     calls: list[CollectedCall] = field(default_factory=list)
     is_cut_in_call: bool = False
+    thinking: str = ""
 
 
 def add_call(calls: list[CollectedCall], delta: CallDelta) -> None:
@@ -59,15 +60,17 @@ def add_call(calls: list[CollectedCall], delta: CallDelta) -> None:
 async def collect(answer: Answer) -> list[CollectedChoice]:
     """Read `answer` to its end and return its choices."""
     parts: list[list[str]] = [[] for _ in range(answer.num_choices)]
+    thoughts: list[list[str]] = [[] for _ in range(answer.num_choices)]
     choices = [CollectedChoice() for _ in range(answer.num_choices)]
     async for delta in answer:
         choice = choices[delta.choice_index]
         parts[delta.choice_index].append(delta.text)
+        thoughts[delta.choice_index].append(delta.thinking)
         choice.logprobs.extend(delta.logprobs)
         for call in delta.calls:
             add_call(choice.calls, call)
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         choice.is_cut_in_call = choice.is_cut_in_call or delta.is_cut_in_call
-    for choice, texts in zip(choices, parts, strict=True):
-        choice.text = "".join(texts)
+    for choice, texts, thinking in zip(choices, parts, thoughts, strict=True):
+        choice.text, choice.thinking = "".join(texts), "".join(thinking)
     return choices

@@ -1,8 +1,8 @@
 """Turns the tokens of one choice into text that ends at its stop string or stop token.
 
-Tokens pass the detokenizer (whole characters only), then the stop strings (which hold back text that may become a stop
-string), then the parser of tool calls. A token's log probability is returned with the token's last character, and not
-at all for a token after the end.
+Tokens pass the detokenizer (whole characters only), then the splitter (which takes the thinking out), then the stop
+strings (which hold back text that may become a stop string), then the parser of tool calls. A token's log probability
+is returned with the token's last character, and not at all for a token of the thinking or after the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from control_plane.generation import AnswerEnd, Logprob, PositionLogprobs, TokenDelta
 from control_plane.text.stop_strings import StopStrings
+from control_plane.text.thinking.planning import Splitter
 from control_plane.text.tool import CallDelta
 from control_plane.text.tools.parser import CallParser, Parsed
 from control_plane.text.vocabulary import Vocabulary
@@ -53,6 +54,8 @@ class TextDelta(NamedTuple):  # as TokenDelta is
     calls: tuple[CallDelta, ...] = ()
     is_cut_in_call: bool = False
     """Whether the answer ended within a tool call."""
+    thinking: str = ""
+    """New text of the thinking before the answer."""
 
 
 class ChoiceText:
@@ -67,15 +70,21 @@ class ChoiceText:
         stop_token_ids: Sequence[int] = (),
         calls: CallParser | None = None,
         shown_ids: Sequence[int] = (),
+        splitter: Splitter | None = None,
     ) -> None:
         """`context_ids` are the tokens before the answer if the answer continues their text.
 
-        `calls` extracts tool calls from the text. `shown_ids` are control tokens that `calls` needs by name. Stop
-        tokens are never part of the text.
+        `splitter` takes the thinking out, `calls` tool calls. `shown_ids` are control tokens that both need by name.
+        Stop tokens are never part of the text.
         """
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(context_ids, shown_ids)
         self._calls = calls
+        self._splitter = splitter
+        self._thinking: list[str] = []
+        """Of the current delta."""
+        self.num_thinking_tokens = 0
+        """Tokens before the answer, marks included."""
         self._stop_strings = StopStrings(stop_strings) if any(stop_strings) else None
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_decoded = 0
@@ -91,16 +100,20 @@ class ChoiceText:
         """Add new tokens of this choice and return the text that is now certain."""
         text = "".join([self._take(token_id, logprobs) for token_id, logprobs in self._text_tokens(delta)])
         if delta.finish_reason is not None:
-            text += self._release(self._detokenizer.flush())
+            text += self._release(self._answer_in(self._detokenizer.flush(), at_end=True))
             if self._stop_strings is not None:
                 text += self._count(self._stop_strings.flush())
         self.finish_reason = "stop" if self.ended_by_stop_string else delta.finish_reason
         logprobs, parsed = self._leaving_logprobs(), self._parsed(text)
         if self._calls is not None and self._calls.has_complete_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
+        thinking = ""
+        if self._thinking:
+            thinking, self._thinking = "".join(self._thinking), []
         return TextDelta(
             *(delta.choice_index, parsed.text, delta.token_ids, logprobs, self.finish_reason, parsed.calls),
             is_cut_in_call=self._is_cut_in_call,
+            thinking=thinking,
         )
 
     @property
@@ -132,10 +145,30 @@ class ChoiceText:
     def _take(self, token_id: int, logprobs: PositionLogprobs | None) -> str:
         start = self._num_decoded
         text = self._detokenizer.push(token_id)
+        was_thinking = self._splitter is not None
+        if was_thinking:
+            text = self._answer_in(text)
         self._num_decoded += len(text)
-        if logprobs is not None:
+        if logprobs is not None and (text or not was_thinking):
             self._waiting.append((self._num_decoded, self._with_text(logprobs, start)))
         return self._release(text)
+
+    def _answer_in(self, text: str, *, at_end: bool = False) -> str:
+        """Keep the thinking in a text, and return the rest."""
+        splitter = self._splitter
+        if splitter is None:
+            return text
+        self.num_thinking_tokens += splitter.is_thinking and not at_end
+        thinking, answer = splitter.push(text)
+        if at_end:
+            held = splitter.flush()
+            thinking, answer = thinking + held.thinking, answer + held.answer
+        if thinking:
+            self._thinking.append(thinking)
+        if splitter.is_over:
+            self._splitter = None
+            self.num_thinking_tokens *= splitter.has_thought
+        return answer
 
     def _release(self, text: str) -> str:
         return self._count(text if self._stop_strings is None else self._stop_strings.push(text))

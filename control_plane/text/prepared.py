@@ -8,7 +8,7 @@ the caller's options for waiting. The gateway looks the model up and sends `Mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from control_plane.text.request import (
     sampling_params,
 )
 from control_plane.text.structure import GrammarCheck
+from control_plane.text.thinking.planning import ThinkingPlan, plan_thinking, stop_ids_of
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tools.planning import ToolPlan, plan_tools
 from tandem_engine.sampling_params import SamplingParams
@@ -98,6 +99,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
     """The answer's text is a JSON value."""
     is_chat: bool = True
     """OpenAI's chat objects; else those of plain completions."""
+    with_thinking: bool = True
+    """The answer has the thinking, too, in a field of its own."""
     echo: bool = False
     num_logprobs: int | None = None
     """With `echo`: the alternatives of each token of the prompt; None: no log probabilities."""
@@ -123,6 +126,8 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     """Control tokens that the reader of tool calls needs by name."""
     text: str | None = None
     """The prompt as text, if the answer needs it."""
+    thinking: ThinkingPlan | None = None
+    """How the thinking is split off; None if the answer has none."""
 
 
 class Converted(msgspec.Struct, frozen=True):
@@ -217,7 +222,13 @@ class Preparation:
         options = request.options
         token_ids = TokenIds(prompt_ids(request, model, tokenizer))
         seed = new_seed(options)
-        sampling = sampling_params(options, model, seed, len(token_ids))  # also refuses a prompt that is too long
+        split, thinking = None, None
+        if isinstance(request, ChatRequest):
+            has_calls = request.tools is not None
+            split, thinking = plan_thinking(model, tokenizer, token_ids, options, takes_calls=has_calls)
+            options = replace(options, stop_token_ids=(*options.stop_token_ids, *stop_ids_of(model, tokenizer)))
+        # Also refuses a prompt that is too long.
+        sampling = sampling_params(options, model, seed, len(token_ids), thinking)
         num_public = 0
         if self.public_prefixes is not None:
             num_public = self.public_prefixes.num_tokens(model, tokenizer, token_ids)
@@ -234,6 +245,7 @@ class Preparation:
             tool_form="" if plan is None else plan.form.name,
             shown_ids=() if plan is None else tuple(plan.control_ids.values()),
             text=_text(request, tokenizer, token_ids) if with_text else None,
+            thinking=split,
         )
 
 

@@ -19,6 +19,7 @@ from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import ToolUse
 from tandem_engine.grammar import Grammar
 from tandem_engine.sampling_params import SamplingParams
+from tandem_engine.thinking import Thinking
 from tandem_runtime.errors import ContextTooLong, InvalidRequest
 
 _SMALLEST_TOP_P = 1e-6
@@ -49,6 +50,8 @@ class GenerationOptions:
     min_tokens: int = 0
     grammar: Grammar | None = None
     """The grammar that the answer must match."""
+    max_thinking_tokens: int | None = None
+    """Tokens of the thinking, after which it must end; None: no limit."""
     grammar_field: str = "response_format"
     """The request's field that has the grammar, for error messages."""
     cache: CachePolicy = EVERYTHING
@@ -110,7 +113,9 @@ def new_seed(options: GenerationOptions) -> int:
     return secrets.randbits(64) if options.seed is None else options.seed % 2**64
 
 
-def sampling_params(options: GenerationOptions, model: ModelFacts, seed: int, num_prompt_tokens: int) -> SamplingParams:
+def sampling_params(
+    options: GenerationOptions, model: ModelFacts, seed: int, num_prompt_tokens: int, thinking: Thinking | None = None
+) -> SamplingParams:
     """Return how to sample an answer. Raise InvalidRequest."""
     defaults = model.generation_defaults
     top_p = _first(options.top_p, defaults.get("top_p"), 1.0)
@@ -137,6 +142,7 @@ def sampling_params(options: GenerationOptions, model: ModelFacts, seed: int, nu
             stop_token_ids=stop_token_ids(options, model),
             min_tokens=options.min_tokens,
             grammar=options.grammar,
+            thinking=thinking,
         )
     except ValueError as error:
         raise InvalidRequest(str(error), field=str(error).split(" ")[0]) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from control_plane.text.choice import ChoiceText, TextDelta
 from control_plane.text.deadline import Deadline
 from control_plane.text.prepared import PreparedPrompt
 from control_plane.text.telemetry import GenerationRecord
+from control_plane.text.thinking.planning import splitter_of
 from control_plane.text.tools.forms import form_named
 from control_plane.text.tools.parser import CallParser
 from control_plane.text.tools.planning import call_id
@@ -75,7 +76,9 @@ class TextStream:
     @property
     def usage(self) -> Usage:
         """Final once iteration has ended."""
-        return self._entry.priced(self._tokens.usage)
+        used = self._entry.priced(self._tokens.usage)
+        num_thinking_tokens = sum(choice.num_thinking_tokens for choice in self._choices)
+        return replace(used, num_thinking_tokens=num_thinking_tokens) if num_thinking_tokens else used
 
     @property
     def route(self) -> Mapping[str, Any]:
@@ -158,7 +161,7 @@ class TextStream:
         text = choice.push(delta)
         if choice.finish_reason is not None and delta.finish_reason is None:  # a stop string ended the choice
             self._tokens.stop_choice(delta.choice_index)
-        return text if text.text or text.calls or text.logprobs or text.finish_reason else None
+        return text if text.text or text.thinking or text.calls or text.logprobs or text.finish_reason else None
 
 
 def outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
@@ -173,11 +176,16 @@ def _new_choice(prompt: Prompt, index: int) -> ChoiceText:
     prepared, calls = prompt.prepared, None
     if prepared.tool_form:
         calls = CallParser(form_named(prepared.tool_form), partial(call_id, prompt.token_request.request_id, index))
+    thinking, shown_ids = prepared.thinking, prepared.shown_ids
+    splitter = splitter_of(thinking)
+    if splitter is not None and thinking is not None:
+        shown_ids = (*shown_ids, *thinking.shown_ids)
     return ChoiceText(
         prompt.vocabulary,
         context_ids=tuple(prompt.token_ids[-_CONTEXT_TOKENS:]) if prepared.continues_text else (),
         stop_strings=prepared.stop,
         stop_token_ids=prepared.sampling.stop_token_ids,
         calls=calls,
-        shown_ids=prepared.shown_ids,
+        shown_ids=shown_ids,
+        splitter=splitter,
     )

@@ -98,6 +98,10 @@ class TextTokenizer:
         check_text(rendered)
         return self._encode_marked(rendered, start, end)
 
+    def mark_ids(self, mark: str) -> list[int]:
+        """Return the ids of a mark that the model writes; one id if the mark is a token of its own."""
+        return list(self._tokenizer.encode(mark, add_special_tokens=False).ids)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 

@@ -94,4 +94,5 @@ def _form(body: OpenAIBody) -> AnswerForm:
         stream=bool(body.stream),
         with_usage_chunk=body.wants_usage_chunk,
         with_continuous_usage=body.wants_continuous_usage,
+        with_thinking=not (isinstance(body, ChatBody) and body.include_reasoning is False),
     )

@@ -22,11 +22,16 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
 class UsageObject(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     neurons: NotRequired[float]
 
 
@@ -60,6 +65,7 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: Annotated[str | None, Meta(description="null if the answer has calls and no text.")]
     refusal: None
+    reasoning_content: NotRequired[Annotated[str, Meta(description="The thinking before the answer, if there is any.")]]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -97,6 +103,7 @@ class ToolCallDelta(TypedDict):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 
@@ -215,7 +222,9 @@ class ResponseSerializer(ABC):
     def frames(self, delta: TextDelta) -> bytes:
         """Return the chunks of a delta as events of a stream."""
         index = delta.choice_index
-        is_text = delta.text and not (delta.calls or delta.logprobs or delta.finish_reason is not None)
+        is_text = delta.text and not (
+            delta.calls or delta.logprobs or delta.thinking or delta.finish_reason is not None
+        )
         if not is_text or index not in self._begun:
             return b"".join([frame(chunk) for chunk in self.chunks(delta)])
         if index not in self._text_frames:
@@ -231,12 +240,14 @@ class ChatSerializer(ResponseSerializer):
 
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
+    with_thinking = True
+    """Whether answers have the thinking before them, in a field of its own."""
 
     def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> dict[str, Any]:
         rendered = [
             {
                 "index": index,
-                "message": _message(choice),
+                "message": _message(choice, with_thinking=self.with_thinking),
                 "logprobs": _chat_logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -251,6 +262,8 @@ class ChatSerializer(ResponseSerializer):
             self._begun.add(index)
             content = None if delta.calls and not delta.text else ""
             yield self._chunk(_chat_choice(index, {"role": "assistant", "content": content}))
+        if delta.thinking and self.with_thinking:
+            yield self._chunk(_chat_choice(index, {"reasoning_content": delta.thinking}))
         if delta.text or (logprobs and not delta.calls):
             text = {"content": delta.text} if delta.text else {}
             yield self._chunk(_chat_choice(index, text, logprobs=logprobs))
@@ -313,9 +326,11 @@ class CompletionSerializer(ResponseSerializer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _message(choice: CollectedChoice) -> dict[str, Any]:
+def _message(choice: CollectedChoice, *, with_thinking: bool) -> dict[str, Any]:
     """Return the message of a choice. `content` is null if the choice has only calls."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.thinking and with_thinking:
+        message["reasoning_content"] = choice.thinking
     if choice.calls:
         message["content"] = choice.text or None
         message["tool_calls"] = [
@@ -395,6 +410,8 @@ def usage_json(usage: Usage) -> UsageObject:
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    if usage.num_thinking_tokens:
+        shown["completion_tokens_details"] = {"reasoning_tokens": usage.num_thinking_tokens}
     if usage.microneurons is not None:
         shown["neurons"] = usage.microneurons / 1e6
     return shown

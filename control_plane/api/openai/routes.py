@@ -49,6 +49,7 @@ async def chat_completions(request: Request) -> Response:
     form, stream = await while_connected(request, starting, discard=_close)
     name, usage = _named(form, stream.model), form.with_usage_chunk
     serializer = ChatSerializer(request_id_of(request), name, stream.model, with_usage_chunk=usage)
+    serializer.with_thinking = form.with_thinking
     return await _respond(request, form, stream, serializer)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from control_plane.api.chat_fields import ChatTemplateFields, Choice, Messages, Tools, tool_use
+from control_plane.api.chat_fields import Choice, Messages, ThinkingFields, Tools, tool_use
 from control_plane.api.generation_fields import HARMLESS, TextBody, TokenId
 from control_plane.api.http.bounds import MAX_LOGIT_BIASES, MAX_MODEL_CHARACTERS, MAX_PROMPT_TOKENS, MAX_PROMPTS
 from control_plane.text.request import GenerationOptions
@@ -89,7 +89,7 @@ class OpenAIBody(TextBody):
         )
 
 
-class ChatBody(OpenAIBody, ChatTemplateFields):
+class ChatBody(OpenAIBody, ThinkingFields):
     messages: Messages
     logprobs: bool | None = None
     """Return the log probability of every token."""
@@ -116,6 +116,7 @@ class ChatBody(OpenAIBody, ChatTemplateFields):
         return replace(
             super().generation_options(),
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            max_thinking_tokens=self.thinking_token_budget,
         )
 
 

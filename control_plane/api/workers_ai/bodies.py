@@ -77,6 +77,7 @@ class _Run:
             is_json=self.body.wants_json,
             # Only chat messages have a field for tool calls.
             is_chat=self.body.messages is not None or bool(self.body.tools),
+            with_thinking=self.body.include_reasoning is not False,
         )
 
     def requests(self, model: ModelFacts) -> Sequence[CompletionRequest | ChatRequest]:

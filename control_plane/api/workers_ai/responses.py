@@ -34,6 +34,7 @@ class NativeCallEvent(NativeCall):
 
 class NativeResult(TypedDict):
     response: Annotated[Any, Meta(description="Text; with response_format json_object or json_schema, that value.")]
+    reasoning_content: NotRequired[Annotated[str, Meta(description="The thinking before the answer, if there is any.")]]
     tool_calls: list[NativeCall]
     finish_reason: AnswerEnd | None
     usage: UsageObject
@@ -43,6 +44,7 @@ class NativeEvent(TypedDict):
     """One event of a native stream. The last event has the usage; the event before it has all tool calls, if any."""
 
     response: str
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[NativeCallEvent]]
     p: NotRequired[
         Annotated[str, Meta(description="Filler of random length, so that the event's size does not reveal its text.")]
@@ -166,9 +168,12 @@ class Wire(Protocol):
 
 def wire_of(model: ModelDescription, form: AnswerForm, request_id: str) -> Wire:
     if model.wire_format == "native":
-        return NativeWire(is_json=form.is_json)
-    serializer = ChatSerializer if form.is_chat else CompletionSerializer
-    return OpenAIWire(serializer(request_id, model.model_id, model, with_usage_chunk=False))
+        return NativeWire(is_json=form.is_json, with_thinking=form.with_thinking)
+    if not form.is_chat:
+        return OpenAIWire(CompletionSerializer(request_id, model.model_id, model, with_usage_chunk=False))
+    serializer = ChatSerializer(request_id, model.model_id, model, with_usage_chunk=False)
+    serializer.with_thinking = form.with_thinking
+    return OpenAIWire(serializer)
 
 
 class NativeWire:
@@ -177,16 +182,21 @@ class NativeWire:
     In JSON mode, `response` of the whole answer is the JSON value instead of a text.
     """
 
-    def __init__(self, *, is_json: bool = False) -> None:
+    def __init__(self, *, is_json: bool = False, with_thinking: bool = True) -> None:
         self._is_json = is_json
+        self._with_thinking = with_thinking
 
     async def result(self, answer: Answer) -> NativeResult:
         (choice,) = await collect(answer)
         if choice.is_cut_in_call:
             raise _cut(choice)
         is_json = self._is_json and not choice.calls
+        thinking: dict[str, Any] = {}
+        if choice.thinking and self._with_thinking:
+            thinking = {"reasoning_content": choice.thinking}
         return {
             "response": _as_json(choice) if is_json else choice.text,
+            **thinking,  # type: ignore[typeddict-item]
             "tool_calls": [{"name": call.name, "arguments": _raw(call.arguments)} for call in choice.calls],
             "finish_reason": choice.finish_reason,
             "usage": usage_json(answer.usage),
@@ -201,6 +211,8 @@ class NativeWire:
                 finish_reason = delta.finish_reason or finish_reason
                 for call in delta.calls:
                     add_call(calls, call)
+                if delta.thinking and self._with_thinking:
+                    piece.append(frame(NativeEvent(response="", reasoning_content=delta.thinking, p=FILLERS.next())))
                 if delta.text:
                     piece.append(_TEXT_EVENTS[FILLERS.next()].frame(delta.text))
             yield b"".join(piece)

@@ -10,9 +10,9 @@ from pydantic import Field
 
 from control_plane.accounts.identity import Caller
 from control_plane.api.chat_fields import (
-    ChatTemplateFields,
     Choice,
     Messages,
+    ThinkingFields,
     Tools,
     messages_for_template,
     tool_use,
@@ -40,7 +40,7 @@ def _only(name: str, other: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
-class TextGenerationBody(TextBody, ChatTemplateFields):
+class TextGenerationBody(TextBody, ThinkingFields):
     """Exactly one of `prompt` and `messages`. Limits are Cloudflare's."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED | {"echo", "suffix", "best_of", "logit_bias"}
@@ -101,6 +101,7 @@ class TextGenerationBody(TextBody, ChatTemplateFields):
             top_k=self.top_k,
             seed=self.seed,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            max_thinking_tokens=self.thinking_token_budget,
         )
 
     def for_model(self, model: ModelFacts, caller: Caller) -> CompletionRequest | ChatRequest:

@@ -58,7 +58,6 @@ class _LarkForm:
     def __init__(self, form: ToolForm, control_ids: Mapping[str, int]) -> None:
         self._form = form
         self._control_ids = control_ids
-        self._parts = re.compile("|".join(map(re.escape, control_ids)) or "(?!)")
 
     def free_text(self) -> list[str]:
         """Return the rules of an answer of text, or of text followed by calls, separated at the first opening."""
@@ -102,11 +101,15 @@ class _LarkForm:
         return f"({' | '.join(written)}){'?' if '' in texts else ''}" if written else ""
 
     def _literal(self, text: str) -> str:
-        """Return a text as Lark literals; names of control tokens become those tokens."""
-        parts: list[str] = []
-        end = 0
-        for match in self._parts.finditer(text):
-            parts += [json.dumps(text[end : match.start()]), f"<[{self._control_ids[match[0]]}]>"]
-            end = match.end()
-        parts.append(json.dumps(text[end:]))
-        return " ".join(part for part in parts if part != '""')
+        return literal(text, self._control_ids)
+
+
+def literal(text: str, control_ids: Mapping[str, int]) -> str:
+    """Return a text as Lark literals; names of control tokens become those tokens."""
+    parts: list[str] = []
+    end = 0
+    for match in re.finditer("|".join(map(re.escape, control_ids)) or "(?!)", text):
+        parts += [json.dumps(text[end : match.start()]), f"<[{control_ids[match[0]]}]>"]
+        end = match.end()
+    parts.append(json.dumps(text[end:]))
+    return " ".join(part for part in parts if part != '""')

@@ -66,7 +66,16 @@ GENERIC = ToolForm(
     last="]}",
     begins_answer=True,
 )
-FORMS = (HERMES, LLAMA3, MISTRAL)
+HARMONY = ToolForm(
+    "harmony",
+    openings=("<|call|>",),  # written by HarmonySplitter before each call; the model ends a call with this mark
+    firsts=("<|call|>",),
+    between="",
+    last="",
+    trace=re.compile(r"to=functions\.probe\s*<\|channel\|>commentary|commentary to=functions\.probe"),
+)
+"""gpt-oss; `control_plane/text/thinking/harmony.py` reads and writes the format."""
+FORMS = (HERMES, LLAMA3, MISTRAL, HARMONY)
 CONTROL_TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """Parts of forms that are control tokens in some vocabularies and text in others."""
 OFTEN_ABSENT = ("<|python_tag|>",)

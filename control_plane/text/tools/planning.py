@@ -14,7 +14,8 @@ from control_plane.text.structure import GrammarCheck
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tool import Tool, ToolUse
 from control_plane.text.tools.call_grammar import ArgumentSchemas, call_grammar
-from control_plane.text.tools.forms import CONTROL_TOKENS, ToolForm
+from control_plane.text.tools.forms import CONTROL_TOKENS, GENERIC, HARMONY, ToolForm
+from control_plane.text.tools.harmony import MARKS, harmony_grammar
 from control_plane.text.tools.schema import ANY_OBJECT, argument_schema, grammar_of, loosened
 from control_plane.text.tools.template_traits import TemplateTraits, traits_of
 from control_plane.text.tools.tool_messages import messages_for
@@ -58,7 +59,8 @@ def plan_tools(
     if use is None:
         return request, None
     known = tokenizer.control_ids
-    plan = ToolPlan(traits.form, {name: known[name] for name in CONTROL_TOKENS if name in known})
+    names = CONTROL_TOKENS if traits.form is not HARMONY else MARKS
+    plan = ToolPlan(traits.form, {name: known[name] for name in names if name in known})
     grammar = _grammar(plan, use, traits, request.options.grammar, check)
     return replace(request, options=replace(request.options, grammar=grammar)), plan
 
@@ -72,12 +74,15 @@ def _grammar(
         "text": None if text is None else _text_schema(plan.form, use, text),
     }
     schemas: ArgumentSchemas = [(tool.name, argument_schema(tool)) for tool in use.callable_tools]
-    # The check has a vocabulary of bytes: there, a control token is its name.
+    # The check has a vocabulary of bytes: there, a control token is its name. Of harmony the schemas are checked.
+    checked_form = GENERIC if plan.form is HARMONY else plan.form
     try:
-        check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+        check.check(call_grammar(checked_form, schemas, {}, **rules), field="tools")
     except InvalidRequest:  # find the tool at fault; its own check names it
         schemas = [(tool.name, _enforceable_schema(tool, use, check)) for tool in use.callable_tools]
-        check.check(call_grammar(plan.form, schemas, {}, **rules), field="tools")
+        check.check(call_grammar(checked_form, schemas, {}, **rules), field="tools")
+    if plan.form is HARMONY:
+        return harmony_grammar(schemas, plan.control_ids, must_call=use.must_call, text=rules["text"])
     return call_grammar(plan.form, schemas, plan.control_ids, **rules)
 
 

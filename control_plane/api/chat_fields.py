@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from control_plane.api.http.body import Body, ObjectOrText, check_json_bytes, check_shape
+from control_plane.api.http.body import Body, ObjectOrText, at_most, check_json_bytes, check_shape
 from control_plane.api.http.bounds import (
     MAX_ARGUMENTS_BYTES,
     MAX_DESCRIPTION_CHARACTERS,
@@ -125,7 +125,11 @@ class Message(Body):
         return {"role": role, "content": self.content or ""} | {name: each for name, each in others.items() if each}
 
 
-Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1})]
+Messages = Annotated[
+    list[Message],
+    Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
+    at_most(MAX_MESSAGES),
+]
 """Validation ends at the first wrong message: a report of all of them would cost more than the chat."""
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticKnownError
 from starlette.requests import Request
 
 from control_plane.api.http.bounds import (
@@ -60,6 +61,18 @@ def _object_or_text(value: Any) -> Any:
         raise ValueError("must be an object, or an object as JSON text")
     check_json_bytes(value, MAX_ARGUMENTS_BYTES)
     return value
+
+
+def at_most(maximum: int) -> BeforeValidator:
+    """Return a validator that counts a list before its entries are checked, which would cost memory for nothing."""
+
+    def count(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > maximum:
+            limits = {"field_type": "List", "max_length": maximum, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", limits)
+        return value
+
+    return BeforeValidator(count)
 
 
 ObjectOrText = Annotated[

@@ -14,7 +14,7 @@ from control_plane.text.request import CompletionRequest, GenerationOptions
 from control_plane.text.text_service import TextService
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
-from tandem_runtime.errors import Draining, InternalError, Unavailable
+from tandem_runtime.errors import Draining, InternalError, TandemError, Unavailable
 from tests.control_plane.api.model import OneModel, byte_level_tokenizer, description, ids_of
 from tests.control_plane.harness import FULL, PROMPT, answer, harness, new_request, tokens_of
 from tests.control_plane.scripted_worker import (
@@ -24,6 +24,7 @@ from tests.control_plane.scripted_worker import (
     Behaviour,
     ScriptedWorker,
     fail_after,
+    finish,
     lose_after,
     only_accept,
     refuse_with,
@@ -133,20 +134,25 @@ async def test_a_worker_that_contradicts_the_tokens_delivered_goes_on_from_those
 
 
 async def test_stopping_a_choice_that_moves_does_not_end_the_others() -> None:
+    """Either worker may be asked first: choice 0 fails where it begins, and is not answered where it would go on."""
+
     async def move_choice_zero(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
-        attach.accept(submit)
-        if submit.choice_index == 0:
+        if submit.choice_index == 1:
+            attach.accept(submit)
+            await stopped.wait()
+            await finish(worker, attach, submit)
+        elif len(submit.token_ids) == len(PROMPT):
+            attach.accept(submit)
             attach.tokens(submit, len(PROMPT), answer(1))
             attach.fail(submit, Unavailable("this one only"))
         else:
-            await stopped.wait()
-            await serve(worker, attach, submit)
+            moving.set()
 
-    stopped = asyncio.Event()
-    first, second = ScriptedWorker("a", behave=move_choice_zero), ScriptedWorker("b", behave=silent)
-    async with harness(first, second, queue_seconds=5) as here:
+    moving, stopped = asyncio.Event(), asyncio.Event()
+    workers = (ScriptedWorker(name, behave=move_choice_zero) for name in "ab")
+    async with harness(*workers, queue_seconds=5) as here:
         stream = await here.dispatcher.submit(new_request(num_choices=2))
-        await second.until(lambda second: len(second.submits) == 1)
+        await moving.wait()
         stream.stop_choice(0)
         stopped.set()
         assert (await tokens_of(stream))[1] == answer()
@@ -266,13 +272,37 @@ def waits_for(prefill: str) -> Behaviour:
     return wait
 
 
-@pytest.mark.parametrize("error", [None, Draining("it leaves")])
-async def test_when_prefill_is_lost_another_reads_the_prompt(error: Draining | None) -> None:
-    lose = fail_after(0, error) if error else lose_after(0)
-    first, second = ScriptedWorker("p", PREFILL, lose), ScriptedWorker("q", PREFILL)
+def accepts_until(started: asyncio.Event, lose: Behaviour) -> Behaviour:
+    """Return a prefill worker that accepts, and is lost once all workers have accepted: `submit` has returned then."""
+
+    async def accept(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.accept(submit)
+        await started.wait()
+        await lose(worker, attach, submit)
+
+    return accept
+
+
+async def break_stream(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+    attach.events.put_nowait(None)
+
+
+def fail(error: TandemError) -> Behaviour:
+    async def send(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
+        attach.fail(submit, error)
+
+    return send
+
+
+@pytest.mark.parametrize("lose", [break_stream, fail(Draining("it leaves"))])
+async def test_when_prefill_is_lost_another_reads_the_prompt(lose: Behaviour) -> None:
+    started = asyncio.Event()
+    first, second = ScriptedWorker("p", PREFILL, accepts_until(started, lose)), ScriptedWorker("q", PREFILL)
     decode = ScriptedWorker("d", behave=waits_for("p"))
     async with harness(first, second, decode, queue_seconds=5) as here:
-        assert await tokens_of(await here.dispatcher.submit(new_request(num_choices=2))) == [answer()] * 2
+        stream = await here.dispatcher.submit(new_request(num_choices=2))
+        started.set()
+        assert await tokens_of(stream) == [answer()] * 2
         assert (len(first.submits), len(second.submits)) == (1, 1)
         assert {
             submit.handle.handle_id for submit in decode.submits if submit.attempt == second.submits[0].attempt
@@ -282,7 +312,8 @@ async def test_when_prefill_is_lost_another_reads_the_prompt(error: Draining | N
 
 
 async def test_when_prefill_is_lost_decode_reads_the_prompt_if_that_is_sooner() -> None:
-    first, second = ScriptedWorker("p", PREFILL, lose_after(0)), ScriptedWorker("q", PREFILL)
+    started = asyncio.Event()
+    first, second = ScriptedWorker("p", PREFILL, accepts_until(started, break_stream)), ScriptedWorker("q", PREFILL)
     decode = ScriptedWorker("d", behave=waits_for("p"))
     async with harness(first, second, decode, queue_seconds=5, local_prefill="auto") as here:
         stream = await here.dispatcher.submit(new_request(is_probe=True))  # a probe is handed over at any cost
@@ -291,16 +322,20 @@ async def test_when_prefill_is_lost_decode_reads_the_prompt_if_that_is_sooner() 
         here.registry.register(second.info(), second.load(num_tokens_in_flight=10_000))
         here.registry.register(decode.info(), decode.load(num_running=4))
         stream = await here.dispatcher.submit(new_request(request_id="s"))
+        started.set()
         await until(lambda: "abort" in here.kv.calls)
         assert len(second.submits) == 0
         await stream.aclose()
 
 
 async def test_only_one_more_prefill_worker_is_tried() -> None:
-    prefills = [ScriptedWorker(name, PREFILL, fail_after(0, InternalError("a bug"))) for name in "pqr"]
+    started = asyncio.Event()
+    behave = accepts_until(started, fail(InternalError("a bug")))
+    prefills = [ScriptedWorker(name, PREFILL, behave) for name in "pqr"]
     decode = ScriptedWorker("d", behave=only_accept)
     async with harness(*prefills, decode, queue_seconds=5) as here:
         stream = await here.dispatcher.submit(new_request())
+        started.set()
         await until(lambda: "abort" in here.kv.calls)
         assert sorted(len(prefill.submits) for prefill in prefills) == [0, 1, 1]
         await stream.aclose()

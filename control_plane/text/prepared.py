@@ -7,6 +7,7 @@ the caller's options for waiting. The gateway looks the model up and sends `Mode
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -21,7 +22,6 @@ from control_plane.text.request import (
     ChatRequest,
     CompletionRequest,
     GenerationOptions,
-    check_token_ids,
     choice_seed,
     new_seed,
     prompt_ids,
@@ -130,20 +130,11 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     """How the thinking is split off; None if the answer has none."""
 
 
-class Converted(msgspec.Struct, frozen=True):
-    """A text as token ids, or token ids as a text."""
-
-    token_ids: bytes = b""
-    """Four little-endian bytes each."""
-    texts: tuple[str, ...] | None = None
-    """Of each token, if requested."""
-    text: str = ""
-
-
 class PreparedBody(msgspec.Struct, frozen=True):
     form: AnswerForm
     prompts: tuple[PreparedPrompt, ...]
-    converted: Converted = Converted()
+    converted: bytes = b""
+    """The answer to a `Conversion`."""
 
 
 class ParsedBody(Protocol):
@@ -158,17 +149,16 @@ class ParsedBody(Protocol):
         """Return the prompts' requests. Raise InvalidRequest for what this model cannot do."""
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Token ids of a text, or the text of token ids, without an answer. `request` or `token_ids` is there."""
+class Conversion(ABC):
+    """A checked body that is answered by computing alone: no worker takes part."""
 
-    asked: Asked
-    request: CompletionRequest | ChatRequest | None = None
-    token_ids: Sequence[int] = ()
-    with_texts: bool = False
-    """Return also the text of each token."""
-    with_first_token: bool = True
-    """Begin a prompt with the model's first token, as completions do."""
+    @property
+    @abstractmethod
+    def asked(self) -> Asked: ...
+
+    @abstractmethod
+    def answer(self, model: ModelFacts, tokenizer: TextTokenizer, grammars: GrammarCheck) -> bytes:
+        """Return the answer's body. Raise TandemError."""
 
 
 @dataclass(frozen=True)
@@ -183,26 +173,13 @@ class Preparation:
     ) -> PreparedBody:
         """Return a parsed body, prepared for its model. Raise TandemError."""
         if isinstance(parsed, Conversion):
-            return PreparedBody(AnswerForm(parsed.asked.model), (), self._converted(parsed, model, tokenizer))
+            answer = parsed.answer(model, tokenizer, self.grammars)
+            return PreparedBody(AnswerForm(parsed.asked.model), (), answer)
         form = parsed.form(model)
         requests = parsed.requests(model)
         # One bad prompt refuses all: no prompt starts before every one is prepared.
         prompts = tuple(self.prompt(each, model, tokenizer, salt, with_text=form.echo) for each in requests)
         return PreparedBody(form, prompts)
-
-    def _converted(self, conversion: Conversion, model: ModelFacts, tokenizer: TextTokenizer) -> Converted:
-        request = conversion.request
-        if request is None:
-            check_token_ids("tokens", tuple(conversion.token_ids), model)
-            return Converted(text=tokenizer.decode(conversion.token_ids, skip_special_tokens=False))
-        if isinstance(request, ChatRequest) and request.uses_tools:
-            request, _ = plan_tools(request, model, tokenizer, self.grammars)
-        if isinstance(request, CompletionRequest) and isinstance(request.prompt, str):
-            ids = tokenizer.encode_prompt(request.prompt, add_special_tokens=conversion.with_first_token)
-        else:
-            ids = TokenIds(prompt_ids(request, model, tokenizer))
-        texts = tuple(tokenizer.token_bytes(each).decode(errors="replace") for each in ids)
-        return Converted(ids.packed(), texts if conversion.with_texts else None)
 
     def prompt(
         self,

@@ -171,7 +171,7 @@ def stop_token_ids(options: GenerationOptions, model: ModelFacts) -> tuple[int, 
     return tuple(dict.fromkeys((*eos, *options.stop_token_ids)))
 
 
-def check_token_ids(name: str, token_ids: tuple[int, ...], model: ModelFacts) -> None:
+def check_token_ids(name: str, token_ids: Sequence[int], model: ModelFacts) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < model.vocab_size:
             raise InvalidRequest(

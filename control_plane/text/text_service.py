@@ -36,7 +36,6 @@ from control_plane.text.prepared import (
     AnswerForm,
     Asked,
     Conversion,
-    Converted,
     ParsedBody,
     Preparation,
     PreparedBody,
@@ -172,23 +171,18 @@ class TextService:
         assert opened is not None, "a body is prepared for its model"
         return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
 
-    async def convert(
-        self, job: TextJob, raw: bytes, caller: Caller, parse: Parse
-    ) -> tuple[ModelDescription, Converted]:
-        """Return the model that a body names, and its text as token ids, or the reverse. No worker takes part.
+    async def convert(self, job: TextJob, raw: bytes, caller: Caller, parse: Parse) -> bytes:
+        """Return the answer to a body that a text process alone answers. No worker takes part.
 
         A body without a model's name is for the only model. Raise TandemError.
         """
-        found: list[ModelDescription] = []
 
         async def resolve(asked: Asked) -> ModelDescription:
-            if not found:
-                found.append(await self._catalog.get(asked.model or _only(self._catalog.list())))
-            return found[0]
+            return await self._catalog.get(asked.model or _only(self._catalog.list()))
 
         async with self._preparing():
             body, _ = await self._preparer.prepare(job, raw, caller.account, parse, resolve)
-        return found[0], body.converted
+        return body.converted
 
     @asynccontextmanager
     async def _preparing(self) -> AsyncIterator[Deadline]:

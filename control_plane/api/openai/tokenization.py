@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypedDict
 
 import msgspec
 from pydantic import Field
@@ -16,9 +18,12 @@ from control_plane.api.http.body import Body, check, parse_object, read_body, re
 from control_plane.api.http.bounds import MAX_MODEL_CHARACTERS, MAX_PROMPT_TOKENS
 from control_plane.api.http.request_context import caller_of, services_of
 from control_plane.api.http.sse import while_connected
-from control_plane.generation import TokenIds
+from control_plane.generation import ModelFacts
 from control_plane.text.prepared import NOBODY, Asked, Conversion, TextJob
-from control_plane.text.request import ChatRequest, CompletionRequest
+from control_plane.text.request import ChatRequest, CompletionRequest, check_token_ids, prompt_ids
+from control_plane.text.structure import GrammarCheck
+from control_plane.text.tokenizer import TextTokenizer
+from control_plane.text.tools.planning import plan_tools
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 
@@ -96,36 +101,75 @@ def parse(job: TextJob, raw: bytes) -> Conversion:
     if job.endpoint == "detokenize":
         ids = check(DetokenizeBody, value)
         refuse_extras(ids)
-        return Conversion(Asked(ids.model or "", "text_completion"), token_ids=ids.tokens)
+        return Detokenization(ids)
     body = check(TokenizeBody, value)
-    request = body.request()
-    return Conversion(
-        Asked.of(request),
-        request,
-        with_texts=bool(body.return_token_strs),
-        with_first_token=body.add_special_tokens is not False,
-    )
+    return Tokenization(body, body.request())
+
+
+@dataclass(frozen=True)
+class Tokenization(Conversion):
+    body: TokenizeBody
+    request: CompletionRequest | ChatRequest
+
+    @property
+    def asked(self) -> Asked:
+        return Asked.of(self.request)
+
+    def answer(self, model: ModelFacts, tokenizer: TextTokenizer, grammars: GrammarCheck) -> bytes:
+        """Return `Tokenized` as JSON."""
+        ids = self._ids(model, tokenizer, grammars)
+        texts = b"null"
+        if self.body.return_token_strs:
+            texts = _array(ids, lambda piece: [tokenizer.token_bytes(each).decode(errors="replace") for each in piece])
+        return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
+            len(ids),
+            model.context_length,
+            _array(ids, list),
+            texts,
+        )
+
+    def _ids(self, model: ModelFacts, tokenizer: TextTokenizer, grammars: GrammarCheck) -> Sequence[int]:
+        request = self.request
+        if isinstance(request, CompletionRequest) and isinstance(request.prompt, str):
+            return tokenizer.encode_prompt(request.prompt, add_special_tokens=self.body.add_special_tokens is not False)
+        if isinstance(request, ChatRequest) and request.uses_tools:
+            request, _ = plan_tools(request, model, tokenizer, grammars)
+        return prompt_ids(request, model, tokenizer)
+
+
+@dataclass(frozen=True)
+class Detokenization(Conversion):
+    body: DetokenizeBody
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.body.model or "", "text_completion")
+
+    def answer(self, model: ModelFacts, tokenizer: TextTokenizer, grammars: GrammarCheck) -> bytes:
+        """Return `Detokenized` as JSON."""
+        check_token_ids("tokens", self.body.tokens, model)
+        return msgspec.json.encode({"prompt": tokenizer.decode(self.body.tokens, skip_special_tokens=False)})
+
+
+_PIECE_TOKENS = 1 << 16
+
+
+def _array(ids: Sequence[int], values: Callable[[Sequence[int]], list[Any]]) -> bytes:
+    """Write one value for each token as a JSON array, piece by piece: memory is bounded by a piece."""
+    pieces = (ids[start : start + _PIECE_TOKENS] for start in range(0, len(ids), _PIECE_TOKENS))
+    return b"[" + b",".join(msgspec.json.encode(values(piece))[1:-1] for piece in pieces) + b"]"
 
 
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or a chat: {count, max_model_len, tokens, token_strs}."""
-    text = services_of(request).text
-    converting = text.convert(TextJob("tokenize"), await read_body(request), caller_of(request), parse)
-    model, found = await while_connected(request, converting)
-    tokens = TokenIds.unpack(found.token_ids)
-    texts = None if found.texts is None else list(found.texts)
-    return _json(
-        Tokenized(count=len(tokens), max_model_len=model.context_length, tokens=list(tokens), token_strs=texts)
-    )
+    return await _convert(request, TextJob("tokenize"))
 
 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids: {prompt}."""
-    text = services_of(request).text
-    converting = text.convert(TextJob("detokenize"), await read_body(request), caller_of(request), parse)
-    _, found = await while_connected(request, converting)
-    return _json(Detokenized(prompt=found.text))
+    return await _convert(request, TextJob("detokenize"))
 
 
-def _json(value: Tokenized | Detokenized) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+async def _convert(request: Request, job: TextJob) -> Response:
+    converting = services_of(request).text.convert(job, await read_body(request), caller_of(request), parse)
+    return Response(await while_connected(request, converting), media_type="application/json")

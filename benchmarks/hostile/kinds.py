@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.hostile.body_kinds import BODIES
 from benchmarks.hostile.connection_kinds import CONNECTIONS
+from benchmarks.hostile.conversion_kinds import CONVERSIONS
 from benchmarks.hostile.maker import Kind
 
-KINDS: dict[str, Kind] = BODIES | CONNECTIONS
+KINDS: dict[str, Kind] = BODIES | CONVERSIONS | CONNECTIONS

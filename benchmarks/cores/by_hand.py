@@ -63,8 +63,9 @@ class ByHand:
     def _start(self, service: str, flags: Sequence[str]) -> None:
         command = die_with_parent([*self._beside, sys.executable, "-m", service, *flags])
         with self._log(service).open("wb") as log:
+            # A session for each, as in a terminal of its own: Linux divides the processor between sessions first.
             self._processes[service] = subprocess.Popen(
-                command, env=self._environment, cwd=self._folder, stdout=log, stderr=log
+                command, env=self._environment, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
             )
 
     def _log(self, service: str) -> Path:

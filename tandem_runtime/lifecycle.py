@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from tandem_machine.limits import too_few_processes, with_remedy
-from tandem_runtime import frozen, loop_lag, metrics, tracing
+from tandem_runtime import frozen, loop_lag, loop_turns, metrics, tracing
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.log import get_logger
 
@@ -38,7 +38,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int]], stall_seconds: float = 
         if why := too_few_processes(1):
             raise InvalidRequest(why)
         with _exceptions_logged(), frozen.watched():
-            return asyncio.run(_run(main, stall_seconds))
+            return loop_turns.run(_run(main, stall_seconds))
     except InvalidRequest as error:
         log.error("refused_to_start", reason=error.message)
         return 2

@@ -25,6 +25,7 @@ from types import FrameType
 
 from tandem_runtime import metrics
 from tandem_runtime.log import get_logger
+from tandem_runtime.loop_turns import TurnLoop
 
 log = get_logger(__name__)
 
@@ -63,7 +64,10 @@ class Stall:
 
     seconds: float
     cpu_seconds: float
-    """What the loop's thread computed meanwhile, at most; the rest of `seconds` it waited for a lock or a processor."""
+    """What the loop computed in its longest turn meanwhile; the rest of `seconds` it waited for a lock or a processor.
+
+    On a loop other than `TurnLoop` this is what its thread computed since the tick before, at most.
+    """
     task: str
     """The task that ran: for an HTTP request method and route, for a gRPC call its method; "" if none did."""
     thread: str
@@ -105,6 +109,7 @@ class LoopWatchdog:
     def start(self) -> None:
         """Begin to watch the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._turns = self._loop.turns if isinstance(self._loop, TurnLoop) else None
         self._loop_thread_id = threading.get_ident()
         self._due = time.monotonic()
         self._timer = self._loop.call_soon(self._tick)
@@ -125,8 +130,8 @@ class LoopWatchdog:
         now, cpu_seconds = time.monotonic(), time.thread_time()
         lag = max(0.0, now - self._due)
         self._lags.record(lag)
+        computed = self._turns.take_longest() if self._turns else min(lag, cpu_seconds - self._cpu_seconds)
         if lag > self._stall_seconds:
-            computed = min(lag, cpu_seconds - self._cpu_seconds)
             self._late.append((self._due, lag, computed, tuple(self._other_threads())))
         self._cpu_seconds = cpu_seconds
         self._due = now + _TICK_SECONDS

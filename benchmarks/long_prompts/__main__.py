@@ -93,7 +93,7 @@ async def _measure(walker: Walker, plan: Plan, outcome: Outcome, progress: Progr
             outcome.targets += targets(name, walked, expected, plan)
             outcome.notes += [
                 f"{name}: the event loop of {service} stood still for {1000 * stall.seconds:.0f} ms, of which it "
-                f"computed {1000 * stall.cpu_seconds:.0f} ms at most: {stall.where}"
+                f"computed {1000 * stall.cpu_seconds:.0f} ms in a turn: {stall.where}"
                 for service, stall in walked.stalls.items()
                 if stall.where
             ]

@@ -14,8 +14,9 @@ import structlog.testing
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from tandem_runtime import loop_lag, metrics
+from tandem_runtime import loop_lag, loop_turns, metrics
 from tandem_runtime.loop_lag import LoopWatchdog, Stall, name_task
+from tandem_runtime.loop_turns import TurnLoop
 
 OURS = frozenset({"tests"})
 
@@ -163,3 +164,31 @@ async def test_zero_switches_the_watchdog_off() -> None:
     with loop_lag.watched(0.05):
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+def test_a_turn_is_told_from_the_turns_before_and_from_waiting() -> None:
+    """Two turns of some milliseconds, and a wait for a lock, are no long turn."""
+
+    def compute(seconds: float) -> float:
+        begun = time.thread_time()
+        while time.thread_time() - begun < seconds:
+            pass
+        return time.thread_time() - begun
+
+    async def turns() -> tuple[float, float, float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, TurnLoop)
+        loop.turns.take_longest()
+        computed = 0.0
+        for _ in range(3):
+            computed += compute(0.02)
+            await asyncio.sleep(0)
+        of_three = loop.turns.take_longest()
+        held = threading.Event()
+        threading.Timer(0.1, held.set).start()
+        held.wait()
+        await asyncio.sleep(0)
+        return computed, of_three, loop.turns.take_longest()
+
+    computed, of_three, of_a_wait = loop_turns.run(turns())
+    assert 0.02 <= of_three < computed and of_a_wait < 0.02

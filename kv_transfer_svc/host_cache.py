@@ -172,8 +172,9 @@ class HostCache:
         assert disk is not None, "called only with a disk tier"
         run = keys[first : next((i for i in range(first, len(keys)) if keys[i] not in disk), len(keys))]
         taken = await self._begin(keys, first, len(run), bytes_per_block)
-        views = [self._view(extent) for _, extent in taken]
+        views: list[memoryview] = []
         try:
+            await self._add_views(views, taken)
             blocks = await disk.get([key for key, _ in taken], views)
             checksums: list[int] = []
             for block in blocks:
@@ -190,9 +191,10 @@ class HostCache:
         """Read a run of blocks from another host's service into memory; return how many are in memory now."""
         assert self.fetch is not None, "called only where `fetch` is set"
         taken = await self._begin(keys, first, len(keys) - first, request.bytes_per_block)
-        views = [self._view(extent) for _, extent in taken]
+        views: list[memoryview] = []
         checksums: list[int] = []
         try:
+            await self._add_views(views, taken)
             source = request.source_address, request.source_id
             checksums = await self.fetch(*source, [key for key, _ in taken], views)
         except TandemError as error:
@@ -203,6 +205,12 @@ class HostCache:
                 view.release()
         await self._settle_run(taken, checksums)
         return await self._find_run(keys[first:])
+
+    async def _add_views(self, views: list[memoryview], taken: Sequence[tuple[BlockKey, Extent]]) -> None:
+        """Add a view of each extent; the caller releases those that were added, also after a cancellation."""
+        for first in range(0, len(taken), _RUN_LENGTH):
+            await _other_tasks(first)
+            views += [self._view(extent) for _, extent in taken[first : first + _RUN_LENGTH]]
 
     async def _find_run(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading keys are in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_transfer_svc.blocks.allocator import Extent
 from tandem_runtime.errors import InvalidRequest
@@ -13,28 +13,29 @@ from tandem_runtime.kv.layout import DIGEST_BYTES
 HASH_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
-    """Names a block by its content: the hash of its tokens and all before them, the layout, and the group.
-
-    The content of a key never changes. Raises InvalidRequest for hashes of another length.
-    """
-
+class _Key(NamedTuple):
     layout_digest: bytes
     group: int
     block_hash: bytes
 
-    def __post_init__(self) -> None:
-        if len(self.layout_digest) != DIGEST_BYTES:
-            raise InvalidRequest(
-                f"a layout digest has {DIGEST_BYTES} bytes, not {len(self.layout_digest)}", field="layout_digest"
-            )
-        if len(self.block_hash) != HASH_BYTES:
-            raise InvalidRequest(f"a block hash has {HASH_BYTES} bytes, not {len(self.block_hash)}", field="block_hash")
 
-    def __hash__(self) -> int:
-        # The block hash alone is uniform and nearly unique, and a bytes object caches its hash.
-        return hash(self.block_hash)
+class BlockKey(_Key):
+    """Names a block by its content: the hash of its tokens and all before them, the layout, and the group.
+
+    The content of a key never changes. Raises InvalidRequest for hashes of another length. A tuple is hashed and
+    compared without Python code, which a service does some ten times per block.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, layout_digest: bytes, group: int, block_hash: bytes) -> BlockKey:
+        if len(layout_digest) != DIGEST_BYTES:
+            raise InvalidRequest(
+                f"a layout digest has {DIGEST_BYTES} bytes, not {len(layout_digest)}", field="layout_digest"
+            )
+        if len(block_hash) != HASH_BYTES:
+            raise InvalidRequest(f"a block hash has {HASH_BYTES} bytes, not {len(block_hash)}", field="block_hash")
+        return super().__new__(cls, layout_digest, group, block_hash)
 
     def __str__(self) -> str:
         return f"block {self.block_hash.hex()} of group {self.group}, layout {self.layout_digest.hex()[:8]}"
@@ -47,6 +48,8 @@ class BlockState(Enum):
     SEALED = auto()
     LEASED = auto()
     DEMOTING = auto()
+
+    __hash__ = object.__hash__  # by identity; Enum's own is Python code
 
 
 @dataclass(slots=True)

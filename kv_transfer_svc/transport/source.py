@@ -40,26 +40,34 @@ class BlockSource:
         checksums: Sequence[int] = (),
         keep: Callable[[list[int]], None] = lambda computed: None,
     ) -> None:
-        self._pairs = [(memory_of(extent.region_id), extent) for extent in extents]
-        self._blocks = [memory.view(extent.offset, extent.num_bytes) for memory, extent in self._pairs]
-        self._known = list(checksums) if len(checksums) == len(self._blocks) else None
-        self._computed = RunningChecksums(self._blocks)
+        self._extents = extents
+        self._memories = {region_id: memory_of(region_id) for region_id in {each.region_id for each in extents}}
+        # These keep the regions mapped. The views of blocks are made by the reader: thousands would stop the loop.
+        self._regions = {region_id: memory.view(0, memory.total_bytes) for region_id, memory in self._memories.items()}
+        self._known = list(checksums) if len(checksums) == len(extents) else None
+        self._computed: list[int] = []
         self._keep = keep
-        self.num_bytes = sum(map(len, self._blocks))
+        self.num_bytes = sum(extent.num_bytes for extent in extents)
 
     def __iter__(self) -> Iterator[list[memoryview]]:
-        for group in groups(self._blocks):
-            if self._known is None:
-                self._computed.add(group)
+        places = ((self._regions[extent.region_id], extent.offset, extent.num_bytes) for extent in self._extents)
+        blocks = [region[offset : offset + num_bytes] for region, offset, num_bytes in places]
+        if self._known is not None:
+            yield from groups(blocks)
+            return
+        checksums = RunningChecksums(blocks)
+        self._computed = checksums.values
+        for group in groups(blocks):
+            checksums.add(group)
             yield group
 
     def finish(self) -> list[int]:
-        for memory, extent in self._pairs:
-            memory.check_generation(extent)
+        for extent in self._extents:
+            self._memories[extent.region_id].check_generation(extent)
         if self._known is not None:
             return self._known
-        self._keep(self._computed.values)
-        return self._computed.values
+        self._keep(self._computed)
+        return self._computed
 
 
 class ProbeSource:

@@ -73,3 +73,12 @@ def test_lru_takes_a_long_answers_end_before_a_prompt_used_since() -> None:
 
 def test_keys_are_named_as_one_reads_them() -> None:
     assert name(block("a", 3)) == "a3"
+
+
+def test_only_the_end_of_a_long_prompt_is_in_the_heap() -> None:
+    """Else the first victim after it would remove thousands of entries at once, and the loop stand still."""
+    heap = LeafHeap()
+    add(heap, ("a", 1_000), ("b", 1_000))
+    heap.use(chain("a", 1_000))
+    assert name(heap.victim(lambda key: False)) == "b999"
+    assert len(heap._heap) <= 2

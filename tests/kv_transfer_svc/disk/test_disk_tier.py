@@ -188,6 +188,27 @@ async def test_a_cancelled_reader_leaves_only_when_nothing_is_read_to_its_memory
         assert tier.stats().queued_reads == 0
 
 
+async def test_writes_that_ended_while_the_loop_stood_still_are_told_over_many_of_its_turns(tmp_path: Path) -> None:
+    """Each frees memory on the loop: thousands in one turn would make it stand still again."""
+    num_told = 0
+
+    def tell(is_kept: bool) -> None:
+        nonlocal num_told
+        num_told += is_kept
+
+    async with a_tier(tmp_path) as tier:
+        for number in range(300):
+            assert tier.put(a_key(number), a_payload(number, 100), done=tell)
+        while tier.stats().counters.written < 300:
+            threading.Event().wait(0.001)
+        most = 0
+        while num_told < 300:
+            num_before = num_told
+            await asyncio.sleep(0)
+            most = max(most, num_told - num_before)
+    assert most <= 64
+
+
 async def test_closing_writes_what_is_queued_and_then_refuses(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, _BUDGET_BYTES)
     await tier.open()

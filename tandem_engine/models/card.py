@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from tandem_engine.messages import ModelInfo
 from tandem_engine.models.checkpoint import Checkpoint
 from tandem_engine.models.digest import DigestCache
+from tandem_engine.models.vision import text_name
 
 _DEFAULTS = {
     "temperature": "temperature",
@@ -68,13 +68,9 @@ def describe(
 
 
 def _num_parameters(checkpoint: Checkpoint) -> int:
-    """Count the numbers in the files, which hold tied weights once; reads only the files' headers."""
-    total = 0
-    for path in checkpoint.weight_files:
-        file: Any
-        with safe_open(path, framework="np") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
-    return total
+    """Count the text model's numbers in the files, which hold tied weights once."""
+    shapes = checkpoint.tensor_shapes
+    return sum(math.prod(shape) for name, shape in shapes.items() if text_name(name) is not None)
 
 
 def _eos_token_ids(generation: dict[str, Any], config: Any) -> list[int]:

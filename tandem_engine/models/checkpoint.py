@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from tandem_engine.errors import ModelUnusable
 
@@ -30,6 +34,19 @@ class Checkpoint:
     @property
     def num_weight_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.weight_files)
+
+    @cached_property
+    def tensor_shapes(self) -> dict[str, list[int]]:
+        """The shape of each stored tensor; only the files' headers are read. Raises ModelUnusable."""
+        shapes: dict[str, list[int]] = {}
+        for path in self.weight_files:
+            file: Any
+            try:
+                with safe_open(path, framework="np") as file:
+                    shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+            except SafetensorError as error:
+                raise ModelUnusable(f"{path} cannot be read: {error}; download the checkpoint anew") from error
+        return shapes
 
     @property
     def assets(self) -> dict[str, str]:

@@ -30,6 +30,7 @@ from tandem_engine.models.lean.family import Family
 from tandem_engine.models.lean.load import LeanRequest, load_decoder
 from tandem_engine.models.placement import choose_device, choose_dtype, choose_route, numerics_class
 from tandem_engine.models.support import check_config, context_length, draft_context_length
+from tandem_engine.models.vision import text_config
 from tandem_engine.ops.base import Ops
 from tandem_engine.ops.choice import choose_ops
 from tandem_engine.ops.cpu import KernelsUnavailable
@@ -226,12 +227,13 @@ def _build_transformers(job: _Job) -> _Built:
 
 def _read_config(checkpoint: Checkpoint) -> Any:
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelUnusable(
             f"transformers {transformers.__version__} cannot read {checkpoint.folder / 'config.json'}: {error}; "
             "code that comes with a checkpoint is never run"
         ) from error
+    return text_config(config, checkpoint.tensor_shapes)
 
 
 def _architecture(model_config: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem_engine.errors import ModelUnusable
+from tandem_engine.models.vision import SERVED
 
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -89,7 +90,10 @@ def _has(name: str) -> Callable[[Any], bool]:
 
 _REFUSALS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_has("is_encoder_decoder"), "is an encoder-decoder model"),
-    (_has("vision_config"), "takes images (vision_config)"),
+    (
+        _has("vision_config"),
+        f"takes images (vision_config); the text alone is served of {', '.join(sorted(SERVED))} only",
+    ),
     (_has("audio_config"), "takes sound (audio_config)"),
     (_has("kv_lora_rank"), "has multi-head latent attention (kv_lora_rank)"),
     (_has("num_kv_shared_layers"), "shares KV between layers (num_kv_shared_layers)"),

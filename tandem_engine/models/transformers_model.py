@@ -34,6 +34,7 @@ from tandem_engine.execution.model import ignore
 from tandem_engine.execution.probe import probe_geometry, run_largest_step
 from tandem_engine.models.checkpoint import Checkpoint, Progress
 from tandem_engine.models.support import check_model_class
+from tandem_engine.models.vision import KEY_MAPPING
 from tandem_engine.ops.base import KVPool, Ops, Step, Weight
 from tandem_engine.scheduling.numerics import BATCH_DEPENDENT
 from tandem_engine.settings import EngineConfig
@@ -125,14 +126,20 @@ def _read_weights(checkpoint: Checkpoint, model_config: Any, dtype: torch.dtype)
     transformers_logging.disable_progress_bar()  # LoadProgress events report the progress
     model_class = _model_class(model_config)
     check_model_class(model_class, model_config)
-    model = model_class.from_pretrained(
+    model, loading = model_class.from_pretrained(
         checkpoint.folder,
         config=model_config,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         use_safetensors=True,
         local_files_only=True,
+        key_mapping=KEY_MAPPING,
+        output_loading_info=True,
     )
+    if missing := sorted(loading["missing_keys"]):  # transformers would serve random numbers in their place
+        raise ModelUnusable(
+            f"{checkpoint.folder} lacks {len(missing)} weights, {missing[0]} first; download the checkpoint anew"
+        )
     return model.eval().requires_grad_(False)
 
 

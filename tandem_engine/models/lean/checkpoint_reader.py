@@ -12,30 +12,33 @@ from tandem_engine.models.checkpoint import weight_files
 from tandem_engine.models.lean.config import NotLean
 from tandem_engine.models.lean.sources import LinearSource, Plan, Source
 from tandem_engine.models.lean.tensor_file import BadTensorFile, TensorFile, TensorPlace
+from tandem_engine.models.vision import text_name
 
 _NEVER_READ = ("rotary_emb.inv_freq", "lm_head.weight")
 """Suffixes of tensors that a plan may leave out: recomputed, or tied to the embeddings."""
 
 
 class CheckpointReader:
-    """The tensors of a folder's safetensors files, one file or many; raises ModelUnusable with the remedy."""
+    """The text model's tensors of a folder's safetensors files; raises ModelUnusable with the remedy."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, TensorFile] = {}
+        self._stored: dict[str, tuple[TensorFile, str]] = {}
+        """By the name in the text model: file, and name in that file."""
         for path in weight_files(folder):
             file = self._open(path)
-            self._files |= dict.fromkeys(file.places, file)
+            names = {stored: text_name(stored) for stored in file.places}
+            self._stored |= {name: (file, stored) for stored, name in names.items() if name is not None}
 
     def check(self, plan: Plan) -> None:
         """Raise ModelUnusable if a tensor of the plan is missing; NotLean for unknown tensors or mixed dtypes."""
         needed = {name for source in plan.values() for name in _tensors(source)}
-        if missing := sorted(needed - self._files.keys()):
+        if missing := sorted(needed - self._stored.keys()):
             raise ModelUnusable(
                 f"{self._folder} lacks {len(missing)} weights, {missing[0]} first; download the checkpoint anew, or "
                 "save it again with `model.save_pretrained(folder)`"
             )
-        unknown = [name for name in sorted(self._files.keys() - needed) if not name.endswith(_NEVER_READ)]
+        unknown = [name for name in sorted(self._stored.keys() - needed) if not name.endswith(_NEVER_READ)]
         if unknown:
             raise NotLean(f"{self._folder} has {len(unknown)} weights that the decoder lacks, {unknown[0]} first")
         for source in plan.values():
@@ -56,7 +59,7 @@ class CheckpointReader:
 
     def stack(self, names: Sequence[str], dtype: torch.dtype | None) -> torch.Tensor:
         """Return the stacked tensors in fresh memory; `dtype` None: as stored, but float16 as float32."""
-        places = [self._files[name].places[name] for name in names]
+        places = [self._place(name) for name in names]
         if len({place.shape[1:] for place in places}) > 1:
             raise ModelUnusable(
                 f"{self._folder} stores {', '.join(names)} in different widths ({places}); download the checkpoint anew"
@@ -70,7 +73,7 @@ class CheckpointReader:
         return stacked.to(dtype)
 
     def _check_dtypes(self, names: Sequence[str]) -> None:
-        dtypes = {self._files[name].places[name].dtype_name for name in names}
+        dtypes = {self._place(name).dtype_name for name in names}
         if len(dtypes) > 1:
             raise NotLean(
                 f"{self._folder} stores {', '.join(names)}, which the decoder fuses, in different dtypes "
@@ -81,8 +84,13 @@ class CheckpointReader:
         counts = [place.shape[0] for place in places]
         stacked = torch.empty(sum(counts), *places[0].shape[1:], dtype=places[0].dtype)
         for name, part in zip(names, torch.split(stacked, counts), strict=True):
-            self._files[name].read_into(name, part)
+            file, stored = self._stored[name]
+            file.read_into(stored, part)
         return stacked
+
+    def _place(self, name: str) -> TensorPlace:
+        file, stored = self._stored[name]
+        return file.places[stored]
 
     def _open(self, path: Path) -> TensorFile:
         try:

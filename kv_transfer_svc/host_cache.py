@@ -25,6 +25,7 @@ from kv_transfer_svc.disk.disk_tier import DiskTier
 from kv_transfer_svc.handle_record import Broadcast
 from kv_transfer_svc.region_table import RegionTable
 from kv_transfer_svc.transport.source import BlockSource
+from kv_transfer_svc.turn_budget import TurnBudget
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InvalidRequest, KvCorrupt, TandemError
@@ -46,10 +47,14 @@ _HEADROOM_SHARE = 16
 _SHARE_OF_POOLS = 4
 """The store takes 1/4 of the bytes of this host's pools."""
 _MAX_BLOCKS_PER_CALL = 4096
+_UNITS_PER_TURN = 512
+"""Of up to 10 us, for all calls together: 5 ms of each turn of the event loop."""
 _RUN_LENGTH = 512
-"""Blocks per turn of the event loop: to find, seal or lease a block takes up to 10 us."""
+"""Blocks that are found, sealed or leased at once: a unit each."""
+_KEYS_PER_UNIT = 8
 _BEGIN_LENGTH = 64
-"""The same for blocks that are begun: each may demote another one, which takes 40 us."""
+_BEGIN_UNITS = 4
+"""To begin a block may demote another one."""
 
 
 class HostCache:
@@ -86,6 +91,9 @@ class HostCache:
         self._clock = clock
         self._verify_kv = verify_kv
         self._tasks = TaskSet()
+        self._turn = TurnBudget(_UNITS_PER_TURN)
+        self._promoting = asyncio.Lock()
+        """One call at a time reads from disk: the disk has one thread, and refuses more than it can queue."""
         regions.add_own(region_id, allocator.region)
         regions.on_lent = self._grow
         regions.add_own(REGION_ID, self.known.region)
@@ -98,10 +106,11 @@ class HostCache:
 
     async def publish(self, request: kv.PublishRequest) -> kv.PublishReply:
         """Copy the blocks of a worker that the store lacks. Raises InvalidRequest for extents outside the region."""
+        await self._turn.take(len(request.blocks))
         published = PublishedBlocks(request, self._regions)
         sizes, num_stored, num_known = published.sizes, 0, 0
         for first in range(0, len(published.keys), _BEGIN_LENGTH):
-            await _other_tasks(first)
+            await self._turn.take(_BEGIN_LENGTH * _BEGIN_UNITS)
             run = slice(first, first + _BEGIN_LENGTH)
             parent = published.keys[first - 1] if first else published.parent
             begun = self.blocks.begin(
@@ -127,12 +136,14 @@ class HostCache:
         if published.num_corrupt:
             self.counters["memory_corrupt"] += published.num_corrupt
             log.error("published_block_corrupt", num_blocks=published.num_corrupt)
+        await self._turn.take(len(missing))
         return self._settle([(published.keys[index], extent) for index, extent in missing], checksums)
 
     # ---------------------------------------------------------------------------------------------------- load
 
     async def load(self, request: kv.LoadRequest) -> kv.LoadReply:
         """Lease to the reader the longest available run of a chain: from memory, from disk, then from another host."""
+        await self._turn.take(len(request.block_hashes) // _KEYS_PER_UNIT)
         keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
         reply = kv.LoadReply(num_from_memory=await self._find_run(keys))
         num_here = reply.num_from_memory
@@ -150,6 +161,7 @@ class HostCache:
     @asynccontextmanager
     async def lent(self, request: kv.ReadBlocksRequest) -> AsyncIterator[BlockSource]:
         """Lease the longest run of a chain for one transfer to another host's service."""
+        await self._turn.take(len(request.block_hashes) // _KEYS_PER_UNIT)
         keys = _block_keys(request.layout_digest, request.group, request.block_hashes)
         reader_id = f"remote/{secrets.token_hex(8)}"
         num_here = await self._find_run(keys)
@@ -170,21 +182,23 @@ class HostCache:
         """Read a run of blocks from disk into memory; return how many are in memory now."""
         disk = self.disk
         assert disk is not None, "called only with a disk tier"
-        run = keys[first : next((i for i in range(first, len(keys)) if keys[i] not in disk), len(keys))]
-        taken = await self._begin(keys, first, len(run), bytes_per_block)
-        views: list[memoryview] = []
-        try:
-            await self._add_views(views, taken)
-            blocks = await disk.get([key for key, _ in taken], views)
-            checksums: list[int] = []
-            for block in blocks:
-                if block is None:
-                    break
-                checksums.append(block.checksum)  # made by the disk's thread: hashing here would stop the loop
-        finally:
-            for view in views:
-                view.release()
-        await self._settle_run(taken, checksums)
+        async with self._promoting:
+            await self._turn.take(len(keys) - first)
+            run = keys[first : next((i for i in range(first, len(keys)) if keys[i] not in disk), len(keys))]
+            taken = await self._begin(keys, first, len(run), bytes_per_block)
+            views: list[memoryview] = []
+            try:
+                await self._add_views(views, taken)
+                blocks = await disk.get([key for key, _ in taken], views)
+                checksums: list[int] = []
+                for block in blocks:
+                    if block is None:
+                        break
+                    checksums.append(block.checksum)  # made by the disk's thread: hashing here would stop the loop
+            finally:
+                for view in views:
+                    view.release()
+            await self._settle_run(taken, checksums)
         return await self._find_run(keys[first:])
 
     async def _fetch(self, keys: Sequence[BlockKey], first: int, request: kv.LoadRequest) -> int:
@@ -209,15 +223,15 @@ class HostCache:
     async def _add_views(self, views: list[memoryview], taken: Sequence[tuple[BlockKey, Extent]]) -> None:
         """Add a view of each extent; the caller releases those that were added, also after a cancellation."""
         for first in range(0, len(taken), _RUN_LENGTH):
-            await _other_tasks(first)
+            await self._turn.take(_RUN_LENGTH)
             views += [self._view(extent) for _, extent in taken[first : first + _RUN_LENGTH]]
 
     async def _find_run(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading keys are in memory."""
         num_found = 0
         for first in range(0, len(keys), _RUN_LENGTH):
-            await _other_tasks(first)
             run = keys[first : first + _RUN_LENGTH]
+            await self._turn.take(len(run))
             num_run = self.blocks.find_run(run)
             num_found += num_run
             if num_run < len(run):
@@ -235,8 +249,8 @@ class HostCache:
         taken: list[tuple[BlockKey, Extent]] = []
         start, end, has_waited = first, first + count, False
         while start < end:
-            await _other_tasks(start - first)
             run = keys[start : min(start + _BEGIN_LENGTH, end)]
+            await self._turn.take(len(run) * _BEGIN_UNITS)
             begun = self.blocks.begin(run, [bytes_per_block] * len(run), b"", self._clock(), parent=parent)
             taken += [(key, extent) for key, extent in zip(run, begun, strict=True) if isinstance(extent, Extent)]
             num_begun = begun.index(None) if None in begun else len(run)
@@ -260,8 +274,8 @@ class HostCache:
         """Lease a chain to a reader; return its leading blocks."""
         stored: list[kv.StoredBlock] = []
         for first in range(0, len(keys), _RUN_LENGTH):
-            await _other_tasks(first)
             run = keys[first : first + _RUN_LENGTH]
+            await self._turn.take(len(run))
             leased = await self._intact(run, self.blocks.lease(run, reader_id, self._clock(), seconds))
             stored += [self._stored(first + index, key, each) for index, (key, each) in enumerate(leased)]
             if len(leased) < len(run):
@@ -358,7 +372,7 @@ class HostCache:
     async def _settle_run(self, taken: Sequence[tuple[BlockKey, Extent]], checksums: Sequence[int]) -> None:
         """As `_settle`, for a long run."""
         for first in range(0, len(taken), _RUN_LENGTH):
-            await _other_tasks(first)
+            await self._turn.take(_RUN_LENGTH)
             end = first + _RUN_LENGTH
             self._settle(taken[first:end], checksums[first:end])
 
@@ -428,12 +442,6 @@ class PublishedBlocks:
                     f"region {region_id}",
                     field="blocks.extent",
                 )
-
-
-async def _other_tasks(first: int) -> None:
-    """Let other tasks run before the run that begins at `first`, unless it is the first one."""
-    if first:
-        await asyncio.sleep(0)
 
 
 def _block_keys(layout_digest: bytes, group: int, hashes: Sequence[bytes]) -> list[BlockKey]:

@@ -241,6 +241,7 @@ async def test_a_long_chain_is_loaded_in_runs_between_which_others_get_their_tur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kv_transfer_svc.host_cache._RUN_LENGTH", 4)
+    monkeypatch.setattr("kv_transfer_svc.host_cache._UNITS_PER_TURN", 4)
     async with running_host(tmp_path) as host, running_writer(host) as writer:
         await writer.client.publish(published(writer, chain(14), range(14)))
         turns: list[int] = [0]

@@ -7,7 +7,8 @@ generation of its slot once, before the memory is written again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kv_transfer_svc.blocks.free_list import FreeList
 from tandem_runtime.errors import InvalidRequest
@@ -16,8 +17,7 @@ from tandem_runtime.kv.shared_region import SharedRegion
 PAGE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True, gc=False):
     """The place of a block. Slot and generation together identify one use of the memory."""
 
     offset: int

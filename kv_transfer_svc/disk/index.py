@@ -6,14 +6,16 @@ Both the event loop and the tier's thread change the index. The lock is held for
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+
+import msgspec
 
 from kv_transfer_svc.blocks.block import BlockKey
 from tandem_runtime.kv.known_blocks import BlockCounters
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """Where a block's record lies; garbage collection does not visit it (see `Block`)."""
+
     segment: int
     offset: int
     payload_bytes: int

@@ -39,6 +39,8 @@ _REMOTE_LOOKUP_SECONDS = 2.0
 """The same for a lookup that includes another host's store."""
 _LOOKUP_SECONDS_PER_BLOCK = 0.0005
 """More for each block: reading one from disk takes about 0.15 ms, computing 16 tokens takes longer than 0.5 ms."""
+_MAP_SECONDS = 2.0
+"""The deadline for the first look into a region's memory."""
 _MAX_LOOKUP_ROUNDS = 3
 """A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
@@ -150,9 +152,9 @@ class KVOffload:
         prefix: list[messages.PrefixBlock] = []
         try:
             useful = self._useful(request.submit.block_hashes, command)
-            async with asyncio.timeout(lookup_seconds(len(useful), is_remote=bool(request.submit.prefix_source))):
-                with lost_is_unavailable():
-                    prefix = await self._load_prefix(request, useful)
+            seconds = lookup_seconds(len(useful), is_remote=bool(request.submit.prefix_source))
+            with lost_is_unavailable():
+                prefix = await self._load_prefix(request, useful, asyncio.get_running_loop().time() + seconds)
         except (TandemError, TimeoutError) as error:
             self.counters["prompt_cache_failures"] += 1
             reason = str(error) or "no answer"
@@ -165,34 +167,47 @@ class KVOffload:
         attributes: dict[str, str | int] = {"tandem.request.id": submit.request_id, "tandem.kv.blocks": num_blocks}
         record_span("kv.lookup", submit.traceparent, start_ns, time.time_ns(), attributes)
 
-    async def _load_prefix(self, request: ActiveRequest, block_hashes: Sequence[bytes]) -> list[messages.PrefixBlock]:
+    async def _load_prefix(
+        self, request: ActiveRequest, block_hashes: Sequence[bytes], until: float
+    ) -> list[messages.PrefixBlock]:
         def load(group: int, first: int, end: int) -> Awaitable[list[messages.PrefixBlock]]:
-            return self._load(request, group, block_hashes[first:end], first)
+            return self._load(request, group, block_hashes[first:end], first, until)
 
         found = await longest_prefix(load, len(block_hashes), self._windows)
-        await self._regions.map(block.extent.region_id for block in found)
+        async with asyncio.timeout(_MAP_SECONDS):
+            await self._regions.map(block.extent.region_id for block in found)
         self.counters["prompt_cache_blocks_found"] += len(found)
         return found
 
     async def _load(
-        self, request: ActiveRequest, group: int, block_hashes: Sequence[bytes], first: int
+        self, request: ActiveRequest, group: int, block_hashes: Sequence[bytes], first: int, until: float
     ) -> list[messages.PrefixBlock]:
-        """Load blocks of a group, numbered from `first` on; return the leading blocks that the store lends."""
+        """Load blocks of a group, numbered from `first` on; return the leading blocks that the store lends.
+
+        What was lent before the time `until` of the loop is kept. Raises TimeoutError if that is nothing.
+        """
         found: list[messages.PrefixBlock] = []
         for start in range(0, len(block_hashes), MAX_BLOCKS_PER_CALL):
             run = block_hashes[start : start + MAX_BLOCKS_PER_CALL]
-            reply = await self._link.client().load(
-                kv.LoadRequest(
-                    layout_digest=self._digest,
-                    group=group,
-                    block_hashes=run,
-                    reader_id=self._reader_id(request.key),
-                    reader_incarnation=self._incarnation,
-                    source_address=request.submit.prefix_source,
-                    source_id=request.submit.prefix_source_id,
-                    bytes_per_block=self._bytes_per_block,
-                )
+            wanted = kv.LoadRequest(
+                layout_digest=self._digest,
+                group=group,
+                block_hashes=run,
+                reader_id=self._reader_id(request.key),
+                reader_incarnation=self._incarnation,
+                source_address=request.submit.prefix_source,
+                source_id=request.submit.prefix_source_id,
+                bytes_per_block=self._bytes_per_block,
             )
+            try:
+                async with asyncio.timeout_at(until):
+                    reply = await self._link.client().load(wanted)
+            except TimeoutError:
+                if not found:
+                    raise
+                self.counters["prompt_cache_failures"] += 1
+                log.info("prompt_cache_lookup_cut", request_id=request.submit.request_id, num_blocks=len(found))
+                break
             index = first + start
             found += [messages.PrefixBlock(index + block.index, _extent_ref(block), group) for block in reply.blocks]
             if len(reply.blocks) < len(run):

@@ -16,7 +16,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import AddRequest, FilledBlocks
 from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL
 from tandem_runtime.kv.shared_region import SharedRegion
-from tandem_worker import convert
+from tandem_worker import convert, kv_offload
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.kv_link import LentPool
 from tandem_worker.kv_offload import KVOffload, lookup_seconds
@@ -134,6 +134,26 @@ def test_a_lookup_may_take_longer_the_more_blocks_it_is_about() -> None:
     assert lookup_seconds(0, is_remote=False) == 0.25
     assert lookup_seconds(8191, is_remote=False) > 4.0  # the disk reads as many in 1.2 s
     assert lookup_seconds(100, is_remote=True) > lookup_seconds(100, is_remote=False)
+
+
+async def test_what_was_lent_before_the_deadline_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_offload, "MAX_BLOCKS_PER_CALL", 2)
+    async with harness(tmp_path) as here:
+        await here.fill(a_submit(), 0, NUM_BLOCKS)
+        host = here.link.host
+        assert host is not None
+        load, is_over = host.host_cache.load, asyncio.Event()
+
+        async def load_four_blocks(request: kv.LoadRequest) -> kv.LoadReply:
+            if request.block_hashes[0] == HASHES[4]:
+                await is_over.wait()
+            return await load(request)
+
+        monkeypatch.setattr(host.host_cache, "load", load_four_blocks)
+        command = await here.added(a_submit())
+        assert [block.index for block in command.prefix] == [0, 1, 2, 3]
+        assert here.offload.counters["prompt_cache_failures"] == 1
+        is_over.set()
 
 
 async def test_a_request_that_must_not_find_does_not_ask(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ after the current step.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,15 +19,17 @@ from tandem_client.wire import StreamEvent, stream_event
 
 
 class _Progress:
-    """State of a stream: the number of pieces, tool calls, the usage, and whether `[DONE]` was received."""
+    """State of a stream: the number of pieces, thinking, tool calls, the usage, and whether `[DONE]` was received."""
 
     def __init__(self) -> None:
         self._decoder = EventDecoder()
         self.num_pieces = 0
+        self.on_thinking: Callable[[str], object] | None = None
         self.usage: dict[str, Any] | None = None
         self.finish_reason: str | None = None
         self.done = False
         self._calls: dict[int, tuple[str, str]] = {}
+        self._thinking: list[str] = []
 
     def read(self, chunk: bytes) -> Iterator[str]:
         """Yield the text in `chunk`; record usage and the end; raise the error of an error event."""
@@ -46,6 +48,14 @@ class _Progress:
             name, arguments = self._calls.get(part.index, ("", ""))
             self._calls[part.index] = part.name or name, arguments + part.arguments
         self.done = self.done or event.done
+        if event.thinking:
+            self._thinking.append(event.thinking)
+            if self.on_thinking is not None:
+                self.on_thinking(event.thinking)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._thinking)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
@@ -89,6 +99,15 @@ class TokenStream(Iterator[str]):
     def tool_calls(self) -> list[dict[str, Any]]:
         """`{"name", "arguments"}` of each call so far; incomplete arguments are text."""
         return self._progress.tool_calls
+
+    @property
+    def thinking(self) -> str:
+        """The model's thinking so far; "" if there is none."""
+        return self._progress.thinking
+
+    def on_thinking(self, show: Callable[[str], object]) -> None:
+        """Call `show` with each piece of thinking, as it arrives before the answer's first piece."""
+        self._progress.on_thinking = show
 
     @property
     def finish_reason(self) -> str | None:
@@ -148,6 +167,15 @@ class AsyncTokenStream(AsyncIterator[str]):
     def tool_calls(self) -> list[dict[str, Any]]:
         """`{"name", "arguments"}` of each call so far; incomplete arguments are text."""
         return self._progress.tool_calls
+
+    @property
+    def thinking(self) -> str:
+        """The model's thinking so far; "" if there is none."""
+        return self._progress.thinking
+
+    def on_thinking(self, show: Callable[[str], object]) -> None:
+        """Call `show` with each piece of thinking, as it arrives before the answer's first piece."""
+        self._progress.on_thinking = show
 
     @property
     def finish_reason(self) -> str | None:

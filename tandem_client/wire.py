@@ -65,9 +65,10 @@ class CallPart:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """One event of a token stream: text, parts of tool calls, the finish reason, the usage, or the end."""
+    """One event of a token stream: text, thinking, parts of tool calls, the finish reason, the usage, or the end."""
 
     text: str = ""
+    thinking: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     done: bool = False
@@ -86,7 +87,11 @@ def stream_event(data: str) -> StreamEvent:
         raise api_error(None, code, message or f"the stream reports an error without a message: {data[:200]}")
     usage = None if document.get("choices") else document.get("usage")
     return StreamEvent(
-        text=_text(document), finish_reason=_finish_reason(document), usage=usage, calls=tuple(_calls(document))
+        text=_text(document),
+        thinking=_thinking(document),
+        finish_reason=_finish_reason(document),
+        usage=usage,
+        calls=tuple(_calls(document)),
     )
 
 
@@ -108,6 +113,13 @@ def _text(document: dict[str, Any]) -> str:
         choice = document["choices"][0]
         text = choice.get("text") or (choice.get("delta") or {}).get("content")
     return text if isinstance(text, str) else ""
+
+
+def _thinking(document: dict[str, Any]) -> str:
+    """Return the thinking in a native or an OpenAI chunk."""
+    choice = (document.get("choices") or [{}])[0]
+    thinking = document.get("reasoning_content") or (choice.get("delta") or {}).get("reasoning_content")
+    return thinking if isinstance(thinking, str) else ""
 
 
 def _finish_reason(document: dict[str, Any]) -> str | None:

@@ -158,11 +158,15 @@ class Answer:
 
     def add(self, piece: str) -> str:
         """Add a piece; return it with unpaired surrogates replaced, since these have no UTF-8."""
+        self._pieces.append(self.think(piece))
+        return self._pieces[-1]
+
+    def think(self, piece: str) -> str:
+        """Note the time of a piece that is not part of the answer; return it as `add` does."""
         self._last = time.monotonic()
         if self._first is None:
             self._first = self._last
-        self._pieces.append(piece.encode("utf-8", errors="replace").decode())
-        return self._pieces[-1]
+        return piece.encode("utf-8", errors="replace").decode()
 
     def facts(self, usage: Mapping[str, Any] | None, finish_reason: str | None) -> str:
         """Return the line below an answer: tokens and speed, without what the server did not count."""
@@ -248,6 +252,7 @@ class Session:
     def _stream(self, question: str, answer: Answer) -> str:
         self.view.wait()
         with self.ai.run(self.model, self._inputs(question)) as stream:
+            stream.on_thinking(lambda piece: self.view.thinking(answer.think(piece)))
             for piece in stream:
                 self.view.piece(answer.add(piece))
         return answer.facts(stream.usage, stream.finish_reason)

@@ -43,6 +43,9 @@ class View(Protocol):
     def wait(self) -> None:
         """Show that a question was sent."""
 
+    def thinking(self, text: str) -> None:
+        """Show the next piece of the thinking before the answer."""
+
     def piece(self, text: str) -> None:
         """Show the next piece of the answer."""
 
@@ -75,6 +78,9 @@ class PlainView:
 
     def wait(self) -> None:
         """Print nothing in a pipe."""
+
+    def thinking(self, text: str) -> None:
+        """Print nothing: a pipe gets answers only."""
 
     def piece(self, text: str) -> None:
         self._last = visible(text) or self._last
@@ -109,6 +115,8 @@ class TerminalView:
         self._console = console
         self._can_erase = console.color_system is not None and not console.is_dumb_terminal
         self._is_waiting = False
+        self._is_thinking = False
+        """What was shown last is thinking: a blank line separates the answer."""
         self._last = "\n"
 
     def open(self, model: str, url: str) -> None:
@@ -120,8 +128,17 @@ class TerminalView:
             self._write("\033[2m…\033[0m")
             self._is_waiting = True
 
+    def thinking(self, text: str) -> None:
+        self._end_waiting()
+        self._is_thinking = True
+        self._last = visible(text) or self._last
+        self._write(f"\033[2m{visible(text)}\033[0m" if self._can_erase else visible(text))
+
     def piece(self, text: str) -> None:
         self._end_waiting()
+        if self._is_thinking and text:
+            self._is_thinking = False
+            self._write("\n" if self._last.endswith("\n") else "\n\n")
         self._last = visible(text) or self._last
         self._write(visible(text))
 
@@ -130,6 +147,7 @@ class TerminalView:
         if not self._last.endswith("\n"):
             self._write("\n")
         self._last = "\n"
+        self._is_thinking = False
         if facts:
             self.note(facts)
 

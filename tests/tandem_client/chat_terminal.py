@@ -48,6 +48,9 @@ class TalkingStub(StubGateway):
             while question == "say nothing":
                 yield b": a comment, as gateways send against idle proxies\n\n"
                 await asyncio.sleep(0.001)  # the rate of decode; here the server also notices a disconnect
+            if question == "think":
+                yield _event({"response": "", "reasoning_content": "What did "})
+                yield _event({"response": "", "reasoning_content": "they\033[2J say?\n"})
             yield _event({"response": f"({len(body['messages'])}) "})
             while question == "go on for ever":
                 yield _event({"response": "and on "})

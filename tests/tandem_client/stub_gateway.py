@@ -130,6 +130,14 @@ async def _calling(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+async def _thinking(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    """A native chunk of thinking, then one of OpenAI's."""
+    yield _event({"response": "", "reasoning_content": "One, "})
+    yield _event({"choices": [{"index": 0, "delta": {"reasoning_content": "then two."}}]})
+    async for event in _tokens(gateway, body):
+        yield event
+
+
 async def _calling_as_openai_does(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     def delta(**call: Any) -> bytes:
         return _event({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
@@ -183,6 +191,7 @@ _STREAMS = {
     "openai-shaped": _openai_shaped,
     "calling": _calling,
     "calling-as-openai-does": _calling_as_openai_does,
+    "thinking": _thinking,
 }
 
 

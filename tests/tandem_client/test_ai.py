@@ -77,6 +77,14 @@ def test_a_stream_gives_tokens_then_usage(gateway: StubGateway) -> None:
         assert stream.finish_reason == "stop"
 
 
+def test_thinking_is_beside_the_answers_tokens(gateway: StubGateway) -> None:
+    with AI(gateway.url) as ai:
+        stream, seen = stream_of(ai, "thinking"), list[str]()
+        stream.on_thinking(seen.append)
+        assert stream.thinking == "" and next(stream) == "One" and seen == ["One, ", "then two."]
+        assert "".join(stream) == " two three" and stream.thinking == "One, then two."
+
+
 def test_tokens_can_be_taken_one_by_one(gateway: StubGateway) -> None:
     with AI(gateway.url) as ai, stream_of(ai, "@tandem/demo") as stream:
         assert next(stream) == "One"

@@ -25,6 +25,14 @@ async def test_a_stream_gives_tokens_then_usage(gateway: StubGateway) -> None:
         assert stream.usage == USAGE
 
 
+async def test_thinking_is_beside_the_answers_tokens(gateway: StubGateway) -> None:
+    async with AsyncAI(gateway.url) as ai:
+        stream, seen = await ai.run("thinking", {"prompt": "count", "stream": True}), list[str]()
+        stream.on_thinking(seen.append)
+        assert [token async for token in stream] == ["One", " two", " three"]
+        assert seen == ["One, ", "then two."] and stream.thinking == "One, then two."
+
+
 async def test_many_streams_run_at_once(gateway: StubGateway) -> None:
     async with AsyncAI(gateway.url) as ai:
 

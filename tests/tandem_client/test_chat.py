@@ -58,6 +58,20 @@ def test_below_an_answer_stand_its_tokens_and_its_pace(gateway: TalkingStub, tmp
         assert b"\033[2m4 prompt tokens" in terminal.raw, "it is dim"
 
 
+def test_thinking_is_dim_before_the_answer_and_no_part_of_the_conversation(
+    gateway: TalkingStub, tmp_path: Path
+) -> None:
+    with chatting(gateway, tmp_path) as terminal:
+        assert "What did they\u241b[2J say?\n\n(1) You said think" in terminal.say("think").replace("\r", "")
+        assert b"\033[2mWhat did \033[0m" in terminal.raw, "it is dim"
+        terminal.say("Hi")
+    assert gateway.sent[-1] == ["think", "(1) You said think", "Hi"]
+
+
+def test_a_pipe_gets_answers_without_thinking(gateway: TalkingStub) -> None:
+    assert piped(gateway, "think\n").stdout == "(1) You said think\n"
+
+
 def test_reset_forgets_and_retry_asks_again(gateway: TalkingStub, tmp_path: Path) -> None:
     with chatting(gateway, tmp_path, "--system", "s") as terminal:
         terminal.say("one")

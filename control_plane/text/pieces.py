@@ -5,6 +5,7 @@ The tokenizers library takes about 150 bytes of memory per byte of a text that i
 
 from __future__ import annotations
 
+import resource
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,8 +14,12 @@ from tokenizers import Tokenizer
 
 from control_plane.generation import TokenIds
 from control_plane.text.seams import Seam, seams_of
+from tandem_machine.own_memory import data_bytes
 
 PIECE_CHARACTERS = 16 * 1024
+_LONG_CHARACTERS = 1 << 18
+_LEAST_BYTES_PER_CHARACTER = 64
+"""Of memory while a text is encoded at once, at least: less than half of what is usual."""
 _LOOK_AHEAD = 3
 """Characters behind a window in which a seam is searched."""
 
@@ -81,9 +86,22 @@ class PieceEncoder:
         return None, None
 
     def _whole(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Encode without the offsets of tokens; a batch of one, since that gives up the interpreter lock."""
+        """Encode without the offsets of tokens; a batch of one, since that gives up the interpreter lock.
+
+        Raises MemoryError for a text that cannot fit what this process may use: the library would end the process.
+        """
+        if len(text) >= _LONG_CHARACTERS:
+            _check_room(_LEAST_BYTES_PER_CHARACTER * len(text))
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+
+def _check_room(num_bytes: int) -> None:
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return
+    if data_bytes() + num_bytes > limit_bytes:
+        raise MemoryError(f"to encode a text takes {num_bytes:,} bytes at least")
 
 
 _NONE: array[int] = array("I")

@@ -15,6 +15,7 @@ from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text_processes import limits
 from control_plane.text_processes.bodies import parse
 from control_plane.text_processes.wire import MEMORY, Channel, Done, Drop, Ended, Failed, Hello, Named, Run, Use
+from tandem_machine.own_memory import OwnMemory
 from tandem_runtime.errors import TandemError
 
 _MAX_GROWTH_BYTES = 64 << 20
@@ -40,7 +41,7 @@ class _TextProcess:
         self._channel = channel
         self._tokenizers = tokenizers
         self._preparation = preparation
-        self._memory = limits.OwnMemory()
+        self._memory = OwnMemory()
         self._data_bytes = self._memory.data_bytes()
         self._told: dict[str, Use] = {}
         """By the caller's name for a model: the last answer to Named."""

@@ -57,10 +57,11 @@ def content(host: Host, reply: kv.LoadReply) -> list[bytes]:
     return [region.copy_out(block.extent, 0, block.extent.num_bytes) for block in reply.blocks]
 
 
-async def fill_with_others(writer: Writer, client: KvClient) -> None:
-    """Publish other prompts until every earlier block has been evicted."""
+async def fill_with_others(host: Host, writer: Writer, client: KvClient) -> None:
+    """Publish other prompts until every earlier block has been evicted, each after the disk has kept up."""
     for number in range(0, NUM_STORE_BLOCKS + 16, 8):
         await client.publish(published(writer, chain(8, f"other {number}"), range(8)))
+        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
 
 
 async def test_blocks_that_were_published_are_lent_to_anyone_with_their_hashes(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ async def test_a_lease_that_runs_out_is_harmless(tmp_path: Path) -> None:
         reply = await reader.load(wanted(chain(4)))
         host.put_forward(61.0)
         assert host.host_cache.blocks.stats().leased_bytes == 0
-        await fill_with_others(writer, writer.client)
+        await fill_with_others(host, writer, writer.client)
         with pytest.raises(Exception, match="reused"):
             content(host, reply)
         assert not (await reader.load(wanted(chain(4), "later"))).blocks
@@ -117,7 +118,7 @@ async def test_leased_blocks_outlast_any_number_of_others(tmp_path: Path) -> Non
     async with running_host(tmp_path) as host, running_writer(host) as writer, a_client(host) as reader:
         await writer.client.publish(published(writer, chain(4), range(4)))
         reply = await reader.load(wanted(chain(4)))
-        await fill_with_others(writer, writer.client)
+        await fill_with_others(host, writer, writer.client)
         assert content(host, reply) == [writer.block(slot) for slot in range(4)]
 
 
@@ -126,8 +127,7 @@ async def test_what_memory_has_no_room_for_comes_back_from_disk_verified(tmp_pat
     async with running_host(tmp_path, disk=disk) as host, running_writer(host) as writer, a_client(host) as reader:
         # 1. Published, then evicted from memory by other blocks.
         await writer.client.publish(published(writer, chain(4), range(4)))
-        await fill_with_others(writer, writer.client)
-        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        await fill_with_others(host, writer, writer.client)
         assert host.host_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in chain(4)]) == 0
         # 2. Loaded: read from disk into memory, unchanged.
         reply = await reader.load(wanted(chain(4)))
@@ -147,8 +147,7 @@ async def test_a_prompt_larger_than_what_memory_keeps_free_comes_from_disk_whole
             parent = hashes[first - 1] if first else b""
             await writer.client.publish(published(writer, hashes[first : first + 8], range(8), parent))
             await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
-        await fill_with_others(writer, writer.client)
-        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        await fill_with_others(host, writer, writer.client)
         assert host.host_cache.blocks.find_run([BlockKey(DIGEST, 0, each) for each in hashes]) == 0
         assert host.host_cache.blocks.stats().free_bytes < len(hashes) * BLOCK_BYTES // 4
         # 2. Room is made for all of it: the others are written to disk first.
@@ -164,8 +163,7 @@ async def test_blocks_from_disk_are_hashed_by_its_thread_alone(tmp_path: Path, m
     disk = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
     async with running_host(tmp_path, disk=disk) as host, running_writer(host) as writer, a_client(host) as reader:
         await writer.client.publish(published(writer, chain(4), range(4)))
-        await fill_with_others(writer, writer.client)
-        await until(lambda: host.host_cache.blocks.stats().demoting_bytes == 0)
+        await fill_with_others(host, writer, writer.client)
         hashed: list[int] = []
         monkeypatch.setattr("kv_transfer_svc.host_cache.block_checksum", lambda block: hashed.append(len(block)))
         reply = await reader.load(wanted(chain(4)))
@@ -178,7 +176,7 @@ async def test_the_disk_tier_survives_the_service(tmp_path: Path) -> None:
     async with running_host(tmp_path, disk=first) as host, running_writer(host) as writer:
         await writer.client.publish(published(writer, chain(4), range(4)))
         blocks = [writer.block(slot) for slot in range(4)]
-        await fill_with_others(writer, writer.client)
+        await fill_with_others(host, writer, writer.client)
     second = DiskTier(tmp_path / "disk", 16 << 20, 1 << 20)
     async with running_host(tmp_path, disk=second) as host, a_client(host) as reader:
         reply = await reader.load(wanted(chain(4)))

@@ -161,10 +161,13 @@ async def test_a_server_that_answers_nothing_is_left_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plaintext, "PROBE_SECONDS", 0.1)
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    held: list[asyncio.StreamWriter] = []  # a writer that nobody holds closes its connection
+    silent = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
     address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
     with pytest.raises(Unavailable, match="has not answered within"):
         await Plaintext(time.time() + 3600).takes_tls(address)
+    for writer in held:
+        writer.close()
     silent.close()
 
 

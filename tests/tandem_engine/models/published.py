@@ -31,7 +31,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -52,7 +52,7 @@ def _whole(model_type: str, text: str, **values: Any) -> Make:
     parts: dict[str, Any] = {
         "text_config": {**_SIZES, **values, "model_type": text},
         "vision_config": {
-            **_TOWER,
+            **TOWER,
             "model_type": "siglip_vision_model" if model_type == "gemma3" else "pixtral",
         },
     }

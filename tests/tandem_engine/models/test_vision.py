@@ -36,16 +36,9 @@ from tandem_engine.models.vision import text_config, text_name
 from tandem_engine.settings import EngineConfig
 from tests.checkpoints import byte_level_tokenizer
 from tests.tandem_engine.models.lean.kinds import _GEMMA3_ROPE, _PHI3, _SHAPE, WINDOW
+from tests.tandem_engine.models.published import TOWER
 from tests.tandem_engine.models.test_routes import NUM_TOKENS, logits_of, some_tokens
 
-_TOWER: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
 _QWEN_TOWER: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
 _IDS: dict[str, Any] = {"image_token_index": 300}
 _QWEN_IDS: dict[str, Any] = {
@@ -71,18 +64,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters={kind: dict(rope) for kind, rope in _GEMMA3_ROPE.items()},
         ),
-        vision_config=SiglipVisionConfig(**_TOWER),
+        vision_config=SiglipVisionConfig(**TOWER),
         mm_tokens_per_image=1,
         image_token_index=300,
         boi_token_index=301,
         eoi_token_index=302,
     ),
     "mistral3": lambda: Mistral3Config(
-        text_config=MistralConfig(**_SHAPE, sliding_window=None), vision_config=PixtralVisionConfig(**_TOWER), **_IDS
+        text_config=MistralConfig(**_SHAPE, sliding_window=None), vision_config=PixtralVisionConfig(**TOWER), **_IDS
     ),
     "llava": lambda: LlavaConfig(
         text_config=LlamaConfig(**_SHAPE),
-        vision_config=PixtralVisionConfig(**_TOWER),
+        vision_config=PixtralVisionConfig(**TOWER),
         tie_word_embeddings=False,
         **_IDS,
     ),

@@ -20,10 +20,13 @@ from google.protobuf.message import Message
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InvalidRequest
 
+_ROLES = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_KV, pb.WORKER_ROLE_ENCODE)
 MAX_NAME_BYTES = 1024
 MAX_ENTRIES = 256
 MAX_REPORT_BYTES = 4 << 20
 """Of one LoadReport: 16,384 links, which is the most that a KV service may list."""
+MAX_VALUES = 16_384
+"""Of one output of an encoder. The largest embeddings have 8,192."""
 _SMALL_REPORT_BYTES = 16 << 10
 """In a heartbeat's report of so few bytes nothing can be large: only its numbers are looked at."""
 
@@ -37,6 +40,7 @@ _TEXTS = {
     "tandem.v1.WorkerInfo.SettingsEntry.value": 16 << 10,
 }
 _LISTS = {
+    "tandem.v1.EncoderCard.labels": 16_384,
     "tandem.v1.KvGroup.layers": 4096,
     "tandem.v1.KvServiceLoad.links": 16_384,
     "tandem.v1.LoadReport.counters": 4096,
@@ -51,15 +55,23 @@ def check_info(info: pb.WorkerInfo) -> None:
     for name in ("worker_id", "incarnation", "address", "host_id"):
         if not getattr(info, name):
             raise InvalidRequest(f"info.{name} is empty; fill it in", field=f"info.{name}")
-    if info.role not in (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_KV):
-        raise InvalidRequest(f"info.role is {info.role}; set prefill, decode or kv", field="info.role")
+    if info.role not in _ROLES:
+        raise InvalidRequest(f"info.role is {info.role}; set prefill, decode, encode or kv", field="info.role")
     _check(info, "info")
     if info.card.model_id:
-        for name in ("context_length", "block_size", "vocab_size"):
+        is_encoder = info.role == pb.WORKER_ROLE_ENCODE
+        for name in ("context_length", "vocab_size", *(() if is_encoder else ("block_size",))):
             if not getattr(info.card, name):
                 raise InvalidRequest(
                     f"info.card.{name} of {info.card.model_id!r} is 0; give the model's", field=f"info.card.{name}"
                 )
+
+        if is_encoder and not 0 < info.card.encoder.num_values <= MAX_VALUES:
+            field = "info.card.encoder.num_values"
+            num_values = info.card.encoder.num_values
+            raise InvalidRequest(
+                f"{field} of {info.card.model_id!r} is {num_values:,}; an encoder has 1 to {MAX_VALUES:,}", field=field
+            )
 
 
 def check_load(load: pb.LoadReport, *, is_first: bool = False) -> None:

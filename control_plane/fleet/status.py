@@ -11,7 +11,12 @@ from google.protobuf.message import Message
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 
-_ROLES = {pb.WORKER_ROLE_PREFILL: "prefill", pb.WORKER_ROLE_DECODE: "decode", pb.WORKER_ROLE_KV: "kv"}
+_ROLES = {
+    pb.WORKER_ROLE_PREFILL: "prefill",
+    pb.WORKER_ROLE_DECODE: "decode",
+    pb.WORKER_ROLE_KV: "kv",
+    pb.WORKER_ROLE_ENCODE: "encode",
+}
 _MAX_NAME_CHARACTERS = 256
 
 

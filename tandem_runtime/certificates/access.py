@@ -56,6 +56,7 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.ControlPlaneService/ListWorkers": _OPERATORS,
     # A worker serves gateways. Attach carries prompts and answers: no worker may read another's.
     "/tandem.v1.WorkerService/Attach": _only("gateway"),
+    "/tandem.v1.WorkerService/Encode": _only("gateway"),
     "/tandem.v1.WorkerService/GetAsset": _only("gateway"),
     "/tandem.v1.WorkerService/Stats": _OPERATORS,
     "/tandem.v1.WorkerService/Tables": _only("gateway"),

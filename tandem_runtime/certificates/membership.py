@@ -22,6 +22,7 @@ WORKER_ROLES: dict[pb.WorkerRole.ValueType, Role] = {
     pb.WORKER_ROLE_PREFILL: "prefill",
     pb.WORKER_ROLE_DECODE: "decode",
     pb.WORKER_ROLE_KV: "kv",
+    pb.WORKER_ROLE_ENCODE: "encode",
 }
 """The role in the certificate of each kind of worker."""
 

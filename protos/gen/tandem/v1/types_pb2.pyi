@@ -209,6 +209,7 @@ class _WorkerRoleEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_WorkerRole.
     WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
     WORKER_ROLE_KV: _WorkerRole.ValueType  # 3
+    WORKER_ROLE_ENCODE: _WorkerRole.ValueType  # 4
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------------------------
@@ -219,6 +220,7 @@ WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
 WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
 WORKER_ROLE_KV: WorkerRole.ValueType  # 3
+WORKER_ROLE_ENCODE: WorkerRole.ValueType  # 4
 
 class _WorkerState:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -429,6 +431,7 @@ class ModelCard(message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     CREATED_UNIX_SECONDS_FIELD_NUMBER: builtins.int
     TASK_FIELD_NUMBER: builtins.int
+    ENCODER_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     block_size: builtins.int
     """tokens"""
@@ -443,7 +446,7 @@ class ModelCard(message.Message):
     dtype: builtins.str
     created_unix_seconds: builtins.int
     task: builtins.str
-    """"text-generation" """
+    """"text-generation", "text-embedding", "text-classification" or "text-ranking" """
     @builtins.property
     def aliases(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @builtins.property
@@ -456,6 +459,10 @@ class ModelCard(message.Message):
     def generation_defaults(self) -> GenerationDefaults: ...
     @builtins.property
     def assets(self) -> containers.RepeatedCompositeFieldContainer[Asset]: ...
+    @builtins.property
+    def encoder(self) -> EncoderCard:
+        """of encode workers only; their layout and block_size are empty"""
+
     def __init__(
         self,
         *,
@@ -475,10 +482,49 @@ class ModelCard(message.Message):
         dtype: builtins.str = ...,
         created_unix_seconds: builtins.int = ...,
         task: builtins.str = ...,
+        encoder: EncoderCard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["encoder", b"encoder", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "encoder", b"encoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class EncoderCard(message.Message):
+    """What an encoder makes of one text, or of one pair of texts."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_VALUES_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
+    IS_NORMALIZED_FIELD_NUMBER: builtins.int
+    HAS_PAIRS_FIELD_NUMBER: builtins.int
+    num_values: builtins.int
+    """dimensions of an embedding, classes of a classifier, 1 for a ranking"""
+    pooling: builtins.str
+    """of embeddings: "mean", "cls" or "last" """
+    is_normalized: builtins.bool
+    """an embedding has the length 1"""
+    has_pairs: builtins.bool
+    """an input may have two texts"""
+    @builtins.property
+    def labels(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of the classes, in the order of the values"""
+
+    def __init__(
+        self,
+        *,
+        num_values: builtins.int = ...,
+        labels: abc.Iterable[builtins.str] | None = ...,
+        pooling: builtins.str = ...,
+        is_normalized: builtins.bool = ...,
+        has_pairs: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["has_pairs", b"has_pairs", "is_normalized", b"is_normalized", "labels", b"labels", "num_values", b"num_values", "pooling", b"pooling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1385,6 +1431,131 @@ class Event(message.Message):
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["hello", "accepted", "refused", "failed", "step"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class EncodeInput(message.Message):
+    """---------------------------------------------------------------------------------------------------------------
+    Embeddings, classes and rankings
+
+    One text, or a pair of texts, as the model reads it.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    NUM_FIRST_TOKENS_FIELD_NUMBER: builtins.int
+    token_ids: builtins.bytes
+    """four little-endian bytes each, the model's special tokens included"""
+    num_first_tokens: builtins.int
+    """of a pair: tokens of the first text and its special tokens; 0: one text"""
+    def __init__(
+        self,
+        *,
+        token_ids: builtins.bytes = ...,
+        num_first_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["num_first_tokens", b"num_first_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class EncodeRequest(message.Message):
+    """A call has no state: after the worker's death, another worker gives the same values."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    INPUTS_FIELD_NUMBER: builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
+    FAIRNESS_KEY_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    attempt: builtins.int
+    time_left_ms: builtins.int
+    """until the deadline, when this was sent"""
+    traceparent: builtins.str
+    fairness_key: builtins.str
+    pooling: builtins.str
+    """of embeddings: "mean", "cls" or "last"; "": the model's"""
+    @builtins.property
+    def model(self) -> ModelRef: ...
+    @builtins.property
+    def inputs(self) -> containers.RepeatedCompositeFieldContainer[EncodeInput]: ...
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        attempt: builtins.int = ...,
+        model: ModelRef | None = ...,
+        inputs: abc.Iterable[EncodeInput] | None = ...,
+        time_left_ms: builtins.int = ...,
+        traceparent: builtins.str = ...,
+        fairness_key: builtins.str = ...,
+        pooling: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "fairness_key", b"fairness_key", "inputs", b"inputs", "model", b"model", "pooling", b"pooling", "request_id", b"request_id", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class EncodeReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    LEDGER_FIELD_NUMBER: builtins.int
+    values: builtins.bytes
+    """Float32, little-endian: [inputs, EncoderCard.num_values]. Embeddings, normalized if the card says so; probabilities
+    of classes; logits of rankings.
+    """
+    @builtins.property
+    def ledger(self) -> EncodeLedger: ...
+    def __init__(
+        self,
+        *,
+        values: builtins.bytes = ...,
+        ledger: EncodeLedger | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["ledger", b"ledger", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class EncodeLedger(message.Message):
+    """Times are Unix nanoseconds."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    SUBMITTED_NS_FIELD_NUMBER: builtins.int
+    SCHEDULED_NS_FIELD_NUMBER: builtins.int
+    FINISHED_NS_FIELD_NUMBER: builtins.int
+    num_tokens: builtins.int
+    submitted_ns: builtins.int
+    scheduled_ns: builtins.int
+    """the first input is in a batch"""
+    finished_ns: builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: builtins.int = ...,
+        submitted_ns: builtins.int = ...,
+        scheduled_ns: builtins.int = ...,
+        finished_ns: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["finished_ns", b"finished_ns", "num_tokens", b"num_tokens", "scheduled_ns", b"scheduled_ns", "submitted_ns", b"submitted_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class Device(message.Message):

@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_types__pb2.Command.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.Event.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_unary(
+                '/tandem.v1.WorkerService/Encode',
+                request_serializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
+                _registered_method=True)
         self.GetAsset = channel.unary_stream(
                 '/tandem.v1.WorkerService/GetAsset',
                 request_serializer=tandem_dot_v1_dot_types__pb2.AssetRequest.SerializeToString,
@@ -63,6 +68,13 @@ class WorkerServiceServicer:
     def Attach(self, request_iterator, context):
         """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
         comes back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Encode(self, request, context):
+        """Returns the values of some texts. Only encode workers answer it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +108,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.Command.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.Event.SerializeToString,
+            ),
+            'Encode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.EncodeReply.SerializeToString,
             ),
             'GetAsset': grpc.unary_stream_rpc_method_handler(
                     servicer.GetAsset,
@@ -140,6 +157,33 @@ class WorkerService:
             '/tandem.v1.WorkerService/Attach',
             tandem_dot_v1_dot_types__pb2.Command.SerializeToString,
             tandem_dot_v1_dot_types__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerService/Encode',
+            tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
             options,
             channel_credentials,
             insecure,

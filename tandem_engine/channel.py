@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from tandem_engine.encoder.messages import EncoderCommand, EncoderEvent
 from tandem_engine.messages import Command, EngineEvent
 from tandem_engine.settings import EngineConfig
 
@@ -28,9 +29,10 @@ _MAX_MESSAGE_BYTES = 256 << 20
 _MAX_FDS = 16
 _READ_BYTES = 256 << 10
 
-_KINDS = frozenset((EngineConfig, *get_args(Command), *get_args(EngineEvent)))
+_Any = EngineConfig | Command | EngineEvent | EncoderCommand | EncoderEvent
+_KINDS = frozenset(get_args(_Any))
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(EngineConfig | Command | EngineEvent)
+_DECODER = msgspec.msgpack.Decoder(_Any)
 
 
 class InvalidMessage(ValueError):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tandem_engine.channel import AsyncChannel, ChannelClosed, Received
+from tandem_engine.encoder.messages import EncoderCommand
 from tandem_engine.messages import Command, EngineFailed, Shutdown
 from tandem_engine.settings import EngineConfig
 from tandem_machine.limits import with_remedy
@@ -65,7 +66,7 @@ class EngineClient:
         """None while the process runs; negative: the signal that ended it."""
         return self._process.returncode
 
-    def send(self, command: Command, fd: int | None = None) -> None:
+    def send(self, command: Command | EncoderCommand, fd: int | None = None) -> None:
         """Send a command; the caller keeps the descriptor. Raises ChannelClosed if the engine is gone."""
         self._channel.send(command, () if fd is None else (fd,))
 

@@ -1,0 +1,1 @@
+"""Embeddings, classes and rankings: encoders, and decoders that serve as encoders."""

@@ -224,6 +224,7 @@ class Gateway:
             min_body_bytes_per_second=settings.min_body_bytes_per_second,
             body_seconds=settings.body_seconds,
             max_bodies_bytes=settings.max_bodies_bytes,
+            max_account_bodies_bytes=settings.max_account_bodies_bytes,
         )
         limits = wanted.within(max_open_files)
         if limits != wanted:
@@ -284,6 +285,7 @@ def _text_limits(settings: ControlPlaneSettings) -> TextLimits:
         settings.text_memory_mb,
         settings.text_max_waiting,
         settings.text_max_waiting_mb * 1_000_000,
+        settings.text_account_mb * 1_000_000,
     )
 
 

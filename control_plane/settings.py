@@ -20,6 +20,7 @@ from tandem_runtime.settings import setting
 _POSITIVE = (
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_account_bodies_bytes",
     "body_stall_seconds",
     "body_seconds",
     "max_head_bytes",
@@ -76,8 +77,11 @@ class ControlPlaneSettings(HandleSettings):
     max_body_bytes: int = setting(10_000_000, "largest request body; more is answered with 413")
     max_bodies_bytes: int = setting(
         256 * 1024 * 1024,
-        "bytes of all request bodies whose answers have not begun; more are answered with 503, those that do not move "
+        "bytes of all request bodies that are not prepared yet; more are answered with 503, those that do not move "
         "first",
+    )
+    max_account_bodies_bytes: int = setting(
+        40 * 1024 * 1024, "bytes of one account's request bodies that are not prepared yet; more are answered with 429"
     )
     body_stall_seconds: float = setting(
         10.0, "seconds without a byte of a request body, after which it is answered with 408"
@@ -115,6 +119,9 @@ class ControlPlaneSettings(HandleSettings):
     text_cpu_seconds_per_mb: float = setting(3.0, "processor seconds more for each megabyte of the body")
     text_memory_mb: int = setting(
         256, "MiB of memory to prepare one body of 0.75 MB or more, a quarter of them for a short one; more: 400"
+    )
+    text_account_mb: int = setting(
+        10, "megabytes of one account's bodies that are prepared at a time; a larger body is prepared alone"
     )
     text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
     text_max_waiting_mb: int = setting(
@@ -222,9 +229,11 @@ class ControlPlaneSettings(HandleSettings):
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0; leave it out for the default")
-        if self.max_bodies_bytes < self.max_body_bytes:
+        for name in ("max_bodies_bytes", "max_account_bodies_bytes"):
+            if getattr(self, name) >= self.max_body_bytes:
+                continue
             raise ValueError(
-                f"max_bodies_bytes is {self.max_bodies_bytes:,}, less than the {self.max_body_bytes:,} of one body; "
+                f"{name} is {getattr(self, name):,}, less than the {self.max_body_bytes:,} of one body; "
                 "raise it, or lower max_body_bytes"
             )
         PriceTable.parse(self.prices)

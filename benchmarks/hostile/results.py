@@ -11,7 +11,6 @@ from benchmarks.hostile.maker import Kind
 from benchmarks.lib.command import Outcome, Sheet, Target
 from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile
-from control_plane.text_processes.pool import TextLimits
 
 MAX_P99_GROWTH_SECONDS = 0.05
 MAX_LONGEST_GROWTH_SECONDS = 0.15
@@ -20,8 +19,6 @@ MAX_REFUSAL_SECONDS = 3.0
 MAX_HONEST_SECONDS = 5.0
 MAX_LAG_SECONDS = 0.05
 _MB = 1e6
-_PROCESS_BYTES = 60_000_000
-"""Of a text process without a body, and the body that it reads."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def _enter_crowded(outcome: Outcome, crowded: Crowded) -> None:
     }
     outcome.targets += [
         *_gap_targets(crowded.title, crowded.p99_seconds, crowded.longest_seconds, crowded.quiet),
-        _memory_target(crowded.title, crowded.memory_bytes, MAX_MEMORY_BYTES if crowded.must_be_ok else _bound_bytes()),
+        _memory_target(crowded.title, crowded.memory_bytes),
         Target(f"{crowded.title}: {crowded.num_ended} streams ended, 0 wanted", crowded.num_ended == 0),
         Target(f"{crowded.title}: {num_unanswered} without an answer, 0 wanted", num_unanswered == 0),
     ]
@@ -237,12 +234,6 @@ def _gap_targets(title: str, p99: float, longest: float, quiet: Quiet) -> list[T
     ]
 
 
-def _memory_target(name: str, num_bytes: int, most: int = MAX_MEMORY_BYTES) -> Target:
-    return Target(f"{name}: memory {num_bytes / _MB:+.0f} MB, {most / _MB:+.0f} wanted", num_bytes <= most)
-
-
-def _bound_bytes() -> int:
-    """Return what one account can take by the settings: bodies that wait, and its half of the text processes."""
-    limits = TextLimits()
-    num_processes = (limits.num_large + 1) // 2
-    return limits.max_waiting_bytes + num_processes * ((limits.memory_mb << 20) + _PROCESS_BYTES)
+def _memory_target(name: str, num_bytes: int) -> Target:
+    wanted = f"{MAX_MEMORY_BYTES / _MB:+.0f} wanted"
+    return Target(f"{name}: memory {num_bytes / _MB:+.0f} MB, {wanted}", num_bytes <= MAX_MEMORY_BYTES)

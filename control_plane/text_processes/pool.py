@@ -61,6 +61,8 @@ class TextLimits:
     """Of one body of a megabyte or more; a shorter one may take less."""
     max_waiting: int = 512
     max_waiting_bytes: int = 128_000_000
+    max_account_bytes: int = 10_000_000
+    """Of the bodies of one account that are prepared at a time. One body alone may have more."""
 
     def max_cpu_seconds(self, num_bytes: int) -> float:
         return self.cpu_seconds + self.cpu_seconds_per_mb * num_bytes / 1e6
@@ -90,9 +92,9 @@ class TextProcesses:
     def __init__(self, limits: TextLimits | None = None, public_prefixes: PublicPrefixes | None = None) -> None:
         self.limits = limits or TextLimits()
         self.zygote = ZygoteLink(public_prefixes.texts if public_prefixes is not None else None)
-        waiting = self.limits.max_waiting, self.limits.max_waiting_bytes
-        self.small = Lane("small", _NUM_SMALL, *waiting)
-        self.large = Lane("large", self.limits.num_large, *waiting)
+        bounds = self.limits.max_waiting, self.limits.max_waiting_bytes, self.limits.max_account_bytes
+        self.small = Lane("small", _NUM_SMALL, *bounds)
+        self.large = Lane("large", self.limits.num_large, *bounds)
         self._idle: dict[str, list[TextProcess]] = {self.small.name: [], self.large.name: []}
         self._all: set[TextProcess] = set()
         self._tasks = TaskSet()
@@ -146,7 +148,7 @@ class TextProcesses:
             process = self._take_idle(lane) or await self._spawn(lane)
             return await self._run(process, job, raw, resolve, may_assume=may_assume)
         finally:
-            self._release(lane, account, process)
+            self._release(lane, account, len(raw), process)
             # Later: a metric must not delay the prompt.
             asyncio.get_running_loop().call_soon(self._meter.ran, lane, started - arrived, time.monotonic() - started)
 
@@ -237,15 +239,15 @@ class TextProcesses:
             raise
         return process
 
-    def _release(self, lane: Lane, account: str, process: TextProcess | None) -> None:
+    def _release(self, lane: Lane, account: str, num_bytes: int, process: TextProcess | None) -> None:
         if process is not None and process.has_job and not process.is_over:
-            self._tasks.spawn(self._finish(lane, account, process), name="text-job-left")
+            self._tasks.spawn(self._finish(lane, account, num_bytes, process), name="text-job-left")
             return
         if process is not None:
             self._keep(lane, process)
-        lane.give_back(account)
+        lane.give_back(account, num_bytes)
 
-    async def _finish(self, lane: Lane, account: str, process: TextProcess) -> None:
+    async def _finish(self, lane: Lane, account: str, num_bytes: int, process: TextProcess) -> None:
         """Let a job end whose client has left, for a moment; then kill its process. It holds its slot meanwhile."""
         is_over, process.is_over = process.is_over, True  # unless its answer is read to the end below
         try:
@@ -262,7 +264,7 @@ class TextProcesses:
             self._kill(process, "client_left", 0.0, 0)
         finally:
             self._keep(lane, process)
-            lane.give_back(account)
+            lane.give_back(account, num_bytes)
 
     def _keep(self, lane: Lane, process: TextProcess) -> None:
         if process.may_serve:  # whether it still lives is asked when it is taken

@@ -22,6 +22,7 @@ SETTINGS = (
     "head_seconds",
     "max_body_bytes",
     "max_bodies_bytes",
+    "max_account_bodies_bytes",
     "body_stall_seconds",
     "min_body_bytes_per_second",
     "body_seconds",

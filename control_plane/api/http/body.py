@@ -19,8 +19,9 @@ from control_plane.api.http.bounds import (
     MAX_JSON_DEPTH,
     MAX_SHOWN_CHARACTERS,
 )
+from control_plane.api.http.connections import BodyHold
 from control_plane.api.http.errors import BodyMissing, BodyTooLarge
-from control_plane.api.http.request_context import services_of
+from control_plane.api.http.request_context import caller_of, services_of
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 
@@ -88,17 +89,30 @@ async def read_json_object(request: Request) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raise BodyTooLarge, by Content-Length before any of it is read."""
+    """Return the body. Raise BodyTooLarge, by Content-Length before any of it is read, or AccountBodiesFull.
+
+    Its bytes count as the account's until `body_is_prepared`.
+    """
     limit_bytes = services_of(request).settings.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > len(str(limit_bytes)) or int(length) > limit_bytes):
         raise _too_large(limit_bytes)
+    hold: BodyHold | None = getattr(request.state, "body_hold", None)  # a test without the server has none
+    if hold is not None:
+        hold.belongs_to(caller_of(request).account)
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > limit_bytes:
             raise _too_large(limit_bytes)
     return bytes(raw)
+
+
+def body_is_prepared(request: Request) -> None:
+    """Count the bytes of the request's body no longer."""
+    hold: BodyHold | None = getattr(request.state, "body_hold", None)
+    if hold is not None:
+        hold.release()
 
 
 def _too_large(limit_bytes: int) -> BodyTooLarge:

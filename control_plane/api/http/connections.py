@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from control_plane.api.http.errors import (
+    AccountBodiesFull,
     BodiesFull,
     ConnectionsFull,
     RequestTooSlow,
@@ -45,6 +46,7 @@ class ConnectionLimits:
     min_body_bytes_per_second: int = 1_024
     body_seconds: float = 120.0
     max_bodies_bytes: int = 256 * 1024 * 1024
+    max_account_bodies_bytes: int = 40 * 1024 * 1024
     grace_seconds: float = 1.0
     """Heads younger than this do not count as unfinished: a burst of connections brings its heads an instant later."""
     linger_seconds: float = 2.0
@@ -89,13 +91,31 @@ class Body:
         self.num_held_bytes = 0
         """Bytes that count as in flight."""
         self.is_held = True
-        """Whether further bytes count, too: until the response starts."""
+        """Whether further bytes count, too: until the body was prepared, or the response starts."""
+        self.account: str | None = None
+        """Whose bytes these are, once that is known."""
         self.started = now
         self.progressed = now
 
     @property
     def num_missing_bytes(self) -> int | None:
         return None if self.num_expected_bytes is None else self.num_expected_bytes - self.num_bytes
+
+
+class BodyHold:
+    """What an endpoint says about the body of its request: whose bytes they are, and that they are gone."""
+
+    def __init__(self, connections: Connections, body: Body) -> None:
+        self._connections = connections
+        self._body = body
+
+    def belongs_to(self, account: str) -> None:
+        """Count the body for an account. Raise AccountBodiesFull."""
+        self._connections.body_belongs_to(self._body, account)
+
+    def release(self) -> None:
+        """Stop counting: nothing holds the body's bytes any more."""
+        self._connections.release(self._body)
 
 
 class Connections:
@@ -106,7 +126,8 @@ class Connections:
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         """The buffer of all reads: a read is parsed before the next one begins."""
         self.num_body_bytes = 0
-        """Bytes of bodies whose responses have not started."""
+        """Bytes of bodies that are held."""
+        self._account_bytes: Counter[str] = Counter()
         self._clock = clock
         self._open: set[Connection] = set()
         self._heads: dict[Connection, float] = {}
@@ -124,7 +145,8 @@ class Connections:
         self._timer: asyncio.TimerHandle | None = None
         self._swept = 0.0
         self._has_skipped = False
-        self._none_stalled_until = 0.0
+        self._none_stalled_until: dict[str | None, float] = {}
+        """By account, and None for all."""
         self._refusals = metrics.meter().create_counter(
             "tandem.http.refusals", description="Requests and connections refused by the HTTP server's limits."
         )
@@ -211,24 +233,40 @@ class Connections:
         self._watch()
         return body
 
+    def body_belongs_to(self, body: Body, account: str) -> None:
+        """Count a body's bytes for an account. Raise AccountBodiesFull if they do not fit beside the account's."""
+        if not body.is_held or body.account is not None:
+            return
+        self._make_room_of(account, max(body.num_held_bytes, body.num_expected_bytes or 0))
+        body.account = account
+        self._account_bytes[account] += body.num_held_bytes
+
     def body_received(self, body: Body, num_bytes: int) -> None:
-        """Count bytes of a body. Raise BodiesFull if they do not fit beside the bodies in flight."""
+        """Count bytes of a body. Raise BodiesFull or AccountBodiesFull if they do not fit beside those in flight."""
         body.num_bytes += num_bytes
         body.progressed = self.now()
-        if body.is_held:
-            self._make_room(num_bytes)
-            body.num_held_bytes += num_bytes
-            self.num_body_bytes += num_bytes
+        if not body.is_held:
+            return
+        self._make_room(num_bytes)
+        if body.account is not None:
+            self._make_room_of(body.account, num_bytes)
+            self._account_bytes[body.account] += num_bytes
+        body.num_held_bytes += num_bytes
+        self.num_body_bytes += num_bytes
 
     def body_ended(self, connection: Connection) -> None:
         """Stop watching a body. Its bytes count until `release`."""
         self._bodies.pop(connection, None)
 
     def release(self, body: Body) -> None:
-        """Stop counting a body's bytes: the response starts, or the connection is lost."""
+        """Stop counting a body's bytes: the body was prepared, the response starts, or the connection is lost."""
         if not body.is_held:
             return
         self.num_body_bytes -= body.num_held_bytes
+        if body.account is not None:
+            self._account_bytes[body.account] -= body.num_held_bytes
+            if not self._account_bytes[body.account]:
+                del self._account_bytes[body.account]
         body.num_held_bytes, body.is_held = 0, False
         held = self._held[body.connection]
         held.remove(body)
@@ -239,32 +277,51 @@ class Connections:
         """Refuse bodies that do not move until `num_bytes` more fit. Raise BodiesFull if that is not enough."""
         limit = self.limits.max_bodies_bytes
         while self.num_body_bytes + num_bytes > limit:
-            stalled = self._most_stalled()
-            if stalled is None:
+            if not self._refuse_most_stalled(None):
                 raise BodiesFull(
                     f"the bodies of requests in progress have {self.num_body_bytes:,} bytes and this one up to "
                     f"{num_bytes:,} more, the limit is {limit:,}; try again",
                     retry_after_seconds=_RETRY_SECONDS,
                 )
-            body = self._bodies[stalled]
-            stalled.refuse(RequestTooSlow("the body came too slowly while the gateway needed its memory; try again"))
-            self._bodies.pop(stalled, None)
-            self.release(body)
 
-    def _most_stalled(self) -> Connection | None:
-        """Return the connection with the largest body that has not moved for a while."""
+    def _make_room_of(self, account: str, num_bytes: int) -> None:
+        """Do the same for one account's bodies. Raise AccountBodiesFull."""
+        limit = self.limits.max_account_bodies_bytes
+        while (held := self._account_bytes.get(account, 0)) + num_bytes > limit:
+            if not self._refuse_most_stalled(account):
+                raise AccountBodiesFull(
+                    f"the bodies of this account that are not prepared yet have {held:,} bytes and this one up to "
+                    f"{num_bytes:,} more, the limit is {limit:,}; try again later, or have the operator raise "
+                    "--max-account-bodies-bytes",
+                    retry_after_seconds=_RETRY_SECONDS,
+                )
+
+    def _refuse_most_stalled(self, account: str | None) -> bool:
+        """Refuse the largest body, of an account or of all, that has not moved for a while. Return whether one was."""
+        stalled = self._most_stalled(account)
+        if stalled is None:
+            return False
+        body = self._bodies[stalled]
+        stalled.refuse(RequestTooSlow("the body came too slowly while the gateway needed its memory; try again"))
+        self._bodies.pop(stalled, None)
+        self.release(body)
+        return True
+
+    def _most_stalled(self, account: str | None) -> Connection | None:
         now = self.now()
-        if now < self._none_stalled_until:
+        if now < self._none_stalled_until.get(account, 0.0):
             return None
         stalled = [
             (body.num_held_bytes, connection)
             for connection, body in self._bodies.items()
             if body.num_held_bytes
+            and account in (None, body.account)
             and now - body.progressed > self.limits.grace_seconds
             and not connection.is_waiting_for_us
         ]
         if not stalled:
-            self._none_stalled_until = now + self.limits.sweep_seconds  # a search costs as much as there are bodies
+            # A search costs as much as there are bodies.
+            self._none_stalled_until[account] = now + self.limits.sweep_seconds
             return None
         return max(stalled, key=lambda each: each[0])[1]
 
@@ -290,6 +347,7 @@ class Connections:
         """
         now, elapsed = self.now(), self.now() - self._swept
         self._swept = now
+        self._none_stalled_until.clear()
         self._log_refusals()
         if elapsed > 1.5 * self.limits.sweep_seconds and not self._has_skipped:
             self._has_skipped = True

@@ -103,6 +103,10 @@ class BodiesFull(Unavailable):
     """HTTP only: the bodies of requests in progress have as many bytes as they may have."""
 
 
+class AccountBodiesFull(Overloaded):
+    """HTTP only: the bodies of one account that are not prepared yet have as many bytes as they may have."""
+
+
 _BUSY_TEXT = "Capacity temporarily exceeded, please try again."
 """Clients of Workers AI look for this sentence with code 3040."""
 
@@ -122,6 +126,7 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     TooManyUnfinishedHeads: (429, 3040),
     ConnectionsFull: (503, 3040),
     BodiesFull: (503, 3040),
+    AccountBodiesFull: (429, 3040),
     NotAllowed: (403, 10000),
     NoSuchThing: (404, 7003),
     AlreadyThere: (409, 5006),

@@ -28,7 +28,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from control_plane.api.http.bounds import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES
-from control_plane.api.http.connections import Body, Connections, address_of
+from control_plane.api.http.connections import Body, BodyHold, Connections, address_of
 from control_plane.api.http.errors import (
     BodyTooLarge,
     HeadTooLarge,
@@ -271,6 +271,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._stage = "body"
         self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope["state"]["response_starts"] = _ResponseStarts(self, self.cycle, self._body)
+        if self._body is not None:
+            self.scope["state"]["body_hold"] = BodyHold(self.owner, self._body)
         self.owner.head_ended(self)
 
     def on_body(self, body: bytes) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from control_plane.api.collected_choice import Answer, collect
-from control_plane.api.http.body import read_body
+from control_plane.api.http.body import body_is_prepared, read_body
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import DONE, EventStream, frame, while_connected
 from control_plane.api.multi_prompt_stream import MultiPromptStream, start_all
@@ -57,6 +57,7 @@ async def completions(request: Request) -> Response:
     text = services_of(request).text
     preparing = text.prepare_body(TextJob("completions"), await read_body(request), caller_of(request), parse)
     prepared = await while_connected(request, preparing)
+    body_is_prepared(request)
     form, prompts = prepared.form, prepared.prompts
     echoes, used = await while_connected(request, _echoes(request, form, prompts))
     starting = start_all([text.start_prepared(prompt) for prompt in prompts], used)
@@ -69,6 +70,8 @@ async def completions(request: Request) -> Response:
 async def _started_chat(request: Request, raw: bytes) -> tuple[AnswerForm, TextStream]:
     text = services_of(request).text
     prepared = await text.prepare_body(TextJob("chat"), raw, caller_of(request), parse)
+    del raw  # the wait for a worker may be long
+    body_is_prepared(request)
     (prompt,) = prepared.prompts
     return prepared.form, await text.start_prepared(prompt)
 

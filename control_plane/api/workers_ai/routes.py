@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from control_plane.api.http.body import read_body
+from control_plane.api.http.body import body_is_prepared, read_body
 from control_plane.api.http.bounds import check_model_name
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import EventStream, while_connected
@@ -67,6 +67,8 @@ async def answer(request: Request, job: TextJob, *, in_envelope: bool) -> Respon
 async def _started(request: Request, job: TextJob, raw: bytes) -> tuple[AnswerForm, TextStream]:
     text = services_of(request).text
     prepared = await text.prepare_body(job, raw, caller_of(request), parse)
+    del raw  # the wait for a worker may be long
+    body_is_prepared(request)
     (prompt,) = prepared.prompts
     return prepared.form, await text.start_prepared(prompt)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from control_plane.api.http.connections import ConnectionLimits, Connections, address_of
-from control_plane.api.http.errors import BodiesFull, ConnectionsFull, RequestTooSlow, TooManyUnfinishedHeads
+from control_plane.api.http.errors import (
+    AccountBodiesFull,
+    BodiesFull,
+    ConnectionsFull,
+    RequestTooSlow,
+    TooManyUnfinishedHeads,
+)
 from tandem_runtime.errors import TandemError
 
 LIMITS = ConnectionLimits(max_connections=4, max_unfinished_heads=2, max_bodies_bytes=1_000, max_body_bytes=800)
@@ -123,6 +130,36 @@ async def test_a_body_beyond_the_room_of_all_is_refused_and_one_that_stands_stil
     assert world.connections.num_body_bytes == 0
 
 
+async def test_one_account_s_bodies_have_a_room_of_their_own() -> None:
+    limits = replace(LIMITS, max_account_bodies_bytes=500)
+    world, (first, second, third, other) = World(limits), (Client() for _ in range(4))
+    connections = world.connections
+    world.open(first, second, third, other)
+    bodies = [connections.body_began(client, None) for client in (first, second, other)]
+    connections.body_received(bodies[0], 300)  # before the account is known
+    connections.body_belongs_to(bodies[0], "a")
+    connections.body_belongs_to(bodies[1], "a")
+    connections.body_belongs_to(bodies[2], "b")
+    with pytest.raises(AccountBodiesFull, match="have 300 bytes and this one up to 201 more, the limit is 500"):
+        connections.body_received(bodies[1], 201)
+    connections.body_received(bodies[2], 400)
+    with pytest.raises(AccountBodiesFull, match="this one up to 300 more"):  # by its Content-Length
+        connections.body_belongs_to(connections.body_began(third, 300), "a")
+    connections.body_ended(first)
+    connections.release(bodies[0])
+    world.time += 1.5
+    connections.body_received(bodies[1], 500)
+    assert not any(client.ending for client in (first, second, other))
+    world.time += 1.5
+    late = connections.body_began(first, None)
+    connections.body_belongs_to(late, "a")
+    connections.body_received(late, 100)
+    assert isinstance(second.ending, RequestTooSlow) and not other.ending, "the account's own makes room"
+    for client in (first, second, third, other):
+        connections.closed(client)
+    assert not connections._account_bytes and connections.num_body_bytes == 0
+
+
 async def test_whatever_happens_the_counts_are_those_of_the_connections_that_are_left() -> None:
     limits = replace(LIMITS, max_connections=50, max_bodies_bytes=10**9)
     chance, world, clients = random.Random(7), World(limits), list[Client]()
@@ -139,7 +176,11 @@ async def test_whatever_happens_the_counts_are_those_of_the_connections_that_are
                 case 1:
                     connections.head_ended(client)
                 case 2:
-                    connections.body_received(connections.body_began(client, 10), chance.randrange(20))
+                    body = connections.body_began(client, 10)
+                    connections.body_received(body, chance.randrange(1, 20))
+                    if chance.random() < 0.7:
+                        connections.body_belongs_to(body, chance.choice("abc"))
+                        connections.body_received(body, chance.randrange(1, 20))
                 case 3:
                     connections.body_ended(client)
                 case 4:
@@ -149,6 +190,10 @@ async def test_whatever_happens_the_counts_are_those_of_the_connections_that_are
                     clients.remove(client)
         held = [body for bodies in connections._held.values() for body in bodies]
         assert connections.num_body_bytes == sum(body.num_held_bytes for body in held)
+        of_accounts = Counter[str]()
+        for body in held:
+            of_accounts[body.account or ""] += body.num_held_bytes
+        assert {**of_accounts, "": 0} == {**connections._account_bytes, "": 0}
         assert sum(connections._num_heads.values()) == len(connections._heads)
         assert connections.counts["open"] == len(clients)
     for client in clients:

@@ -367,6 +367,30 @@ async def test_bodies_in_flight_have_a_bound_and_their_end_makes_room() -> None:
         assert gateway.connections.num_body_bytes == 0
 
 
+async def test_an_account_s_bodies_have_a_bound_of_their_own_until_they_are_prepared() -> None:
+    limits = replace(PATIENT, max_account_bodies_bytes=100_000, grace_seconds=60.0)
+    async with served(limits) as gateway, connect(gateway) as first, connect(gateway) as second:
+        large = msgspec.json.encode({"model": "demo", "prompt": "a", "user": "b" * 60_000})
+        await first.send(post(large[:-10], "/client/v4/accounts/a/ai/v1/completions", length=len(large)))
+        await until(lambda: gateway.connections.num_body_bytes == len(large) - 10)
+        await second.send(post(b"", "/client/v4/accounts/a/ai/v1/completions", length=len(large)))
+        refused = await second.answer()
+        assert refused.status == 429 and b"--max-account-bodies-bytes" in refused.body
+        assert refused.headers["retry-after"]
+        async with connect(gateway) as other:
+            await other.send(post(large, "/client/v4/accounts/b/ai/v1/completions"))
+            assert (await other.answer()).status == 200
+        await first.send(large[-10:])
+        assert (await first.answer()).status == 200
+
+
+async def test_a_prepared_body_no_longer_counts_while_its_answer_is_made() -> None:
+    async with served(script=Script(HELLO, pause_after=1)) as gateway, connect(gateway) as client:
+        await client.send(post(CHAT + b" " * 50_000))
+        await asyncio.wait_for(gateway.dispatcher.submitted.wait(), 10)
+        assert gateway.connections.num_body_bytes == 0
+
+
 async def test_a_body_that_does_not_move_makes_room_for_one_that_does() -> None:
     limits = replace(PATIENT, max_bodies_bytes=100_000, grace_seconds=0.05, sweep_seconds=60.0)
     async with served(limits) as gateway, connect(gateway) as idle:

@@ -45,6 +45,7 @@ _PACKAGES = frozenset(
     {
         "control_plane",
         "decode_svc",
+        "encode_svc",
         "kv_transfer_svc",
         "prefill_svc",
         "tandem_client",

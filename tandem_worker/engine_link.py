@@ -11,6 +11,7 @@ from functools import partial
 from tandem_engine import messages
 from tandem_engine.channel import ChannelClosed, Received
 from tandem_engine.client import EngineClient
+from tandem_engine.encoder.messages import EncoderCommand
 from tandem_runtime.log import get_logger
 from tandem_worker.kv_link import KvLink
 
@@ -34,7 +35,7 @@ class EngineLink:
     def pid(self) -> int:
         return self._client.pid
 
-    def send(self, command: messages.Command, fd: int | None = None) -> None:
+    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
         """Send a command after those sent before. A descriptor is duplicated and stays the caller's."""
         try:
             self._client.send(command, fd)

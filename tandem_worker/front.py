@@ -7,8 +7,6 @@ events: Reserved or Refused, StepDone for each step, and its end.
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,15 +20,12 @@ from tandem_runtime.errors import (
     InternalError,
     InvalidRequest,
     TandemError,
-    Unavailable,
 )
 from tandem_runtime.log import get_logger
-from tandem_runtime.memory import MemoryProbe
-from tandem_runtime.tasks import supervised
 from tandem_runtime.tracebacks import message_of
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
-from tandem_worker.engine_watch import EngineWatch
+from tandem_worker.engine_state import EngineState
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import check_model, model_card
@@ -53,8 +48,7 @@ class WorkerFront:
     ) -> None:
         self.incarnation = incarnation
         self.card: pb.ModelCard | None = None
-        self.engine_failure: TandemError | None = None
-        self.stopped = asyncio.Event()
+        self.state = EngineState(engine, engine_timeout_seconds, lambda: len(requests), self._fail_all)
         self._engine = engine
         self._requests = requests
         self._connector = connector
@@ -64,30 +58,14 @@ class WorkerFront:
         self._streams: set[GatewayStream] = set()
         self._has_no_streams = asyncio.Event()
         self._has_no_streams.set()
-        self._state = pb.WORKER_STATE_LOADING
-        self._progress = messages.LoadProgress(stage="starting the engine", fraction=0.0)
         self._stats: messages.EngineStats | None = None
         self._bytes_per_block = 0
         self._preparing: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._when_ready: Callable[[dict[str, str]], None] = lambda paths: None
-        self._when_changed: Callable[[], None] = lambda: None
-        self._watch = EngineWatch(
-            engine,
-            engine_timeout_seconds,
-            is_busy=lambda: len(self._requests) > 0,
-            on_silent=self._engine_silent,
-            on_answer=self._engine_answers,
-        )
-        self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
 
     def when_ready(self, callback: Callable[[dict[str, str]], None]) -> None:
         """Call `callback` with the paths of the assets once the worker is ready."""
         self._when_ready = callback
-
-    def when_changed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the engine has fallen silent, and when it answers again: `load` differs then."""
-        self._when_changed = callback
 
     # ------------------------------------------------------------------------------------- commands of gateways
 
@@ -141,15 +119,7 @@ class WorkerFront:
             request.stream.fail(request.submit, error, request.ledger)
 
     def _command(self, request: ActiveRequest) -> messages.AddRequest:
-        if self.engine_failure is not None:
-            raise Unavailable(f"the worker's engine has failed: {self.engine_failure.message}")
-        if self._state == pb.WORKER_STATE_DRAINING:
-            raise Draining("the worker is draining and accepts no new requests", retry_after_seconds=1.0)
-        if self._watch.is_silent:
-            raise Unavailable("the worker's engine does not answer", retry_after_seconds=1.0)
-        if self.card is None:
-            raise Unavailable("the worker is still loading its model", retry_after_seconds=2.0)
-        check_model(self.card, request.submit.model)
+        check_model(self.state.check_open(self.card), request.submit.model)
         if request.seconds_left <= 0:
             raise DeadlineExceeded("the request's deadline had passed when it arrived")
         return convert.add_request(request.submit, request.key, self._connector.mode(request.submit))
@@ -172,18 +142,12 @@ class WorkerFront:
     async def pump(self) -> None:
         """Handle the engine's events until the engine ends; then fail the requests left, and set `stopped`."""
         try:
-            async for event, fds in self._engine.events():
-                self._watch.heard(time.monotonic())
+            async for event, fds in self.state.events():
                 self._handle(event, fds)
-        except TandemError as error:
-            self._fail_worker(error)
-        except Exception as error:
-            log.exception("engine_event_failed")
-            self._fail_worker(InternalError(f"an event of the engine could not be handled: {message_of(error)}"))
+        except Exception as error:  # noqa: BLE001 - kept, and the worker ends
+            self.state.event_failed(error)
         finally:
-            why = self.engine_failure.message if self.engine_failure else "it was stopped"
-            self._fail_all(Unavailable(f"the worker's engine has ended: {why}"))
-            self.stopped.set()
+            self.state.ended()
 
     def _handle(self, event: messages.EngineEvent, fds: Sequence[int]) -> None:
         match event:
@@ -204,12 +168,11 @@ class WorkerFront:
                 kind = InvalidRequest if event.is_callers_fault else InternalError
                 self.abort(request, kind(event.message))
             case messages.LoadProgress():
-                self._progress = event
-                log.info("loading", stage=event.stage, fraction=round(event.fraction, 2))
+                self.state.loading(event)
             case messages.Ready():
                 self._ready(event, fds)
             case messages.EngineFailed():
-                self._engine_failed(event)
+                self.state.engine_failed(event)
             case _:
                 log.debug("event_for_ended_request", kind=type(event).__name__)
 
@@ -259,7 +222,7 @@ class WorkerFront:
         self._connector.on_ready(ready, fds)
         self._offload.on_ready(ready)
         self._preparing = asyncio.create_task(self._prepare(ready))
-        self._watching = asyncio.create_task(supervised("engine_watch", self._watch.run))
+        self.state.loaded()
 
     async def _prepare(self, ready: messages.Ready) -> None:
         """Get ready for requests; a worker that cannot get ready ends."""
@@ -267,18 +230,16 @@ class WorkerFront:
             await self._get_ready(ready)
         except Exception as error:
             log.exception("startup_failed")
-            self._fail_worker(
+            self.state.fail(
                 error if isinstance(error, TandemError) else InternalError(f"getting ready failed: {message_of(error)}")
             )
-            self.stopped.set()
+            self.state.stopped.set()
 
     async def _get_ready(self, ready: messages.Ready) -> None:
-        self._progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
+        self.state.progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
         await self._connector.wait_ready()
         self.card = model_card(ready)
-        if self._state == pb.WORKER_STATE_LOADING:  # a worker that drains already stays so
-            self._state = pb.WORKER_STATE_READY
-        self._progress = messages.LoadProgress(stage="ready", fraction=1.0)
+        self.state.ready()
         self._when_ready(ready.model.asset_paths)
         log.info(
             "ready",
@@ -288,32 +249,9 @@ class WorkerFront:
             numa_node=ready.numa_node,
         )
 
-    def _engine_failed(self, failed: messages.EngineFailed) -> None:
-        kind = InvalidRequest if failed.kind in ("unsupported", "invalid") else InternalError
-        self._fail_worker(kind(failed.message))
-
-    def _fail_worker(self, error: TandemError) -> None:
-        self.engine_failure = error
-        self._state = pb.WORKER_STATE_FAILED
-        if isinstance(error, InvalidRequest):
-            log.error("model_refused", error=error.message)
-        else:
-            log.error("engine_failed", error=error.message)
-
-    def _engine_silent(self, seconds: float) -> None:
-        """Let the requests go on elsewhere; an engine that wakes forgets them."""
-        log.error("engine_silent", pid=self._engine.pid, seconds=round(seconds, 1), num_requests=len(self._requests))
-        for request in self._requests:
-            self._engine.send(messages.AbortRequest(request.key))
-        self._fail_all(Unavailable(f"the worker's engine has not answered for {seconds:.0f} s"))
-        self._when_changed()
-
-    def _engine_answers(self, seconds: float) -> None:
-        log.warning("engine_answers_again", pid=self._engine.pid, seconds=round(seconds, 1))
-        self._when_changed()
-
     def _fail_all(self, error: TandemError) -> None:
         for request in self._requests:
+            self._engine.send(messages.AbortRequest(request.key))  # for an engine that was only silent
             request.stream.fail(request.submit, error)
             self._requests.end(request, error)
         aborting, self._aborting = self._aborting, {}
@@ -331,21 +269,10 @@ class WorkerFront:
         """The engine's stats after its last step; None before it has loaded."""
         return self._stats
 
-    async def read_memory(self) -> None:
-        """Take the first reading of GPU and host memory, off the event loop; before the first report."""
-        await asyncio.to_thread(self._memory.read)
-
     def load(self) -> pb.LoadReport:
         """Return the worker's load after the engine's last step."""
-        is_silent = self._watch.is_silent and self._state == pb.WORKER_STATE_READY
-        report = pb.LoadReport(
-            state=pb.WORKER_STATE_LOADING if is_silent else self._state,
-            memory=self._memory.report(),
-            load_progress=self._progress.fraction,
-            load_stage="the engine process does not answer" if is_silent else self._progress.stage,
-            counters={**self._connector.counters(), **self._offload.counters},
-            error=str(self.engine_failure or ""),
-        )
+        report = self.state.report()
+        report.counters.update({**self._connector.counters(), **self._offload.counters})
         self._fill(report)
         return report
 
@@ -359,11 +286,6 @@ class WorkerFront:
             stats.fill_load(report, self._stats, self.card.block_size if self.card else 0, self._bytes_per_block)
 
     # -------------------------------------------------------------------------------------------------- ending
-
-    def start_draining(self) -> None:
-        """Refuse new requests from now on, and report the state DRAINING."""
-        if self._state != pb.WORKER_STATE_FAILED:
-            self._state = pb.WORKER_STATE_DRAINING
 
     async def drain(self, timeout_seconds: float) -> None:
         """Wait until the running requests and the readers of our blocks have finished; at most `timeout_seconds`."""
@@ -387,10 +309,10 @@ class WorkerFront:
             log.warning("gateway_streams_not_drained", num_streams=len(self._streams))
 
     async def close(self) -> None:
-        for task in (self._preparing, self._watching):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        if self._preparing is not None:
+            self._preparing.cancel()
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        await self.state.close()
         await self._offload.close()
         await self._connector.close()
         await self._engine.stop()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
+from tandem_engine.encoder.messages import EncoderReady
 from tandem_runtime.errors import FingerprintMismatch, KvNotFound, ModelNotFound
 
 _CHUNK_BYTES = 1 << 20
@@ -34,6 +35,30 @@ def model_card(ready: messages.Ready) -> pb.ModelCard:
         dtype=model.dtype,
         created_unix_seconds=int(time.time()),
         task="text-generation",
+    )
+
+
+def encoder_card(ready: EncoderReady) -> pb.ModelCard:
+    """Return the description of a loaded encoder for gateways; reads the asset files for digests."""
+    model, encoder = ready.model, ready.encoder
+    return pb.ModelCard(
+        model_id=model.model_id,
+        fingerprint=fingerprint(model),
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        assets=[asset(name, Path(path)) for name, path in sorted(model.asset_paths.items())],
+        architecture=model.architecture,
+        num_parameters=model.num_parameters,
+        dtype=model.dtype,
+        created_unix_seconds=int(time.time()),
+        task=encoder.task,
+        encoder=pb.EncoderCard(
+            num_values=encoder.num_values,
+            labels=encoder.labels,
+            pooling=encoder.pooling,
+            is_normalized=encoder.is_normalized,
+            has_pairs=encoder.has_pairs,
+        ),
     )
 
 

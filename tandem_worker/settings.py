@@ -13,8 +13,8 @@ from tandem_runtime.settings import setting
 
 
 @dataclass(frozen=True)
-class WorkerSettings(PlaintextSettings):
-    """Settings of a prefill or decode worker; each field is a flag, a variable and a key of tandem.toml."""
+class EngineSettings(PlaintextSettings):
+    """Settings of every worker; each field is a flag, a variable and a key of tandem.toml."""
 
     model: str = setting(
         "@tandem/demo", "model to serve: folder or Hub id of a checkpoint, or a name from the model table", shared=True
@@ -51,52 +51,11 @@ class WorkerSettings(PlaintextSettings):
     worker_id: str = setting("", "stable name of this worker; from role, host, process id and incarnation if empty")
     device: str = setting("auto", "device of the model: auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "number format of the computation")
-    route: Literal["auto", "lean", "transformers"] = setting(
-        "auto",
-        "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
-    )
     kernels: Literal["auto", "cpp", "torch"] = setting(
         "auto", "kernels on a CPU: C++ compiled on this machine, or plain torch, which is several times slower"
     )
-    max_model_len: int | None = setting(None, "most tokens of prompt and answer together; the model's limit if unset")
-    block_size: int = setting(16, "tokens per KV block", shared=True)
-    num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
-    kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
-    kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
-    max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
-    max_prefill_tokens_with_decodes: int = setting(
-        64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"
-    )
-    max_prefill_context_with_decodes: int = setting(
-        1 << 20,
-        "most tokens of a prompt's chunk times tokens of its context, in a step that also has decodes; chunks of 64 "
-        "tokens become smaller behind a context of more than 16,384",
-    )
-    max_num_seqs: int = setting(64, "requests that run at once")
-    speculation: Literal["auto", "off"] = setting(
-        "auto", "whether draft tokens run with answers while enough of them are accepted; no token changes"
-    )
-    max_draft_tokens: int = setting(8, "draft tokens of one answer in one step, at most; 1 to 32")
-    draft_model: str = setting(
-        "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
-    )
-    max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
     cpus: tuple[int, ...] = setting((), "cores that the engine process is pinned to; all allowed cores if empty")
-    kv_transport: Literal["auto", "shm", "grpc"] = setting(
-        "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
-    )
-    prompt_cache: bool = setting(
-        True, "read prompt prefixes from the KV service's store, and publish computed blocks to it"
-    )
-    verify_kv: bool = setting(
-        False, "compute checksums of KV blocks, and verify those of blocks from other processes", shared=True
-    )
-    verify_weights: bool = setting(
-        False,
-        "compare the packed weights in the state directory with their checksums at start, and write damaged ones again",
-    )
-    lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
     engine_timeout_seconds: float = setting(
         10.0, "seconds without an answer and without processor time of the engine, after which its requests move on"
     )
@@ -137,3 +96,50 @@ class WorkerSettings(PlaintextSettings):
             "served_model_name": self.served_model_name or entry.name,
             "dtype": entry.dtype if self.dtype == "auto" else self.dtype,
         }
+
+
+@dataclass(frozen=True)
+class WorkerSettings(EngineSettings):
+    """Settings of a prefill or decode worker."""
+
+    route: Literal["auto", "lean", "transformers"] = setting(
+        "auto",
+        "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
+    )
+    max_model_len: int | None = setting(None, "most tokens of prompt and answer together; the model's limit if unset")
+    block_size: int = setting(16, "tokens per KV block", shared=True)
+    num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
+    kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
+    kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
+    max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
+    max_prefill_tokens_with_decodes: int = setting(
+        64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"
+    )
+    max_prefill_context_with_decodes: int = setting(
+        1 << 20,
+        "most tokens of a prompt's chunk times tokens of its context, in a step that also has decodes; chunks of 64 "
+        "tokens become smaller behind a context of more than 16,384",
+    )
+    max_num_seqs: int = setting(64, "requests that run at once")
+    speculation: Literal["auto", "off"] = setting(
+        "auto", "whether draft tokens run with answers while enough of them are accepted; no token changes"
+    )
+    max_draft_tokens: int = setting(8, "draft tokens of one answer in one step, at most; 1 to 32")
+    draft_model: str = setting(
+        "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
+    )
+    max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
+    kv_transport: Literal["auto", "shm", "grpc"] = setting(
+        "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
+    )
+    prompt_cache: bool = setting(
+        True, "read prompt prefixes from the KV service's store, and publish computed blocks to it"
+    )
+    verify_kv: bool = setting(
+        False, "compute checksums of KV blocks, and verify those of blocks from other processes", shared=True
+    )
+    verify_weights: bool = setting(
+        False,
+        "compare the packed weights in the state directory with their checksums at start, and write damaged ones again",
+    )
+    lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")

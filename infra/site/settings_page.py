@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from control_plane.settings import ControlPlaneSettings
+from encode_svc.settings import EncodeSettings
 from kv_transfer_svc.settings import KvSettings
 from tandem_runtime.setting_values import is_list, optional_of
 from tandem_runtime.settings import SettingField, fields_of
@@ -26,7 +27,7 @@ A setting comes from the first of these sources that has it:
 1. the flag;
 2. the service's own variable, `TANDEM_<SERVICE>_<SETTING>`;
 3. for a shared setting, the variable `TANDEM_<SETTING>`;
-4. the service's table in `tandem.toml`: `[control]`, `[kv]`, `[prefill]` or `[decode]`;
+4. the service's table in `tandem.toml`: `[control]`, `[kv]`, `[prefill]`, `[decode]` or `[encode]`;
 5. for a shared setting, the top level of `tandem.toml`;
 6. the default.
 
@@ -48,6 +49,7 @@ SERVICES: tuple[tuple[str, str, type[Any]], ...] = (
     ("Gateway: `python -m control_plane`", "control", ControlPlaneSettings),
     ("KV service: `python -m kv_transfer_svc`", "kv", KvSettings),
     ("Workers: `python -m prefill_svc`, `python -m decode_svc`", "{PREFILL,DECODE}", WorkerSettings),
+    ("Encode worker: `python -m encode_svc`", "encode", EncodeSettings),
 )
 _UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads"}
 _OTHER_UNITS = {
@@ -59,6 +61,7 @@ _OTHER_UNITS = {
     "max_num_waiting": "requests",
     "text_processes": "processes",
     "text_memory_mb": "MiB",
+    "text_account_mb": "MB",
     "text_max_waiting": "requests",
     "text_max_waiting_mb": "MB",
     "max_num_seqs": "requests",

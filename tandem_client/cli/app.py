@@ -76,6 +76,10 @@ def up(
         str | None,
         typer.Option(help="For development: the model that answers requests for models that are not loaded."),
     ] = None,
+    embedding_model: Annotated[
+        list[str] | None,
+        typer.Option(help="An encoder beside the model, for embeddings, classes or rankings; may be repeated."),
+    ] = None,
     prefill: Annotated[
         int, typer.Option(help="Number of prefill workers; with 0, decode workers prefill too (aggregated).")
     ] = 1,
@@ -108,9 +112,12 @@ def up(
     Divides cores and memory among the workers, and restarts a process that dies. Ctrl-C drains and stops all processes.
     """
     options = UpOptions(
-        model=_as_folder_or_hub_id(model),
+        model=_as_folder_or_hub_id(model, "--model"),
         served_model_name=served_model_name,
         fallback_model=fallback_model,
+        embedding_models=tuple(
+            _as_folder_or_hub_id(each, "--embedding-model") or each for each in embedding_model or ()
+        ),
         num_prefill=prefill,
         num_decode=decode,
         host=host,
@@ -279,10 +286,10 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=180)
 
 
-def _as_folder_or_hub_id(model: str | None) -> str | None:
+def _as_folder_or_hub_id(model: str | None, flag: str) -> str | None:
     """Make a folder's path absolute, so that the model's name does not depend on the current folder."""
     if model and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        _fail(f"--model {model} is not a folder; give one with config.json and safetensors, or a Hub id")
+        _fail(f"{flag} {model} is not a folder; give one with config.json and safetensors, or a Hub id")
     return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().is_dir() else model
 
 

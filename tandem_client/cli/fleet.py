@@ -106,10 +106,10 @@ class FleetMember:
 
 
 def parse_fleet(document: Mapping[str, Any]) -> list[FleetMember]:
-    """Parse the answer of GET /v1/workers; sort by prefill, decode, KV service."""
-    order = {"prefill": 0, "decode": 1, "kv": 2}
+    """Parse the answer of GET /v1/workers; sort by prefill, decode, encode, KV service."""
+    order = {"prefill": 0, "decode": 1, "encode": 2, "kv": 3}
     members = [FleetMember.parse(entry) for entry in document["data"]]
-    return sorted(members, key=lambda member: (order.get(member.role, 3), member.name, member.id))
+    return sorted(members, key=lambda member: (order.get(member.role, 4), member.name, member.id))
 
 
 def workers_options(connection: Connection) -> dict[str, Any]:

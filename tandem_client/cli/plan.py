@@ -30,6 +30,8 @@ class UpOptions:
     model: str | None = None
     served_model_name: str | None = None
     fallback_model: str | None = None
+    embedding_models: tuple[str, ...] = ()
+    """Encoders beside the model: for embeddings, classes or rankings; each has a worker of its own."""
     num_prefill: int = 1
     num_decode: int = 1
     host: str = "127.0.0.1"
@@ -78,14 +80,38 @@ def plan(machine: Machine, options: UpOptions, configured: Configured | None = N
 
     Settings in `configured` override a worker's share of the machine.
     """
-    shares = divide(machine, options.num_prefill + options.num_decode)
-    names = _worker_names(options)
+    shares, encoder_shares = _shares(machine, options)
+    settings = configured or {}
     workers = [
-        _worker(name, role, share, (configured or {}).get(role, {}), options)
-        for (name, role), share in zip(names, shares, strict=True)
+        _worker(name, role, share, settings.get(role, {}), options)
+        for (name, role), share in zip(_worker_names(options), shares, strict=True)
+    ]
+    encoders = [
+        _encoder(f"encode-{index}", model, share, settings.get("encode", {}), options)
+        for index, (model, share) in enumerate(zip(options.embedding_models, encoder_shares, strict=True))
     ]
     # Without a prefill worker there is no hand-over, so no KV service is needed.
-    return [_control_plane(options), *([_kv_service(options)] if options.num_prefill else []), *workers]
+    return [_control_plane(options), *([_kv_service(options)] if options.num_prefill else []), *workers, *encoders]
+
+
+def _shares(machine: Machine, options: UpOptions) -> tuple[list[Share], list[Share]]:
+    """Return the shares of the workers and those of the encoders.
+
+    On a machine with fewer cores than engines, encoders share the cores that do not decode: streams keep their pace.
+    """
+    num_workers, num_encoders = options.num_prefill + options.num_decode, len(options.embedding_models)
+    if len(machine.cores) >= num_workers + num_encoders:
+        shares = divide(machine, num_workers + num_encoders)
+        return shares[:num_workers], shares[num_workers:]
+    shares = divide(machine, num_workers)
+    beside_decode = dict.fromkeys(core for share in shares[: options.num_prefill] for core in share.cores)
+    num_threads = sum(share.num_threads for share in shares[: options.num_prefill]) or len(machine.cores)
+    gpus = machine.gpus or (None,)
+    encoders = [
+        Share(tuple(beside_decode), num_threads, None, gpus[(num_workers + index) % len(gpus)])
+        for index in range(num_encoders)
+    ]
+    return shares, encoders
 
 
 def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple[int, ...]:
@@ -169,20 +195,21 @@ def _kv_service(options: UpOptions) -> ProcessSpec:
     return ProcessSpec("kv-service", "kv", _command("kv_transfer_svc", flags, options))
 
 
+def _encoder(name: str, model: str, share: Share, configured: Mapping[str, object], options: UpOptions) -> ProcessSpec:
+    flags = ["--control", options.control_address, "--listen", "127.0.0.1:0", "--worker-id", name, "--model", model]
+    more, environment, cores = _cores_of(share, configured)
+    command = _command("encode_svc", [*flags, *more], options)
+    return ProcessSpec(name, "encode", command, tuple(environment.items()), cores)
+
+
 def _worker(name: str, role: str, share: Share, configured: Mapping[str, object], options: UpOptions) -> ProcessSpec:
     flags = ["--control", options.control_address, "--listen", "127.0.0.1:0", "--worker-id", name]
     if options.model is not None:
         flags += ["--model", options.model]
     if options.served_model_name is not None:
         flags += ["--served-model-name", options.served_model_name]
-    environment = {} if share.gpu is None else {"CUDA_VISIBLE_DEVICES": share.gpu}
-    cores = cores_in(configured.get("cpus"))
-    if not configured.keys() & {"cpus", "num_threads"}:
-        cores = share.cores
-        num_threads = str(share.num_threads)
-        flags += ["--cpus", ",".join(map(str, cores))] if cores else []
-        flags += ["--num-threads", num_threads]
-        environment["OMP_NUM_THREADS"] = num_threads
+    more, environment, cores = _cores_of(share, configured)
+    flags += more
     if share.kv_limit_bytes is not None and not configured.keys() & {
         "kv_memory_limit_bytes",
         "kv_memory_bytes",
@@ -193,13 +220,24 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
     return ProcessSpec(name, role, command, tuple(environment.items()), cores)
 
 
+def _cores_of(share: Share, configured: Mapping[str, object]) -> tuple[list[str], dict[str, str], tuple[int, ...]]:
+    """Return flags, environment and cores of an engine: those of its settings, else its share."""
+    environment = {} if share.gpu is None else {"CUDA_VISIBLE_DEVICES": share.gpu}
+    if configured.keys() & {"cpus", "num_threads"}:
+        return [], environment, cores_in(configured.get("cpus"))
+    num_threads = str(share.num_threads)
+    environment["OMP_NUM_THREADS"] = num_threads
+    flags = ["--cpus", ",".join(map(str, share.cores))] if share.cores else []
+    return [*flags, "--num-threads", num_threads], environment, share.cores
+
+
 def _command(module: str, flags: Sequence[str], options: UpOptions) -> tuple[str, ...]:
     plaintext = ("--insecure-plaintext",) if options.insecure_plaintext else ()
     config = ("--config", str(options.config)) if options.config else ()
     return (sys.executable, "-m", module, *flags, *plaintext, *config)
 
 
-ROLES = ("prefill", "decode", "kv", "control")
+ROLES = ("prefill", "decode", "encode", "kv", "control")
 
 
 Configured = Mapping[str, Mapping[str, object]]

@@ -153,7 +153,7 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """Stop workers, then the KV service, then the control plane, so that running requests can finish."""
         deadline = time.monotonic() + self._policy.drain_seconds
-        for stage in (("prefill", "decode"), ("kv",), ("control",)):
+        for stage in (("prefill", "decode", "encode"), ("kv",), ("control",)):
             stage_children = [child for child in self.children if child.spec.role in stage]
             left = max(1.0, deadline - time.monotonic())
             drained = await asyncio.gather(*(child.stop(left) for child in stage_children))

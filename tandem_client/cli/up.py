@@ -180,7 +180,7 @@ async def _show_start(options: UpOptions, supervisor: Supervisor, log_folder: Pa
 def _print_ready(
     options: UpOptions, members: Sequence[FleetMember], log_folder: Path, seconds: float, console: Console
 ) -> None:
-    model = next(member.model for member in members if member.model)
+    model = next(member.model for member in members if member.model and member.role != "encode")
     console.print()
     console.print(
         Text.assemble("Tandem is ready after ", f"{seconds:.1f} s: ", (options.url, "bold cyan")), soft_wrap=True

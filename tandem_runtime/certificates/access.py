@@ -56,10 +56,12 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.ControlPlaneService/ListWorkers": _OPERATORS,
     # A worker serves gateways. Attach carries prompts and answers: no worker may read another's.
     "/tandem.v1.WorkerService/Attach": _only("gateway"),
-    "/tandem.v1.WorkerService/Encode": _only("gateway"),
     "/tandem.v1.WorkerService/GetAsset": _only("gateway"),
     "/tandem.v1.WorkerService/Stats": _OPERATORS,
     "/tandem.v1.WorkerService/Tables": _only("gateway"),
+    "/tandem.v1.EncodeService/Encode": _only("gateway"),
+    "/tandem.v1.EncodeService/GetAsset": _only("gateway"),
+    "/tandem.v1.EncodeService/Stats": _OPERATORS,
     # A KV service serves the workers of its host, the gateways, which end handles, and other KV services.
     "/tandem.v1.KvTransferService/Reserve": _only("prefill", "encode"),
     "/tandem.v1.KvTransferService/Seal": _only("prefill", "encode"),

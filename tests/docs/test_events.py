@@ -16,7 +16,7 @@ PAGE = ROOT / "docs/operate/events.md"
 PACKAGES = {
     "Gateway": ["control_plane"],
     "KV service": ["kv_transfer_svc"],
-    "Workers": ["tandem_worker", "prefill_svc", "decode_svc"],
+    "Workers": ["tandem_worker", "prefill_svc", "decode_svc", "encode_svc"],
     "Every service": ["tandem_runtime"],
     "Engine process": ["tandem_engine"],
 }

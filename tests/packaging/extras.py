@@ -30,7 +30,7 @@ _SERVICES = {
     "prefill": "prefill_svc",
     "decode": "decode_svc",
 }
-_OTHERS = ("client", "cli", "all")
+_OTHERS = ("encode", "client", "cli", "all")
 _NOT_FOR_USERS = ("engine", "docs", "fuzz", "dev")  # `engine` is a part of `prefill` and `decode`
 _READY_SECONDS = 300.0  # the first worker compiles the kernels
 _STOP_SECONDS = 60.0

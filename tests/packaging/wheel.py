@@ -13,6 +13,7 @@ PACKAGES = (
     "decode_svc",
     "kv_transfer_svc",
     "prefill_svc",
+    "encode_svc",
     "tandem_client",
     "tandem_engine",
     "tandem_machine",

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem_engine import messages
 from tandem_engine.channel import Received
+from tandem_engine.encoder.messages import EncoderCommand
 from tandem_worker.engine_link import EngineLink
 
 
@@ -16,8 +17,8 @@ class ScriptedEngine(EngineLink):
     """Implements all of EngineLink; `answer` is called with every command sent."""
 
     def __init__(self) -> None:
-        self.sent: list[messages.Command] = []
-        self.answer: Callable[[messages.Command], None] = lambda command: None
+        self.sent: list[messages.Command | EncoderCommand] = []
+        self.answer: Callable[[Any], None] = lambda command: None
         self._events: asyncio.Queue[Received | None] = asyncio.Queue()
         self.pid_ = 0
 
@@ -25,7 +26,7 @@ class ScriptedEngine(EngineLink):
     def pid(self) -> int:
         return self.pid_
 
-    def send(self, command: messages.Command, fd: int | None = None) -> None:
+    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
         if fd is not None:
             os.close(os.dup(fd))  # fails for a closed descriptor, like the real link
         self.sent.append(command)

@@ -103,14 +103,14 @@ def test_a_front_that_slept_itself_does_not_count_its_sleep() -> None:
 async def test_requests_of_a_silent_engine_move_on_and_it_takes_no_new_ones_until_it_answers() -> None:
     async with harness() as here:
         changes: list[int] = []
-        here.front.when_changed(lambda: changes.append(here.front.load().state))
+        here.front.state.when_changed(lambda: changes.append(here.front.load().state))
         stream = GatewayStream()
         here.front.submit(stream, submit("running"))
         here.front.submit(stream, submit("left"))
         here.front.cancel(stream, pb.Cancel(request_id="left"))
         # 1. It falls silent: its requests fail so that they move, and it is told to forget them.
-        here.front._watch.is_silent = True
-        here.front._engine_silent(11.0)
+        here.front.state.watch.is_silent = True
+        here.front.state.silent(11.0)
         assert {error_of(event) for event in await received(stream, 2)} == {"Unavailable", "Cancelled"}
         assert AbortRequest("running.0") in here.engine.sent
         # 2. The worker reports that it takes nothing, and refuses what comes all the same.
@@ -123,6 +123,6 @@ async def test_requests_of_a_silent_engine_move_on_and_it_takes_no_new_ones_unti
         here.engine.emit(Pong())
         here.front.submit(stream, submit("bad", model=pb.ModelRef(model_id="other")))
         await received(stream, 1)
-        while here.front._watch.is_silent:  # noqa: ASYNC110 - the watch tells nobody
+        while here.front.state.watch.is_silent:  # noqa: ASYNC110 - the watch tells nobody
             await asyncio.sleep(0)
         assert here.front.load().state == pb.WORKER_STATE_READY and changes[-1] == pb.WORKER_STATE_READY

@@ -23,12 +23,12 @@ from tandem_engine.messages import (
 )
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
 from tandem_worker.engine_link import EngineRegions
+from tandem_worker.engine_state import EXIT_CONFIG
 from tandem_worker.front import WorkerFront
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
 from tandem_worker.kv_offload import KVOffload
 from tandem_worker.model_card import fingerprint
-from tandem_worker.process import EXIT_CONFIG, exit_code
 from tandem_worker.requests import ActiveRequest, GatewayStream, PhaseSpan, RequestTable
 from tests.tandem_worker.scripted_engine import ScriptedEngine, output, ready, step
 
@@ -305,12 +305,12 @@ async def test_a_dead_engine_fails_all_requests_so_that_they_go_on_elsewhere(kin
             here.front.submit(stream, submit(name))
         here.engine.emit(EngineFailed("out of memory", kind))
         here.engine.end()
-        await asyncio.wait_for(here.front.stopped.wait(), 10)
+        await asyncio.wait_for(here.front.state.stopped.wait(), 10)
         here.front.submit(stream, submit("late"))
         events = await received(stream, 3)
         assert kinds(events) == ["failed", "failed", "refused"]
         assert {error_of(event) for event in events} == {"Unavailable"}  # never the caller's fault
-        assert (here.front.load().state, exit_code(here.front)) == (pb.WORKER_STATE_FAILED, code)
+        assert (here.front.load().state, here.front.state.exit_code) == (pb.WORKER_STATE_FAILED, code)
 
 
 async def test_a_bug_of_the_fronts_ends_the_worker_and_says_so() -> None:
@@ -319,9 +319,9 @@ async def test_a_bug_of_the_fronts_ends_the_worker_and_says_so() -> None:
         here.connector.output_error = KeyError("front")
         here.front.submit(stream, submit())
         here.engine.emit(step([output("r.0", 3, [7])]))
-        await asyncio.wait_for(here.front.stopped.wait(), 10)
+        await asyncio.wait_for(here.front.state.stopped.wait(), 10)
         assert [error_of(event) for event in await received(stream, 1)] == ["Unavailable"]
-        assert isinstance(here.front.engine_failure, InternalError) and exit_code(here.front) == 1
+        assert isinstance(here.front.state.failure, InternalError) and here.front.state.exit_code == 1
 
 
 @pytest.mark.parametrize(("error", "code"), [(OSError("no tokenizer"), 1), (InvalidRequest("no"), EXIT_CONFIG)])
@@ -329,8 +329,8 @@ async def test_a_worker_that_cannot_get_ready_ends_rather_than_load_for_ever(err
     here = Harness()
     here.connector.ready_error = error
     here.engine.emit(ready())
-    await asyncio.wait_for(here.front.stopped.wait(), 10)
-    assert exit_code(here.front) == code
+    await asyncio.wait_for(here.front.state.stopped.wait(), 10)
+    assert here.front.state.exit_code == code
     await here.front.close()
     await here.pump
 
@@ -339,7 +339,7 @@ async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs() ->
     async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit("old"))
-        here.front.start_draining()
+        here.front.state.start_draining()
         here.front.submit(stream, submit("new"))
         draining = asyncio.create_task(here.front.drain(30))
         assert [error_of(event) for event in await received(stream, 1)] == ["Draining"]
@@ -357,14 +357,14 @@ async def test_a_drain_that_takes_too_long_lets_requests_go_on_elsewhere() -> No
     async with harness() as here:
         stream = GatewayStream()
         here.front.submit(stream, submit())
-        here.front.start_draining()
+        here.front.state.start_draining()
         await here.front.drain(0.05)
         assert [error_of(event) for event in await received(stream, 1)] == ["Draining"]
 
 
 async def test_a_worker_told_to_drain_while_it_loads_never_says_it_is_ready() -> None:
     here = Harness()
-    here.front.start_draining()
+    here.front.state.start_draining()
     await here.load()
     assert here.front.load().state == pb.WORKER_STATE_DRAINING
     stream = GatewayStream()

@@ -94,7 +94,7 @@ async def test_whoever_hears_that_the_worker_leaves_has_all_of_its_tokens() -> N
         await command(call, submit=submit())
         assert (await call.read()).HasField("hello")
         await until(lambda: bool(here.engine.sent_of(AddRequest)))
-        here.front.start_draining()
+        here.front.state.start_draining()
         for position in range(3, 103):
             here.engine.emit(step([output("r.0", position, [7], is_last=position == 102)]))
         await here.front.drain(10)

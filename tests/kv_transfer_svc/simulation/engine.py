@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, S
 from tandem_engine import messages
 from tandem_engine.channel import Received
 from tandem_engine.core import EngineCore, RegionError
+from tandem_engine.encoder.messages import EncoderCommand
 from tandem_engine.execution.regions import MappedRegions, OwnedRegion
 from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion
 from tandem_engine.scheduling.request import Request, Sampled
@@ -168,7 +169,8 @@ class SimulatedEngine(EngineLink):
     def pid(self) -> int:
         return 0
 
-    def send(self, command: messages.Command, fd: int | None = None) -> None:
+    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
+        assert not isinstance(command, EncoderCommand), "no encode worker is simulated"
         self._commands.append((command, None if fd is None else os.dup(fd)))
         self._woken.set()
 

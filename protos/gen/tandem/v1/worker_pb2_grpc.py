@@ -40,11 +40,6 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_types__pb2.Command.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.Event.FromString,
                 _registered_method=True)
-        self.Encode = channel.unary_unary(
-                '/tandem.v1.WorkerService/Encode',
-                request_serializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
-                _registered_method=True)
         self.GetAsset = channel.unary_stream(
                 '/tandem.v1.WorkerService/GetAsset',
                 request_serializer=tandem_dot_v1_dot_types__pb2.AssetRequest.SerializeToString,
@@ -68,13 +63,6 @@ class WorkerServiceServicer:
     def Attach(self, request_iterator, context):
         """One stream per gateway process and worker incarnation: commands go to the worker, and one StepBatch per engine step
         comes back.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Encode(self, request, context):
-        """Returns the values of some texts. Only encode workers answer it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,11 +96,6 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.Command.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.Event.SerializeToString,
-            ),
-            'Encode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Encode,
-                    request_deserializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_types__pb2.EncodeReply.SerializeToString,
             ),
             'GetAsset': grpc.unary_stream_rpc_method_handler(
                     servicer.GetAsset,
@@ -157,33 +140,6 @@ class WorkerService:
             '/tandem.v1.WorkerService/Attach',
             tandem_dot_v1_dot_types__pb2.Command.SerializeToString,
             tandem_dot_v1_dot_types__pb2.Event.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Encode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.WorkerService/Encode',
-            tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
-            tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -265,6 +221,167 @@ class WorkerService:
             '/tandem.v1.WorkerService/Tables',
             tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
             tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class EncodeServiceStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Encode = channel.unary_unary(
+                '/tandem.v1.EncodeService/Encode',
+                request_serializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
+                _registered_method=True)
+        self.GetAsset = channel.unary_stream(
+                '/tandem.v1.EncodeService/GetAsset',
+                request_serializer=tandem_dot_v1_dot_types__pb2.AssetRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.Chunk.FromString,
+                _registered_method=True)
+        self.Stats = channel.unary_unary(
+                '/tandem.v1.EncodeService/Stats',
+                request_serializer=tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+                _registered_method=True)
+
+
+class EncodeServiceServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Encode(self, request, context):
+        """Returns the values of some texts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAsset(self, request, context):
+        """Returns a file of the checkpoint, by digest, in chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stats(self, request, context):
+        """Returns the worker's description and its current load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_EncodeServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Encode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.EncodeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.EncodeReply.SerializeToString,
+            ),
+            'GetAsset': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetAsset,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.AssetRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.Chunk.SerializeToString,
+            ),
+            'Stats': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stats,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.StatsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.StatsReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.EncodeService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.EncodeService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class EncodeService:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.EncodeService/Encode',
+            tandem_dot_v1_dot_types__pb2.EncodeRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.EncodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAsset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.EncodeService/GetAsset',
+            tandem_dot_v1_dot_types__pb2.AssetRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.EncodeService/Stats',
+            tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,1 @@
+"""The encode worker: texts in, embeddings, classes or rankings out."""

@@ -1,0 +1,62 @@
+"""The process of a prefill or decode worker: a worker whose front exchanges KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from tandem.v1 import types_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
+from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.registration import Registrar
+from tandem_worker import stats
+from tandem_worker.engine_link import EngineLink, EngineRegions
+from tandem_worker.front import WorkerFront
+from tandem_worker.kv_connector import KVConnector
+from tandem_worker.kv_link import KvLink
+from tandem_worker.kv_offload import KVOffload
+from tandem_worker.model_card import AssetStore
+from tandem_worker.requests import RequestTable
+from tandem_worker.service import WorkerService
+from tandem_worker.settings import WorkerSettings
+from tandem_worker.worker_process import WorkerProcess
+
+MakeConnector = Callable[[EngineLink, KvLink, EngineRegions, RequestTable, WorkerSettings], KVConnector]
+
+
+def main(settings: WorkerSettings, role: pb.WorkerRole.ValueType, make_connector: MakeConnector) -> int:
+    """Run a worker until a signal drains it or its engine dies; return the exit code."""
+    return _KvWorker(settings, role, make_connector).run()
+
+
+class _KvWorker(WorkerProcess):
+    def __init__(self, settings: WorkerSettings, role: pb.WorkerRole.ValueType, make_connector: MakeConnector) -> None:
+        super().__init__(settings, role)
+        self._own_settings = settings
+        self._make_connector = make_connector
+
+    def make_front(self, engine: EngineLink, member: FleetMember | None) -> WorkerFront:
+        settings = self._own_settings
+        self._link = link = KvLink(self.incarnation, settings.lease_seconds, member)
+        regions, requests = EngineRegions(engine, link), RequestTable()
+        connector = self._make_connector(engine, link, regions, requests, settings)
+        offload = KVOffload(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
+        self._front = WorkerFront(
+            self.incarnation, engine, requests, connector, offload, settings.engine_timeout_seconds
+        )
+        stats.export_metrics(lambda: self._front.stats)
+        return self._front
+
+    @property
+    def service_name(self) -> str:
+        return "tandem.v1.WorkerService"
+
+    def add_service(self, server: grpc.aio.Server, assets: AssetStore, info: Callable[[], pb.WorkerInfo]) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(self._front, assets, info), server)
+
+    def registers(self, registrar: Registrar, info: Callable[[], pb.WorkerInfo]) -> None:
+        self._link.follow(registrar.kv_service, on_change=lambda: registrar.update_info(info()))
+
+    async def close(self) -> None:
+        await self._link.close()

@@ -75,6 +75,31 @@ def test_model_name_and_config_reach_the_workers() -> None:
     assert (flag(control, "--listen"), flag(control, "--fallback-model")) == ("127.0.0.1:9000", None)
 
 
+def test_an_encoder_has_a_worker_of_its_own_off_the_cores_that_decode() -> None:
+    options = UpOptions(embedding_models=("org/e", "org/r"))
+    *_, prefill, decode, first, second = specs = plan(TWO_CORES, options)
+    assert [(spec.name, spec.role, flag(spec, "--model")) for spec in (first, second)] == [
+        ("encode-0", "encode", "org/e"),
+        ("encode-1", "encode", "org/r"),
+    ]
+    assert first.command[1:3] == ("-m", "encode_svc")
+    assert (prefill.cores, decode.cores, first.cores, second.cores) == ((0,), (1,), (0,), (0,))
+    assert dict(first.environment) == {"OMP_NUM_THREADS": "1"}
+    assert cores_beside_decode(TWO_CORES, specs) == (0,)
+    four = Machine(cores=(0, 1, 2, 3), free_memory_bytes=24 * GIB, gpus=("0", "1", "2", "3"))
+    on_four = plan(four, options)[2:]
+    assert sorted(core for spec in on_four for core in spec.cores) == [0, 1, 2, 3], "each engine has its own"
+    assert [dict(spec.environment)["CUDA_VISIBLE_DEVICES"] for spec in on_four] == ["0", "1", "2", "3"]
+    assert flag(plan(TWO_CORES, options, {"encode": {"num_threads": "1"}})[-1], "--cpus") is None
+
+
+def test_an_encoder_beside_aggregated_workers_shares_all_cores() -> None:
+    _, decode, encoder = plan(
+        Machine(cores=(0,), free_memory_bytes=GIB), UpOptions(num_prefill=0, embedding_models=("e",))
+    )
+    assert (decode.cores, encoder.cores, flag(encoder, "--num-threads")) == ((0,), (), "1")
+
+
 def test_a_share_does_not_replace_what_the_user_configured() -> None:
     _, _, prefill, decode = plan(TWO_CORES, UpOptions(), {"decode": {"num_kv_blocks": "9", "num_threads": "1"}})
     assert flag(prefill, "--cpus") == "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ _START_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _STALL_SECONDS = 0.02
+_PRIORITY = 10
+"""Of real-time processes. Any is above all ordinary ones."""
 
 Row = dict[str, Any]
 """A worker or KV service, as `GET /v1/workers` describes it."""
@@ -36,6 +39,8 @@ class Service:
     process: asyncio.subprocess.Process
     log: Path
 
+    is_realtime: bool = False
+    """The kernel lets it run before all others: the clock shows its own stalls."""
     num_forgotten_bytes: int = 0
     """Of the log: what is written there is of no interest any more."""
 
@@ -43,7 +48,8 @@ class Service:
         self.num_forgotten_bytes = self.log.stat().st_size
 
     def longest_stall(self) -> Stall:
-        return longest_stall(self.log, self.num_forgotten_bytes)
+        """Return the stall that took longest: by the clock if this is a real-time process, else of computing."""
+        return longest_stall(self.log, self.num_forgotten_bytes, by_clock=self.is_realtime)
 
 
 class Stall(NamedTuple):
@@ -54,22 +60,25 @@ class Stall(NamedTuple):
     where: str = ""
 
 
-def longest_stall(log: Path, first_byte: int) -> Stall:
-    """Return the stall with the most computing."""
+def longest_stall(log: Path, first_byte: int, *, by_clock: bool = False) -> Stall:
+    """Return the stall with the most computing, or the longest by the clock."""
     longest = Stall()
     for line in log.read_bytes()[first_byte:].splitlines():
         if b'"loop_stalled"' in line:
             stall = json.loads(line)
-            longest = max(longest, Stall(stall["cpu_seconds"], stall["seconds"], " < ".join(stall["frames"][:3])))
+            found = Stall(stall["cpu_seconds"], stall["seconds"], " < ".join(stall["frames"][:3]))
+            longest = max(longest, found, key=lambda each: each.seconds if by_clock else each.cpu_seconds)
     return longest
 
 
 class Services:
     """`async with Services(folder) as services:` runs a gateway; `start` and `stop` the others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, realtime_role: str = "") -> None:
+        """`realtime_role`: run services of this role with real-time priority; this process must have the right."""
         http_port, grpc_port, enrolment_port = free_ports(3)
         self._folder = folder
+        self._realtime_role = realtime_role
         self._control = f"127.0.0.1:{grpc_port}"
         self._gateway_flags = ["--listen", f"127.0.0.1:{http_port}", "--grpc-listen", self._control]
         self._gateway_flags += ["--enrolment-listen", f"127.0.0.1:{enrolment_port}", "--local-prefill", "never"]
@@ -144,7 +153,9 @@ class Services:
 
     async def _spawn(self, role: str, name: str, flags: list[str]) -> Service:
         log = self._folder / f"{name}.log"
+        is_realtime = role == self._realtime_role
         command = [
+            *([shutil.which("chrt") or "chrt", "--fifo", str(_PRIORITY)] if is_realtime else []),
             sys.executable,
             "-m",
             _MODULES[role],
@@ -161,7 +172,7 @@ class Services:
                 stdout=out,
                 stderr=out,
             )
-        service = self._running[name] = Service(role, name, process, log)
+        service = self._running[name] = Service(role, name, process, log, is_realtime)
         return service
 
     async def _rows(self) -> dict[str, Row]:

@@ -63,6 +63,10 @@ def test_each_thing_that_goes_wrong_is_a_missed_target() -> None:
     assert long == "store: hand-over and load took 21.0 ms of a step, at most 20 ms"
     [stall] = _missed("store", _walked(stalls={"kv-a": Stall(0.025, 0.08, "somewhere")}))
     assert stall == "store: the KV service's loop computed for 25 ms at a stretch, at most 20 ms"
+    waited = _walked(stalls={"kv-a": Stall(0.005, 0.08, "somewhere")})
+    assert _missed("store", waited) == []
+    [stood] = [t.text for t in targets("store", waited, _ANSWER, _PLAN, by_clock=True) if not t.is_met]
+    assert stood == "store: the KV service's loop stood still for 80 ms at a stretch, at most 20 ms"
 
 
 def test_gaps_are_those_of_one_stream_that_end_within_a_time() -> None:
@@ -73,9 +77,10 @@ def test_gaps_are_those_of_one_stream_that_end_within_a_time() -> None:
 def test_the_longest_stall_is_found_in_the_log_from_a_place_on(tmp_path: Path) -> None:
     log = tmp_path / "kv.log"
     stalls = [
-        {"event": "loop_stalled", "seconds": 1.0, "cpu_seconds": seconds, "frames": [f"at {seconds}"]}
+        {"event": "loop_stalled", "seconds": 1.0 - seconds, "cpu_seconds": seconds, "frames": [f"at {seconds}"]}
         for seconds in (0.9, 0.03, 0.02)
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in [*stalls, {"event": "other"}]))
-    assert longest_stall(log, 0) == Stall(0.9, 1.0, "at 0.9")
-    assert longest_stall(log, len(json.dumps(stalls[0])) + 1) == Stall(0.03, 1.0, "at 0.03")
+    assert longest_stall(log, 0) == Stall(0.9, 1.0 - 0.9, "at 0.9")
+    assert longest_stall(log, 0, by_clock=True) == Stall(0.02, 0.98, "at 0.02")
+    assert longest_stall(log, len(json.dumps(stalls[0])) + 1) == Stall(0.03, 0.97, "at 0.03")

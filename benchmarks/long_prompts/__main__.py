@@ -1,6 +1,6 @@
 """Hands one very long prompt over in five ways, beside four streams, and compares its answers.
 
-python -m benchmarks.long_prompts [--quick] [--realtime] [--json FILE] [--markdown FILE]
+python -m benchmarks.long_prompts [--quick] [--kv-first] [--json FILE] [--markdown FILE]
 
     computed        prompt tokens that decode computed: none, whichever way the KV comes
     copies          most time that imports and loads of KV took for one engine step
@@ -58,14 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return the exit code."""
     found = parser("long_prompts", __doc__, "8,192 tokens and an arena of 2 MiB: does it still work?")
     found.add_argument(
-        "--realtime",
+        "--kv-first",
         action="store_true",
-        help="run KV services with real-time priority, and judge their stalls by the clock; needs chrt, and the right",
+        help="run the KV services before all else, on all cores, and judge their stalls by the clock; needs the right "
+        "to real-time priority",
     )
     options = found.parse_args(arguments)
     plan = _QUICK if options.quick else _FULL
     cores = sorted(os.sched_getaffinity(0))
     cpus = cores[0], cores[-1]
+    first_role = "kv" if options.kv_first else ""
     conditions = {
         "model": f"random Llama, 2 layers, 2 KV heads of 32, float32: {BYTES_PER_TOKEN} bytes of KV per token",
         "prompt": f"{plan.num_tokens} random tokens, {plan.kv_bytes >> 20} MiB of KV, {plan.num_answer_tokens} tokens "
@@ -73,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "beside it": "four streams without end on the same decode worker; no speculation",
         "another host": f"a KV service of another host id on loopback, --arena-bytes {plan.arena_bytes}; certificates",
         "cores": f"decode's engine on core {cpus[1]}, all else on core {cpus[0]}",
-        "KV services": "real-time priority" if options.realtime else "ordinary priority",
+        "KV services": "real-time priority, on all cores" if options.kv_first else "ordinary priority",
     }
 
     async def measure(outcome: Outcome, folder: Path, progress: Progress) -> None:
         model = made(folder, "long")
         os.sched_setaffinity(0, {cpus[0]})
         try:
-            async with Services(folder, realtime_role="kv" if options.realtime else "") as services:
+            async with Services(folder, first_role=first_role, cores=cores) as services:
                 walker = Walker(services, model, plan, cpus, progress)
-                await _measure(walker, plan, outcome, progress, by_clock=options.realtime)
+                await _measure(walker, plan, outcome, progress, by_clock=options.kv_first)
         finally:
             os.sched_setaffinity(0, cores)
 
@@ -156,14 +158,20 @@ def targets(name: str, walked: Walked, expected: Answer, plan: Plan, *, by_clock
     # Decode's engine has a core of its own. All others share one, and wait for it: there, processor time counts.
     longest = max(found["decode.copy_ms"], found["decode.commands_ms"], found["prefill.copy_cpu_ms"])
     computed, most = found["decode.computed"], f"at most {MAX_COPY_MS:g} ms"
-    stall = found["kv.stall_ms" if by_clock else "kv.stall_cpu_ms"]
-    stood = "stood still for" if by_clock else "computed for"
-    return [
+    wanted = [
         Target(f"{name}: {key} = {found[key]:.0f}, at least {least}", found[key] >= least),
         Target(f"{name}: decode computed {computed:.0f} prompt tokens, at most 0", computed == 0),
         Target(f"{name}: the answer is that of one worker", walked.answer.content == expected.content),
+    ]
+    if by_clock:  # the engines wait for KV services that go first, so their steps are not judged
+        stood = found["kv.stall_ms"]
+        text = f"{name}: the KV service's loop stood still for {stood:.0f} ms at a stretch, {most}"
+        return [*wanted, Target(text, stood <= MAX_COPY_MS)]
+    stall = found["kv.stall_cpu_ms"]
+    return [
+        *wanted,
         Target(f"{name}: hand-over and load took {longest:.1f} ms of a step, {most}", longest <= MAX_COPY_MS),
-        Target(f"{name}: the KV service's loop {stood} {stall:.0f} ms at a stretch, {most}", stall <= MAX_COPY_MS),
+        Target(f"{name}: the KV service's loop computed for {stall:.0f} ms at a stretch, {most}", stall <= MAX_COPY_MS),
     ]
 
 

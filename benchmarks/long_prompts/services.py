@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ _START_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _STALL_SECONDS = 0.02
-_PRIORITY = 10
-"""Of real-time processes. Any is above all ordinary ones."""
 
 Row = dict[str, Any]
 """A worker or KV service, as `GET /v1/workers` describes it."""
@@ -39,8 +37,8 @@ class Service:
     process: asyncio.subprocess.Process
     log: Path
 
-    is_realtime: bool = False
-    """The kernel lets it run before all others: the clock shows its own stalls."""
+    goes_first: bool = False
+    """The kernel runs it before all others: the clock shows its own stalls."""
     num_forgotten_bytes: int = 0
     """Of the log: what is written there is of no interest any more."""
 
@@ -48,8 +46,8 @@ class Service:
         self.num_forgotten_bytes = self.log.stat().st_size
 
     def longest_stall(self) -> Stall:
-        """Return the stall that took longest: by the clock if this is a real-time process, else of computing."""
-        return longest_stall(self.log, self.num_forgotten_bytes, by_clock=self.is_realtime)
+        """Return the stall that took longest: by the clock if the service goes first, else of computing."""
+        return longest_stall(self.log, self.num_forgotten_bytes, by_clock=self.goes_first)
 
 
 class Stall(NamedTuple):
@@ -71,14 +69,21 @@ def longest_stall(log: Path, first_byte: int, *, by_clock: bool = False) -> Stal
     return longest
 
 
+def _first(cores: Sequence[int]) -> list[str]:
+    """Return what is put before a command that the kernel shall run before all others, on `cores`."""
+    taskset, chrt = (shutil.which(name) or name for name in ("taskset", "chrt"))
+    return [taskset, "-c", ",".join(map(str, cores)), chrt, "--fifo", "10"]
+
+
 class Services:
     """`async with Services(folder) as services:` runs a gateway; `start` and `stop` the others."""
 
-    def __init__(self, folder: Path, *, realtime_role: str = "") -> None:
-        """`realtime_role`: run services of this role with real-time priority; this process must have the right."""
+    def __init__(self, folder: Path, *, first_role: str = "", cores: Sequence[int] = ()) -> None:
+        """`first_role`: run services of this role on `cores`, with real-time priority; needs the right to."""
         http_port, grpc_port, enrolment_port = free_ports(3)
         self._folder = folder
-        self._realtime_role = realtime_role
+        self._first_role = first_role
+        self._first = _first(cores)
         self._control = f"127.0.0.1:{grpc_port}"
         self._gateway_flags = ["--listen", f"127.0.0.1:{http_port}", "--grpc-listen", self._control]
         self._gateway_flags += ["--enrolment-listen", f"127.0.0.1:{enrolment_port}", "--local-prefill", "never"]
@@ -153,9 +158,9 @@ class Services:
 
     async def _spawn(self, role: str, name: str, flags: list[str]) -> Service:
         log = self._folder / f"{name}.log"
-        is_realtime = role == self._realtime_role
+        goes_first = role == self._first_role
         command = [
-            *([shutil.which("chrt") or "chrt", "--fifo", str(_PRIORITY)] if is_realtime else []),
+            *(self._first if goes_first else []),
             sys.executable,
             "-m",
             _MODULES[role],
@@ -172,7 +177,7 @@ class Services:
                 stdout=out,
                 stderr=out,
             )
-        service = self._running[name] = Service(role, name, process, log, is_realtime)
+        service = self._running[name] = Service(role, name, process, log, goes_first)
         return service
 
     async def _rows(self) -> dict[str, Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def test_each_thing_that_goes_wrong_is_a_missed_target() -> None:
     assert stall == "store: the KV service's loop computed for 25 ms at a stretch, at most 20 ms"
     waited = _walked(stalls={"kv-a": Stall(0.005, 0.08, "somewhere")})
     assert _missed("store", waited) == []
+    slow = replace(waited, decode=_DECODE | {"longest_copy_seconds": 0.5})
+    assert len([t for t in targets("store", slow, _ANSWER, _PLAN, by_clock=True) if not t.is_met]) == 1
     [stood] = [t.text for t in targets("store", waited, _ANSWER, _PLAN, by_clock=True) if not t.is_met]
     assert stood == "store: the KV service's loop stood still for 80 ms at a stretch, at most 20 ms"
 

@@ -12,6 +12,7 @@ from control_plane.accounts.service import Accounts
 from control_plane.api.admin import operations
 from control_plane.api.admin.accounts import Administration
 from control_plane.api.admin.usage import UsageEndpoints
+from control_plane.api.encoders import routes as encoders
 from control_plane.api.http.authentication import AuthenticationMiddleware
 from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
 from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
@@ -44,8 +45,11 @@ def create_app(
         routes=[
             *operations.routes(),
             *openai.routes("/v1"),
+            *encoders.routes("/v1"),
+            *encoders.routes("/v2"),
             *tokenization.routes(),
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
+            *encoders.routes("/client/v4/accounts/{account}/ai/v1"),
             *remote_proxy.routes(),
             *workers_ai.routes(),
             *binding.routes(),

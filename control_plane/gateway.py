@@ -23,7 +23,9 @@ from control_plane.audit.auditor import Auditor
 from control_plane.audit.table_reader import TableReader
 from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
+from control_plane.dispatch.encoding import EncodingDispatch
 from control_plane.dispatch.route_feedback import ReadinessProofs
+from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registration import ControlPlaneService
@@ -82,6 +84,10 @@ class Gateway:
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
         self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
+        self._encoder_clients = EncoderClients(self.registry, self.member)
+        self._encoders = EncodingDispatch(
+            self.registry, self._encoder_clients, settings.queue_seconds, settings.max_waiting
+        )
         proofs = ReadinessProofs(self.registry)
         router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
         self.dispatcher = self.make_dispatcher(router, proofs)
@@ -184,6 +190,7 @@ class Gateway:
         await self.auditor.close()
         await self.dispatcher.close()
         await self._links.close()
+        await self._encoder_clients.close()
         await self._kv_clients.close()
         await grpc_server.stop(grace_seconds=1.0)
         for task in ended:
@@ -241,6 +248,7 @@ class Gateway:
             default_timeout_seconds=settings.request_timeout_seconds,
             public_prefixes=self._public_prefixes,
             strict_fields=settings.strict_fields,
+            encoders=self._encoders,
             meter=accounts.metering,
             preparer=self.text_processes,
             salt_of=partial(cache_salt, self._secret),

@@ -24,6 +24,8 @@ FinishReason = Literal["stop", "length"]
 AnswerEnd = Literal["stop", "length", "tool_calls"]
 """Why an answer ends, in the client's response."""
 
+ModelTask = Literal["text-generation", "text-embedding", "text-classification", "text-ranking"]
+
 CacheMode = Literal["on", "read", "write", "off"]
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 
@@ -329,6 +331,58 @@ class Dispatcher(Protocol):
         """
 
 
+class EncoderFacts(msgspec.Struct, frozen=True):
+    """What an encoder makes of one input."""
+
+    num_values: int
+    """Dimensions of an embedding, classes of a classifier, 1 for a ranking."""
+    labels: tuple[str, ...] = ()
+    """Of the classes, in the order of the values."""
+    pooling: str = ""
+    """Of embeddings: "mean", "cls" or "last"."""
+    is_normalized: bool = False
+    """An embedding has the length 1."""
+    has_pairs: bool = False
+    """An input may have two texts."""
+
+
+class EncoderInput(msgspec.Struct, frozen=True):
+    """One text, or a pair of texts, as an encoder reads it."""
+
+    token_ids: bytes
+    """Four little-endian bytes each; the model's special tokens included."""
+    num_first_tokens: int = 0
+    """Of a pair: tokens of the first text and its special tokens; 0: one text."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+
+@dataclass(frozen=True)
+class EncodingRequest:
+    """Texts for encode workers: token ids only (law 1 in docs/architecture.md)."""
+
+    request_id: str
+    account: str
+    model: ModelDescription
+    inputs: Sequence[EncoderInput] = field(repr=False)
+    deadline: float
+    """By `time.monotonic`."""
+    pooling: str = ""
+    """Of embeddings: "mean", "cls" or "last"; "": the model's."""
+    reject_if_busy: bool = False
+
+
+class EncodingDispatcher(Protocol):
+    async def encode(self, request: EncodingRequest, computed: list[int]) -> bytes:
+        """Return the values of all inputs: float32, little-endian, [inputs, num_values].
+
+        Appends to `computed` the tokens of each part that a worker has answered, also of a request that then fails.
+        Raises tandem_runtime.errors.TandemError.
+        """
+
+
 @dataclass(frozen=True)
 class ModelDescription:
     """A model as clients and the text pipeline see it, made from a worker's ModelCard."""
@@ -355,6 +409,9 @@ class ModelDescription:
     """The answers of `AI.run` and /ai/run: native for Workers AI's older models, OpenAI's for its newer models."""
     is_fallback: bool = False
     """This model answers in place of the requested model, which is not loaded."""
+    task: ModelTask = "text-generation"
+    encoder: EncoderFacts | None = None
+    """Of a model that writes no text."""
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -368,6 +425,8 @@ class ModelDescription:
             dict(self.generation_defaults),
             self.fingerprint,
             self.wire_format,
+            self.task,
+            self.encoder,
         )
 
 
@@ -383,6 +442,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     generation_defaults: dict[str, float]
     fingerprint: str
     wire_format: WireFormat
+    task: ModelTask = "text-generation"
+    encoder: EncoderFacts | None = None
 
     @property
     def facts(self) -> ModelFacts:

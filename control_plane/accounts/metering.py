@@ -13,7 +13,7 @@ from control_plane.accounts.ledger import NOTHING_USED, Closing, Ledger, Opening
 from control_plane.accounts.limiter import Admission, Limiter
 from control_plane.accounts.limits import NO_LIMITS, Limits, RateLimitStatus
 from control_plane.accounts.prices import Price, PriceTable
-from control_plane.generation import TokenRequest, Usage
+from control_plane.generation import EncodingRequest, TokenRequest, Usage
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.tasks import TaskSet
 
@@ -39,6 +39,11 @@ class BilledRequest:
         num_choices = len(request.choice_seeds)
         num_answer = min(request.sampling.max_tokens, _MAX_ESTIMATED_ANSWER_TOKENS) * num_choices
         return cls(request.request_id, request.model_id, num_choices, len(request.token_ids), num_answer)
+
+    @classmethod
+    def for_texts(cls, request: EncodingRequest) -> BilledRequest:
+        num_tokens = sum(each.num_tokens for each in request.inputs)
+        return cls(request.request_id, request.model.model_id, 1, num_tokens, 0, "the texts have")
 
     @classmethod
     def for_prompt_scores(cls, request: TokenRequest) -> BilledRequest:

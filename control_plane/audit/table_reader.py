@@ -36,6 +36,7 @@ class TableReader:
 
     async def read(self, workers: Sequence[Worker]) -> tuple[list[AuditedService], dict[str, str]]:
         """Return the tables of services that answer in time, and the errors of the others by incarnation."""
+        workers = [worker for worker in workers if worker.role != pb.WORKER_ROLE_ENCODE]  # which keep no table
         await self._close_all_but({worker.incarnation for worker in workers})
         replies = await asyncio.gather(*(self._tables(worker) for worker in workers))
         answered = [

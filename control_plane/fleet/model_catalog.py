@@ -8,11 +8,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
-from control_plane.generation import ModelDescription
+from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.certificates.membership import FleetMember
@@ -24,6 +24,8 @@ from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
+_ROLES = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_ENCODE)
+"""Of workers that have a model."""
 _FETCH_SECONDS = 20.0
 _MAX_KEPT = 32
 
@@ -173,7 +175,7 @@ class ModelCatalog:
         Every request asks for them, so they are sorted once after each change of a worker.
         """
         if self._served is None:
-            workers = self._registry.workers(pb.WORKER_ROLE_DECODE) + self._registry.workers(pb.WORKER_ROLE_PREFILL)
+            workers = [worker for role in _ROLES for worker in self._registry.workers(role)]
             loaded = [worker for worker in workers if worker.info.card.model_id]
             loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable, worker.info.card.context_length))
             served: dict[Key, _Known] = {}
@@ -213,6 +215,8 @@ class ModelCatalog:
             num_parameters=card.num_parameters,
             wire_format=(entry and entry.wire_format) or "native",
             tokenizer_json=assets["tokenizer.json"],
+            task=task_of(card),
+            encoder=encoder_facts(card),
             tokenizer_config=_tokenizer_config(card.model_id, assets.get("tokenizer_config.json", b"{}")),
         )
 
@@ -233,6 +237,23 @@ class ModelCatalog:
                 _drop_oldest(self._assets)
                 return content
         raise Unavailable(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
+
+
+def task_of(card: pb.ModelCard) -> ModelTask:
+    """Return the task of a card. Raise Unsupported for one that this gateway does not know."""
+    task = next((each for each in get_args(ModelTask) if each == (card.task or "text-generation")), None)
+    if task is None:
+        raise Unsupported(f"{card.model_id} is for the task {card.task!r}, which this gateway does not know; update it")
+    return cast(ModelTask, task)
+
+
+def encoder_facts(card: pb.ModelCard) -> EncoderFacts | None:
+    if not card.HasField("encoder"):
+        return None
+    encoder = card.encoder
+    return EncoderFacts(
+        encoder.num_values, tuple(encoder.labels), encoder.pooling, encoder.is_normalized, encoder.has_pairs
+    )
 
 
 class _Known(NamedTuple):
@@ -272,7 +293,8 @@ def _drop_oldest(kept: dict[Any, Any]) -> None:
 
 async def _fetch(worker: Worker, asset: pb.Asset, member: FleetMember | None) -> bytes:
     async with open_worker_channel(worker.info, member) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        is_encoder = worker.role == pb.WORKER_ROLE_ENCODE
+        stub: Any = (worker_pb2_grpc.EncodeServiceStub if is_encoder else worker_pb2_grpc.WorkerServiceStub)(channel)
         request = pb.AssetRequest(digest=asset.digest)
         content = bytearray()
         async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS):

@@ -5,9 +5,9 @@ or because one of them wants other tenants' prompts. A request must be rendered 
 it. So one variant of the model is in use at a time, and the workers of the others are kept apart: registered, shown by
 `tandem status`, without requests.
 
-The variant in use is the one with a ready decode worker and the most ready workers; at a tie, the one in use before. So
-one worker alone replaces nobody, an upgrade moves over when most workers have the new weights, and the last old worker
-need not stop before the first new one is used.
+The variant in use is the one with a ready decode or encode worker and the most ready workers; at a tie, the one in use
+before. So one worker alone replaces nobody, an upgrade moves over when most workers have the new weights, and the last
+old worker need not stop before the first new one is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,20 @@ from typing import Protocol
 
 from tandem.v1 import types_pb2 as pb
 
-_SHARED_FIELDS = ("fingerprint", "assets", "chat_template", "eos_token_ids", "block_size", "vocab_size", "aliases")
+_SHARED_FIELDS = (
+    "fingerprint",
+    "assets",
+    "chat_template",
+    "eos_token_ids",
+    "block_size",
+    "vocab_size",
+    "aliases",
+    "encoder",
+)
 """The fields of a card by which prompts are rendered, tokenized and hashed. Context lengths may differ."""
+
+_ANSWERING = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_ENCODE)
+"""Roles whose workers give answers; a prefill worker alone serves nobody."""
 
 Variant = tuple[bytes, ...]
 
@@ -71,8 +83,7 @@ class ModelVariants:
     def _chosen(self, model_id: str, workers: Sequence[Candidate]) -> Variant:
         in_use = self._in_use.get(model_id)
         num_ready = Counter(worker.variant for worker in workers if worker.is_ready)
-        decodes = [worker for worker in workers if worker.is_ready and worker.role == pb.WORKER_ROLE_DECODE]
-        can_serve = {worker.variant for worker in decodes}
+        can_serve = {worker.variant for worker in workers if worker.is_ready and worker.role in _ANSWERING}
         # max() keeps the first of equals: the variant of the worker that has been registered for longest.
         variants = dict.fromkeys(worker.variant for worker in workers)
         return max(variants, key=lambda each: (each in can_serve, num_ready[each], each == in_use))
@@ -83,7 +94,8 @@ def variant_of(card: pb.ModelCard) -> Variant:
     fingerprint = card.fingerprint.digest
     assets = sorted((asset.name, asset.digest) for asset in card.assets)
     values = (fingerprint, assets, card.chat_template, list(card.eos_token_ids), card.block_size, card.vocab_size)
-    return tuple(_digest(value) for value in (*values, sorted(card.aliases)))
+    encoder = card.task, card.encoder.SerializeToString(deterministic=True)
+    return tuple(_digest(value) for value in (*values, sorted(card.aliases), encoder))
 
 
 def _digest(value: object) -> bytes:

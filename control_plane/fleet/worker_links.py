@@ -19,6 +19,7 @@ from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
+_ATTACHED = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 _RECONNECT_SECONDS = 0.2
 _LONGEST_RESTART_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
@@ -288,7 +289,7 @@ class LinkPool:
         await asyncio.gather(*(link.close() for link in links), self._closing.cancel(), return_exceptions=True)
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
-        if worker.role == pb.WORKER_ROLE_KV:
+        if worker.role not in _ATTACHED:
             return
         if is_here and worker.incarnation not in self._links:
             self._links[worker.incarnation] = WorkerLink(

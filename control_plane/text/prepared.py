@@ -8,7 +8,7 @@ the caller's options for waiting. The gateway looks the model up and sends `Mode
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ import msgspec
 
 from control_plane.accounts.identity import Caller
 from control_plane.dispatch.block_hashes import wire_prompt
-from control_plane.generation import CachePolicy, ModelFacts, TokenIds, WirePrompt
+from control_plane.generation import CachePolicy, EncoderInput, ModelFacts, ModelTask, TokenIds, WirePrompt
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.request import (
     ChatRequest,
@@ -32,9 +32,21 @@ from control_plane.text.thinking.planning import ThinkingPlan, plan_thinking, st
 from control_plane.text.tokenizer import TextTokenizer
 from control_plane.text.tools.planning import ToolPlan, plan_tools
 from tandem_engine.sampling_params import SamplingParams
+from tandem_runtime.errors import InvalidRequest
 
-Endpoint = Literal["chat", "completions", "run", "run_named_in_body", "binding", "tokenize", "detokenize"]
-Operation = Literal["chat", "text_completion"]
+Endpoint = Literal[
+    "chat",
+    "completions",
+    "run",
+    "run_named_in_body",
+    "binding",
+    "tokenize",
+    "detokenize",
+    "embeddings",
+    "rerank",
+]
+Operation = Literal["chat", "text_completion", "embeddings", "rerank", "text_classification"]
+"""As `gen_ai.operation.name` of traces and metrics."""
 
 
 NOBODY = Caller("")
@@ -130,11 +142,41 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     """How the thinking is split off; None if the answer has none."""
 
 
+class EncodedForm(msgspec.Struct, frozen=True):
+    """How the values of an encoder are written."""
+
+    kind: Literal["embeddings", "rerank", "native_embeddings", "native_scores", "native_classes"]
+    """The first two are OpenAI's and Cohere's objects, the others Workers AI's."""
+    model: str
+    """The caller's name for the model."""
+    as_base64: bool = False
+    num_dimensions: int | None = None
+    """Of embeddings that are cut; None: all."""
+    most: int | None = None
+    """Entries of a ranking, at most; None: all."""
+    pooling: str = ""
+    is_response: bool = False
+    """Workers AI names the embeddings `response`, as bge-m3 does for contexts; else `data`."""
+    documents: tuple[str, ...] | None = None
+    """The ranked texts, if the answer has them."""
+
+
+class PreparedTexts(msgspec.Struct, frozen=True):
+    """Texts, ready for an encoder."""
+
+    inputs: tuple[EncoderInput, ...]
+    form: EncodedForm
+    pooling: str = ""
+    """Asked of the model; "": the model's own."""
+
+
 class PreparedBody(msgspec.Struct, frozen=True):
     form: AnswerForm
     prompts: tuple[PreparedPrompt, ...]
     converted: bytes = b""
     """The answer to a `Conversion`."""
+    texts: PreparedTexts | None = None
+    """Of an `EncoderBody`."""
 
 
 class ParsedBody(Protocol):
@@ -161,6 +203,26 @@ class Conversion(ABC):
         """Return the answer's body. Raise TandemError."""
 
 
+class EncoderBody(ABC):
+    """A checked body whose texts an encoder reads."""
+
+    @property
+    @abstractmethod
+    def asked(self) -> Asked: ...
+
+    @property
+    @abstractmethod
+    def tasks(self) -> tuple[ModelTask, ...]:
+        """The tasks of models that can answer."""
+
+    @abstractmethod
+    def texts(self, model: ModelFacts, tokenizer: TextTokenizer) -> PreparedTexts:
+        """Return the texts as the model reads them. Raise InvalidRequest."""
+
+
+Parsed = ParsedBody | Conversion | EncoderBody
+
+
 @dataclass(frozen=True)
 class Preparation:
     """What requests of one process share: checked grammars and public texts. Everything here computes."""
@@ -168,13 +230,15 @@ class Preparation:
     grammars: GrammarCheck = field(default_factory=GrammarCheck)
     public_prefixes: PublicPrefixes | None = None
 
-    def body(
-        self, parsed: ParsedBody | Conversion, model: ModelFacts, tokenizer: TextTokenizer, salt: bytes | None
-    ) -> PreparedBody:
+    def body(self, parsed: Parsed, model: ModelFacts, tokenizer: TextTokenizer, salt: bytes | None) -> PreparedBody:
         """Return a parsed body, prepared for its model. Raise TandemError."""
         if isinstance(parsed, Conversion):
             answer = parsed.answer(model, tokenizer, self.grammars)
             return PreparedBody(AnswerForm(parsed.asked.model), (), answer)
+        if isinstance(parsed, EncoderBody):
+            check_task(model, parsed.tasks)
+            return PreparedBody(AnswerForm(parsed.asked.model), (), texts=parsed.texts(model, tokenizer))
+        check_task(model, ("text-generation",))
         form = parsed.form(model)
         requests = parsed.requests(model)
         # One bad prompt refuses all: no prompt starts before every one is prepared.
@@ -223,6 +287,25 @@ class Preparation:
             shown_ids=() if plan is None else tuple(plan.control_ids.values()),
             text=_text(request, tokenizer, token_ids) if with_text else None,
             thinking=split,
+        )
+
+
+_WORK: Mapping[ModelTask, tuple[str, str]] = {
+    "text-generation": ("writes text", "send messages or a prompt, to /v1/chat/completions for example"),
+    "text-embedding": ("makes embeddings", "send texts, to /v1/embeddings for example"),
+    "text-classification": ("classifies texts", "send a text by `AI.run`"),
+    "text-ranking": ("ranks texts", "send a query and documents, to /v1/rerank for example"),
+}
+"""What a model of a task does, and how it is asked."""
+
+
+def check_task(model: ModelFacts, tasks: tuple[ModelTask, ...]) -> None:
+    """Raise InvalidRequest for a model that does another task than the request asks for."""
+    if model.task not in tasks:
+        does, remedy = _WORK[model.task]
+        raise InvalidRequest(
+            f"{model.model_id} {does}, which is not what this request asks for; name another model, or {remedy}",
+            field="model",
         )
 
 

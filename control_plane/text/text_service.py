@@ -21,6 +21,8 @@ from control_plane.accounts.identity import Caller
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
 from control_plane.generation import (
     Dispatcher,
+    EncodingDispatcher,
+    EncodingRequest,
     ModelCatalog,
     ModelDescription,
     PositionLogprobs,
@@ -35,11 +37,12 @@ from control_plane.text.deadline import Deadline, until
 from control_plane.text.prepared import (
     AnswerForm,
     Asked,
-    Conversion,
-    ParsedBody,
+    EncodedForm,
+    Parsed,
     Preparation,
     PreparedBody,
     PreparedPrompt,
+    PreparedTexts,
     TextJob,
 )
 from control_plane.text.prompt_logprobs import prompt_logprobs
@@ -58,7 +61,7 @@ _MAX_NAMED = 8
 FALLBACK_HEADER = "tandem-fallback-model"
 """Response header with the model that answered in place of the requested one."""
 
-Parse = Callable[[TextJob, bytes], ParsedBody | Conversion]
+Parse = Callable[[TextJob, bytes], Parsed]
 Resolve = Callable[[Asked], Awaitable[ModelDescription]]
 
 
@@ -103,10 +106,11 @@ class TextService:
         preparer: Preparer | None = None,
         salt_of: Callable[[str], bytes] | None = None,
         strict_fields: bool = False,
+        encoders: EncodingDispatcher | None = None,
     ) -> None:
         """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes.
 
-        `strict_fields`: refuse fields that change nothing.
+        `strict_fields`: refuse fields that change nothing. `encoders` answers embeddings, rankings and classes.
         """
         self._catalog = catalog
         self._dispatcher = dispatcher
@@ -116,6 +120,7 @@ class TextService:
         self._preparer = preparer or InlinePreparer(self._preparation, self._tokenizers)
         self._salt_of = salt_of
         self._strict_fields = strict_fields
+        self._encoders = encoders
         self._meter = GenerationMeter()
         self._accounts: Meter = meter or Unmetered()
 
@@ -147,6 +152,15 @@ class TextService:
 
         Raise TandemError.
         """
+        body, opened, vocabulary = await self._prepare_body(job, raw, caller, parse)
+        if body.texts is not None:
+            encoding = PreparedEncoding(opened, body.texts.form, opened.encoding(body.texts))
+            return PreparedAnswer(body.form, [], encoding)
+        return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
+
+    async def _prepare_body(
+        self, job: TextJob, raw: bytes, caller: Caller, parse: Parse
+    ) -> tuple[PreparedBody, _Opened, Vocabulary]:
         salt = None if self._salt_of is None else self._salt_of(caller.account)
         job = msgspec.structs.replace(job, salt=salt, strict_fields=self._strict_fields)
         opened: _Opened | None = None
@@ -169,7 +183,33 @@ class TextService:
                 opened.failed(error)
             raise
         assert opened is not None, "a body is prepared for its model"
-        return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
+        return body, opened, vocabulary
+
+    async def encode(self, prepared: PreparedEncoding) -> Encoded:
+        """Admit prepared texts and have them encoded. Raise TandemError.
+
+        Who leaves before the answer pays for the parts that workers had encoded.
+        """
+        opened, request = prepared.opened, prepared.request
+        (record,) = opened.records
+        assert self._encoders is not None, "a gateway with encoder models has a dispatcher for them"
+        computed: list[int] = []
+        with _recorded(record):
+            async with until(request.deadline, opened.time_left.timeout_seconds):
+                entry = await self._accounts.admit(opened.caller, BilledRequest.for_texts(request))
+                try:
+                    await entry.opened()
+                    values = await self._encoders.encode(request, computed)
+                except BaseException as error:
+                    status, _, reasons, name = outcome(error)
+                    used = Usage(sum(computed), sum(computed), 0, 0) if computed else None
+                    entry.close(status, used, reasons, name)
+                    raise
+        num_tokens = sum(computed)
+        usage = entry.priced(Usage(num_tokens, num_tokens, 0, 0))
+        entry.close("finished", usage)
+        record.finished(usage, ())
+        return Encoded(prepared.form, opened.model, values, usage)
 
     async def convert(self, job: TextJob, raw: bytes, caller: Caller, parse: Parse) -> bytes:
         """Return the answer to a body that a text process alone answers. No worker takes part.
@@ -280,6 +320,26 @@ def _with_options_of(caller: Caller, asked: Asked) -> Asked:
 
 
 @dataclass(frozen=True)
+class PreparedEncoding:
+    """Texts that are ready for an encoder, with the form of their answer."""
+
+    opened: _Opened
+    form: EncodedForm
+    request: EncodingRequest
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder has made of a request's texts."""
+
+    form: EncodedForm
+    model: ModelDescription
+    values: bytes
+    """float32, little-endian: [inputs, num_values]."""
+    usage: Usage
+
+
+@dataclass(frozen=True)
 class _Opened:
     """A request whose model is known, with one record for each of its prompts."""
 
@@ -292,6 +352,18 @@ class _Opened:
     def failed(self, error: BaseException) -> None:
         for record in self.records:
             record.failed(error)
+
+    def encoding(self, texts: PreparedTexts) -> EncodingRequest:
+        caller = self.caller
+        return EncodingRequest(
+            caller.request_id,
+            caller.account,
+            self.model,
+            texts.inputs,
+            self.time_left.at,
+            texts.pooling,
+            caller.reject_if_busy or self.asked.reject_if_busy,
+        )
 
     def prompts(self, prepared: Sequence[PreparedPrompt], vocabulary: Vocabulary) -> list[Prompt]:
         """Return the prompts; each after the first has a request id of its own."""
@@ -334,10 +406,12 @@ def _token_request(
 
 @dataclass(frozen=True)
 class PreparedAnswer:
-    """A prepared body: how its answer is written, and its prompts."""
+    """A prepared body: how its answer is written, and its prompts or its texts."""
 
     form: AnswerForm
     prompts: Sequence[Prompt]
+    encoding: PreparedEncoding | None = None
+    """Of a body for an encoder; its answer has a form of its own."""
 
 
 def _sum(used: Sequence[Usage]) -> Usage:

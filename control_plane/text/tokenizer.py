@@ -17,9 +17,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from control_plane.generation import ModelDescription, TokenIds
+from control_plane.generation import EncoderInput, ModelDescription, TokenIds
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.pieces import PieceEncoder
 from control_plane.text.template import ChatTemplate, Messages
@@ -69,6 +69,30 @@ class TextTokenizer:
         as_text = not control_tokens and self._control.search(text)
         encoder = self._without_control_tokens if as_text else self._encoder
         return encoder.ids(text, add_special_tokens=add_special_tokens)
+
+    def encode_texts(
+        self, first: str, second: str | None = None, *, max_tokens: int | None = None, field: str = "input"
+    ) -> EncoderInput:
+        """Encode a text, or a pair of texts, for an encoder, with the special tokens that its tokenizer adds.
+
+        `max_tokens`: cut the text so that it fits, special tokens included; of a pair the longer text first. Names of
+        control tokens in the texts are ordinary text.
+        """
+        for text in (first, second or ""):
+            _require_unicode(text, field)
+        tokenizer = self._of_encoders
+        tokenizer.encode_special_tokens = any(self._control.search(text) for text in (first, second or ""))
+        if max_tokens is None:
+            tokenizer.no_truncation()
+        else:
+            tokenizer.enable_truncation(max_tokens, strategy="longest_first")
+        encoding = tokenizer.encode(first, second)
+        ids = TokenIds(encoding.ids).packed()
+        return EncoderInput(ids, 0 if second is None else _num_first_tokens(encoding))
+
+    @cached_property
+    def _of_encoders(self) -> Tokenizer:
+        return _load(self._json)
 
     def encode_chat(
         self,
@@ -146,6 +170,18 @@ class TextTokenizer:
         if self._special_ids.intersection(token_ids):
             raise InvalidRequest(f"the text {text!r} in a message is a control token of this model; remove it")
         return token_ids
+
+
+def _num_first_tokens(encoding: Encoding) -> int:
+    """Return how many tokens of an encoded pair belong to the first text, its special tokens included.
+
+    A post-processor tells by type ids; one without types puts two separators between the texts, as RoBERTa's does.
+    """
+    types = encoding.type_ids
+    if 1 in types:
+        return int(types.index(1))
+    texts = encoding.sequence_ids
+    return int(texts.index(1)) if 1 in texts else len(types)
 
 
 def _encode_inside(encoder: PieceEncoder, text: str) -> TokenIds:

@@ -78,6 +78,12 @@ MAX_PROMPTS = 256
 """Prompts of a completion: more are refused with 400."""
 MAX_PROMPT_TOKENS = 1_048_576
 """Token ids of a prompt that is sent as token ids: more are refused with 400."""
+MAX_EMBEDDED_TEXTS = 2_048
+"""Texts of a request for embeddings, as at OpenAI: more are refused with 400."""
+MAX_DOCUMENTS = 1_000
+"""Documents of a request for a ranking, as at Cohere: more are refused with 400."""
+MAX_NATIVE_TEXTS = 100
+"""Texts or contexts of one run of Workers AI's encoders, as there: more are refused with 400."""
 MAX_STOP_STRINGS = 4
 """Stop strings, as at OpenAI: more are refused with 400."""
 MAX_STOP_CHARACTERS = 1_024

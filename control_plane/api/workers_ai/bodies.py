@@ -6,25 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from control_plane.api.generation_fields import strictest
+from control_plane.api.encoders.native import is_for_encoders, parse_run
+from control_plane.api.generation_fields import RunOptions, strictest
 from control_plane.api.http.body import parse_object
 from control_plane.api.http.bounds import check_model_name
 from control_plane.api.workers_ai.schema import TextGenerationBody, checked, options_in_query, options_of
 from control_plane.generation import ModelFacts
-from control_plane.text.prepared import NOBODY, AnswerForm, Asked, AskedOptions, Operation, ParsedBody, TextJob
+from control_plane.text.prepared import (
+    NOBODY,
+    AnswerForm,
+    Asked,
+    AskedOptions,
+    EncoderBody,
+    Operation,
+    ParsedBody,
+    TextJob,
+)
 from control_plane.text.request import ChatRequest, CompletionRequest
 from tandem_runtime.errors import InvalidRequest
 
 
-def parse(job: TextJob, raw: bytes) -> ParsedBody:
+def parse(job: TextJob, raw: bytes) -> ParsedBody | EncoderBody:
     """Check a body as far as that is possible without its model. Raise InvalidRequest."""
     body = parse_object(raw)
     if job.endpoint == "binding":
         return _parse_binding(job.model, body, strict=job.strict_fields)
     model, inputs = _named_in_body(body) if job.endpoint == "run_named_in_body" else (job.model, body)
-    options = options_in_query(dict(job.query))
-    run = checked(inputs, strict=job.strict_fields)
-    return _Run(model, run, *strictest(run.options, options))
+    return _run(model, inputs, options_in_query(dict(job.query)), strict=job.strict_fields)
+
+
+def _run(model: str, inputs: Any, options: RunOptions, *, strict: bool) -> ParsedBody | EncoderBody:
+    if is_for_encoders(inputs):
+        return parse_run(model, inputs, *strictest(options), strict=strict)
+    body = checked(inputs, strict=strict)
+    return _Run(model, body, *strictest(body.options, options))
 
 
 def _named_in_body(body: dict[str, Any]) -> tuple[str, Any]:
@@ -42,15 +57,14 @@ def _named_in_body(body: dict[str, Any]) -> tuple[str, Any]:
     return model, body.get("input")
 
 
-def _parse_binding(model: str, call: dict[str, Any], *, strict: bool) -> _Run:
+def _parse_binding(model: str, call: dict[str, Any], *, strict: bool) -> ParsedBody | EncoderBody:
     unknown = sorted(set(call) - {"inputs", "options"})
     if unknown:
         raise InvalidRequest(
             f"{unknown[0]} is not a field of this request, which has inputs and options; move it into inputs",
             field=unknown[0],
         )
-    options, body = options_of(call.get("options")), checked(call.get("inputs"), strict=strict)
-    return _Run(model, body, *strictest(body.options, options))
+    return _run(model, call.get("inputs"), options_of(call.get("options")), strict=strict)
 
 
 @dataclass(frozen=True)

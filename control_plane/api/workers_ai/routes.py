@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from control_plane.api.encoders import routes as encoders
 from control_plane.api.http.body import body_is_prepared, read_body
 from control_plane.api.http.bounds import check_model_name
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
@@ -17,8 +18,10 @@ from control_plane.api.workers_ai import search
 from control_plane.api.workers_ai.bodies import parse
 from control_plane.api.workers_ai.responses import wire_of
 from control_plane.text.prepared import AnswerForm, TextJob
+from control_plane.text.text_service import Encoded
 from control_plane.text.text_stream import TextStream
 
+_ENVELOPE = b'{"result":', b',"success":true,"errors":[],"messages":[]}'
 _PREFIX = "/client/v4/accounts/{account}/ai"
 
 
@@ -52,7 +55,11 @@ def _query(request: Request) -> tuple[tuple[str, str], ...]:
 async def answer(request: Request, job: TextJob, *, in_envelope: bool) -> Response:
     """Run a model and answer in its wire format, whole or streamed; REST adds an envelope, the binding does not."""
     starting = _started(request, job, await read_body(request))
-    form, stream = await while_connected(request, starting, discard=_close)
+    started = await while_connected(request, starting, discard=_close)
+    if isinstance(started, Encoded):
+        envelope = _ENVELOPE if in_envelope else (b"", b"")
+        return await encoders.respond(request, started, *envelope)
+    form, stream = started
     wire = wire_of(stream.model, form, request_id_of(request))
     if form.stream:
         return EventStream(request, wire.frames(stream), stream.aclose)
@@ -64,14 +71,17 @@ async def answer(request: Request, job: TextJob, *, in_envelope: bool) -> Respon
     return Response(msgspec.json.encode(result), media_type="application/json")
 
 
-async def _started(request: Request, job: TextJob, raw: bytes) -> tuple[AnswerForm, TextStream]:
+async def _started(request: Request, job: TextJob, raw: bytes) -> tuple[AnswerForm, TextStream] | Encoded:
     text = services_of(request).text
     prepared = await text.prepare_body(job, raw, caller_of(request), parse)
     del raw  # the wait for a worker may be long
     body_is_prepared(request)
+    if prepared.encoding is not None:
+        return await text.encode(prepared.encoding)
     (prompt,) = prepared.prompts
     return prepared.form, await text.start_prepared(prompt)
 
 
-async def _close(started: tuple[AnswerForm, TextStream]) -> None:
-    await started[1].aclose()
+async def _close(started: tuple[AnswerForm, TextStream] | Encoded) -> None:
+    if not isinstance(started, Encoded):
+        await started[1].aclose()

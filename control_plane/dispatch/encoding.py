@@ -1,0 +1,229 @@
+"""Sends texts to encode workers: in parts, to the workers with the least to do.
+
+A part has no state. If its worker dies, drains or is full, the part goes to another worker, and gets the same values.
+While no worker can take it, it waits in a queue of its own, within the bounds of the admission queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW, AdmissionQueue
+from control_plane.fleet.encoder_clients import EncoderClients
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.generation import EncoderInput, EncodingRequest
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
+from tandem_runtime.log import get_logger
+from tandem_runtime.tracing import current_traceparent
+
+log = get_logger(__name__)
+
+MAX_PART_TOKENS = 4_096
+MAX_PART_INPUTS = 64
+"""A part is some steps of a worker: others get their turns between two parts, and a lost part costs little."""
+_MAX_PARTS_AT_ONCE = 4
+"""Of one request."""
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Part:
+    """Some inputs of a request on their way to a worker."""
+
+    request: EncodingRequest
+    inputs: Sequence[EncoderInput]
+    num_tokens: int
+    num_attempts: int = 0
+    avoid: set[str] = field(default_factory=set)
+    """Incarnations that have refused or lost the part since it last waited."""
+    lost: set[str] = field(default_factory=set)
+    """Incarnations that have lost the part."""
+    refusal: TandemError | None = None
+    waits_until: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        return self.request.deadline - time.monotonic()
+
+
+class EncodingDispatch:
+    """Implements control_plane.generation.EncodingDispatcher."""
+
+    def __init__(
+        self, registry: WorkerRegistry, clients: EncoderClients, queue_seconds: float, max_waiting: int
+    ) -> None:
+        self._registry = registry
+        self._clients = clients
+        self._queue_seconds = queue_seconds
+        self._queue = AdmissionQueue(max_waiting, queue_seconds)
+        self._tokens: Counter[str] = Counter()
+        """Tokens that this gateway has sent to each incarnation, and that are not answered yet."""
+
+    async def encode(self, request: EncodingRequest, computed: list[int]) -> bytes:
+        """Return the values of all inputs. If this is cancelled, the workers drop what is left."""
+        parts = [_Part(request, inputs, sum(each.num_tokens for each in inputs)) for inputs in _parts(request.inputs)]
+        answers = [b""] * len(parts)
+        waiting = iter(enumerate(parts))
+
+        async def run() -> None:
+            for index, part in waiting:
+                answers[index] = await self._answer(part)
+                computed.append(part.num_tokens)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(_MAX_PARTS_AT_ONCE, len(parts))):
+                    group.create_task(run())
+        except BaseExceptionGroup as group_error:
+            raise _first(group_error) from None
+        return b"".join(answers)
+
+    async def _answer(self, part: _Part) -> bytes:
+        """Return the values of a part, from whichever worker answers. Raise TandemError."""
+        while True:
+            worker = self._pick(part)
+            if worker is None:
+                await self._wait(part)
+                continue
+            try:
+                return await self._send(worker, part)
+            except TandemError as error:
+                self._failed(worker, part, error)
+            finally:
+                self._queue.release_next()
+
+    def _pick(self, part: _Part) -> Worker | None:
+        """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
+        model_id = part.request.model.model_id
+        workers = [
+            worker
+            for worker in self._registry.workers(pb.WORKER_ROLE_ENCODE)
+            if worker.serves(model_id) and worker.incarnation not in part.avoid
+        ]
+        return min(workers, key=self._load_of, default=None)
+
+    def _load_of(self, worker: Worker) -> int:
+        return max(self._tokens[worker.incarnation], worker.load.num_tokens_in_flight)
+
+    async def _wait(self, part: _Part) -> None:
+        """Wait until a worker may have room. Raise the last refusal after the queue's time."""
+        refusal = part.refusal or Unavailable(
+            f"no encode worker is ready for {part.request.model.model_id}", retry_after_seconds=_RETRY_SECONDS
+        )
+        if part.request.reject_if_busy:
+            raise refusal
+        now = time.monotonic()
+        if part.waits_until is None:
+            part.waits_until = min(part.request.deadline, now + self._queue_seconds)
+        await self._queue.wait(refusal, part.waits_until - now, in_front=part.num_attempts > 0)
+        part.avoid.clear()
+
+    async def _send(self, worker: Worker, part: _Part) -> bytes:
+        seconds = part.seconds_left
+        if seconds <= 0:
+            raise DeadlineExceeded("the request's deadline passed before all of its texts were encoded; send fewer")
+        part.num_attempts += 1
+        self._tokens[worker.incarnation] += part.num_tokens
+        try:
+            reply = await self._clients.stub(worker).Encode(_message(part, seconds), timeout=seconds)
+        finally:
+            self._tokens[worker.incarnation] -= part.num_tokens
+            if not self._tokens[worker.incarnation]:
+                del self._tokens[worker.incarnation]
+        _check(worker, part, reply)
+        return bytes(reply.values)
+
+    def _failed(self, worker: Worker, part: _Part, error: TandemError) -> None:
+        """Note that a worker did not answer. Raise what no other worker would answer."""
+        is_callers = isinstance(error, InvalidRequest) and not isinstance(error, ModelNotFound)
+        if is_callers or isinstance(error, DeadlineExceeded):
+            raise error
+        part.avoid.add(worker.incarnation)
+        part.refusal = error
+        if isinstance(error, Overloaded):
+            if not isinstance(error, Draining):
+                part.refusal = Overloaded(
+                    f"every encode worker of {part.request.model.model_id} is busy; try again later",
+                    retry_after_seconds=error.retry_after_seconds or _RETRY_SECONDS,
+                )
+            return
+        log.warning(
+            "encode_call_lost", worker=worker.worker_id, request_id=part.request.request_id, error=error.message
+        )
+        part.lost.add(worker.incarnation)
+        if len(part.lost) >= MAX_DEATHS_IN_A_ROW:
+            raise Aborted(
+                f"{len(part.lost)} encode workers were lost with this request, the last one with: {error.message}; "
+                "change the request, or have an operator look at the workers' logs"
+            ) from error
+
+
+def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
+    """Cut a request into parts of bounded size; an input that is longer than a part is one."""
+    first, num_tokens = 0, 0
+    for index, each in enumerate(inputs):
+        is_full = index - first == MAX_PART_INPUTS or num_tokens + each.num_tokens > MAX_PART_TOKENS
+        if index > first and is_full:
+            yield inputs[first:index]
+            first, num_tokens = index, 0
+        num_tokens += each.num_tokens
+    yield inputs[first:]
+
+
+def _message(part: _Part, seconds: float) -> pb.EncodeRequest:
+    request, model = part.request, part.request.model
+    return pb.EncodeRequest(
+        request_id=request.request_id,
+        attempt=part.num_attempts,
+        model=pb.ModelRef(model_id=model.model_id, fingerprint=bytes.fromhex(model.fingerprint)),
+        inputs=[
+            pb.EncodeInput(token_ids=each.token_ids, num_first_tokens=each.num_first_tokens) for each in part.inputs
+        ],
+        time_left_ms=max(1, int(seconds * 1000)),
+        traceparent=current_traceparent(),
+        fairness_key=request.account,
+        pooling=request.pooling,
+    )
+
+
+def _check(worker: Worker, part: _Part, reply: pb.EncodeReply) -> None:
+    """Raise InternalError for an answer that is not the values of these inputs."""
+    assert part.request.model.encoder is not None, "an encoder's card says what it makes"
+    wanted = 4 * part.request.model.encoder.num_values * len(part.inputs)
+    if len(reply.values) != wanted:
+        raise InternalError(f"worker {worker.worker_id} sent {len(reply.values):,} bytes of values for {wanted:,}")
+    if not math.isfinite(sum(floats(reply.values))):  # one value that is not finite makes the sum so
+        raise InternalError(f"worker {worker.worker_id} sent values that are not finite")
+
+
+def floats(values: bytes) -> array[float]:
+    """Return float32 values from their little-endian bytes."""
+    found = array("f", values)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """Return the error that ended a request's first part; the other parts were cancelled, or failed beside it."""
+    first: BaseException = errors.exceptions[0]
+    return first

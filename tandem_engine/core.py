@@ -163,6 +163,16 @@ class EngineCore:
         self.renew_copy_budget()
         return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
 
+    def run_step(self, emit: Callable[[EngineEvent], None]) -> None:
+        """Run one step and emit its events, those of requests that failed in it included."""
+        emit(self.step(emit))
+        for failure in self.take_failures():
+            emit(failure)
+
+    def begin_turn(self) -> None:
+        """Prepare for the commands between two steps."""
+        self.renew_copy_budget()
+
     def renew_copy_budget(self) -> None:
         """Let commands and copies take their time again; a step does so at its end."""
         self.scheduler.copy_budget.renew()

@@ -20,18 +20,40 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
-from tandem_engine.core import EngineCore
 from tandem_engine.cores import use_cores
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.memory_node import use_memory_node
-from tandem_engine.messages import EngineEvent, EngineFailed, LoadProgress, Shutdown
+from tandem_engine.messages import EngineFailed, LoadProgress, Shutdown
 from tandem_engine.settings import EngineConfig
 from tandem_machine.limits import with_remedy
 
 _PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 0.25
+
+
+class Core(Protocol):
+    """What the process runs: `EngineCore` or `EncoderCore`. Any number of commands, then a step while there is work."""
+
+    def begin_turn(self) -> None:
+        """Called before the commands between two steps."""
+        ...
+
+    def handle_some(self, command: Any, fd: int | None = None) -> Sequence[object] | None:
+        """Return a command's immediate events. None: handle it again before any other, after a step."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def is_held(self) -> bool:
+        """Whether `has_work` may become true without a command: look again soon."""
+        ...
+
+    def run_step(self, emit: Callable[[Any], None]) -> None:
+        """Run one step and emit its events."""
+        ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> None:
+def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
     """Alternate commands and steps; wait for the socket while there is no work."""
     waiting = deque(commands)
     while True:
-        core.renew_copy_budget()
+        core.begin_turn()
         while waiting:
             if isinstance(waiting[0].message, Shutdown):
                 return
@@ -69,42 +91,53 @@ def _serve(core: EngineCore, channel: SyncChannel, commands: list[Received]) -> 
             waiting.popleft()
             _send_all(channel, events)
         if core.has_work():
-            channel.send(core.step(channel.send))
-            _send_all(channel, core.take_failures())
+            core.run_step(channel.send)
         is_idle = not waiting and not core.has_work()
         if is_idle and not channel.has_come(_IDLE_SECONDS):
             _release_freed_memory()
         waiting += channel.receive(wait=is_idle and not core.has_work() and not core.is_held())
 
 
-def _handle(core: EngineCore, received: Received) -> list[EngineEvent] | None:
+def _handle(core: Core, received: Received) -> Sequence[object] | None:
     try:
         return core.handle_some(received.message, received.fds[0] if received.fds else None)
     finally:
         close_all(received.fds)
 
 
-def _send_all(channel: SyncChannel, events: Sequence[EngineEvent]) -> None:
+def _send_all(channel: SyncChannel, events: Sequence[object]) -> None:
     for event in events:
         channel.send(event)
 
 
-def _load(config: EngineConfig, channel: SyncChannel) -> EngineCore:
-    """Load the model and send Ready with the pool's descriptor."""
+def _load(config: EngineConfig, channel: SyncChannel) -> Core:
+    """Load the model and send EncoderReady, or Ready with the pool's descriptor."""
     report = _progress_reporter(channel)
     numa_node = use_memory_node(report)
     report("importing torch", 0.0)
     from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
 
     with without_compiler():
-        from tandem_engine.assembly import assemble
-
-        assembled = assemble(config, report, numa_node)
+        core, ready, fds = _assemble(config, report, numa_node)
     gc.collect()
     gc.freeze()  # else a collection over all of torch's objects could delay any step by 70 to 190 ms
     _release_freed_memory()
-    channel.send(assembled.ready, [assembled.region_fd])
-    return assembled.core
+    channel.send(ready, fds)
+    return core
+
+
+def _assemble(
+    config: EngineConfig, report: Callable[[str, float], None], numa_node: int | None
+) -> tuple[Core, object, list[int]]:
+    """Return the core, the event that it is ready, and the descriptors of that event."""
+    if config.encodes:
+        from tandem_engine.encoder.assembly import assemble_encoder
+
+        return *assemble_encoder(config, report, numa_node), []
+    from tandem_engine.assembly import assemble
+
+    assembled = assemble(config, report, numa_node)
+    return assembled.core, assembled.ready, [assembled.region_fd]
 
 
 def _release_freed_memory() -> None:

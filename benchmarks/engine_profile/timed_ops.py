@@ -19,7 +19,20 @@ from tandem_engine.core import Runner
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.models.lean.weights import LeanWeights
-from tandem_engine.ops.base import Activation, KVPool, LayerParts, Ops, QKNorm, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import (
+    Activation,
+    EncoderActivation,
+    EncoderLayerParts,
+    KVPool,
+    LayerNorm,
+    LayerParts,
+    Ops,
+    QKNorm,
+    Rotary,
+    Run,
+    Step,
+    Weight,
+)
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.scheduling.batch import SchedulerOutput
 from tandem_engine.scheduling.request import Request, Sampled
@@ -156,6 +169,18 @@ class TimedOps:
         )
 
     def layers(self, layers: Sequence[LayerParts]) -> None:
+        """Return None: each op is called, and timed, by itself."""
+
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, more: torch.Tensor | None = None) -> torch.Tensor:
+        return self._watch.time("norms", self._ops.layer_norm, x, norm, more)
+
+    def activate(self, x: torch.Tensor, activation: EncoderActivation) -> torch.Tensor:
+        return self._watch.time("activations", self._ops.activate, x, activation)
+
+    def self_attention(self, qkv: torch.Tensor, num_heads: int, starts: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._watch.time("attention", self._ops.self_attention, qkv, num_heads, starts, scale)
+
+    def encoder_layers(self, layers: Sequence[EncoderLayerParts]) -> None:
         """Return None: each op is called, and timed, by itself."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:

@@ -94,7 +94,7 @@ def load_model(
     KV has one group. `numa_node` is where this process's memory comes from.
     """
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
-    model_config = _read_config(checkpoint)
+    model_config = text_config(read_config(checkpoint), checkpoint.tensor_shapes)
     check_config(model_config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model_config, device)
@@ -106,7 +106,7 @@ def load_model(
         length=_length(config, model_config, target),
         device=device,
         dtype=dtype,
-        ops=_ops(config, device, dtype, report) if target is None else target.ops,
+        ops=ops_for(config, device, dtype, report) if target is None else target.ops,
         digests=DigestCache(
             Path(config.state_dir).expanduser() if config.state_dir else None, lambda what: report(what, 0.1)
         ),
@@ -150,7 +150,8 @@ def _widest(windows: Sequence[int | None]) -> int | None:
     return max(limits) if len(limits) == len(windows) else None
 
 
-def _ops(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Progress) -> Ops:
+def ops_for(config: EngineConfig, device: torch.device, dtype: torch.dtype, report: Progress) -> Ops:
+    """Return the op layer that the configuration asks for; raises ModelUnusable."""
     threads, cores = num_threads(config), pinned_cores(config)
     try:
         return choose_ops(config.kernels, device, dtype, threads, lambda what: report(what, 0.05), cores)
@@ -180,7 +181,7 @@ def _build_lean(job: _Job, family: Family) -> _Built:
         state_dir=Path(job.config.state_dir).expanduser() if job.config.state_dir else None,
         weights_digest=weights_digest(job.checkpoint, job.digests),
         is_verified=job.config.verify_weights,
-        numa_node=_node_with_a_copy(job),
+        numa_node=node_with_a_copy(job.numa_node, job.checkpoint),
     )
     decoder = load_decoder(request, job.ops, lambda what: job.report(what, 0.3))
     geometry = _geometry(decoder.config, job.config.block_size)
@@ -197,16 +198,16 @@ def _build_lean(job: _Job, family: Family) -> _Built:
     )
 
 
-def _node_with_a_copy(job: _Job) -> int | None:
+def node_with_a_copy(numa_node: int | None, checkpoint: Checkpoint) -> int | None:
     """Return the node whose workers share a copy of the weights; None: they share the copy of all nodes.
 
     Each decode step reads all weights, so those of another node would be as slow as the link between the nodes. A copy
     may take half of a node's memory: beyond it the copies of all nodes could fill the machine, and the kernel would
     read dropped pages from disk again.
     """
-    if job.numa_node is None or 2 * job.checkpoint.num_weight_bytes > total_bytes_of(job.numa_node):
+    if numa_node is None or 2 * checkpoint.num_weight_bytes > total_bytes_of(numa_node):
         return None
-    return job.numa_node
+    return numa_node
 
 
 def _geometry(config: DecoderConfig, block_size: int) -> KVGeometry:
@@ -225,15 +226,15 @@ def _build_transformers(job: _Job) -> _Built:
     )
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: Checkpoint) -> Any:
+    """Return the transformers configuration; raises ModelUnusable."""
     try:
-        config = AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelUnusable(
             f"transformers {transformers.__version__} cannot read {checkpoint.folder / 'config.json'}: {error}; "
             "code that comes with a checkpoint is never run"
         ) from error
-    return text_config(config, checkpoint.tensor_shapes)
 
 
 def _architecture(model_config: Any) -> str:

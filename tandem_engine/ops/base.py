@@ -24,6 +24,8 @@ import torch
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 
 Activation = Literal["silu", "gelu_tanh"]
+EncoderActivation = Literal["gelu", "gelu_tanh"]
+"""gelu: x / 2 * (1 + erf(x / sqrt 2))."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,42 @@ class LayerParts:
     """The epsilon of all norms but those of heads."""
 
 
+@dataclass(frozen=True)
+class LayerNorm:
+    """The parameters of a layer norm: (x - mean) / sqrt(variance + eps) * weight + bias."""
+
+    weight: torch.Tensor
+    """[features], float32; so is `bias`."""
+    bias: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class EncoderLayerParts:
+    """The weights and parameters of an encoder layer whose norms follow its sums, in the order of its ops."""
+
+    qkv: Weight
+    num_heads: int
+    scale: float
+    output: Weight
+    attention_norm: LayerNorm
+    up: Weight
+    activation: EncoderActivation
+    down: Weight
+    mlp_norm: LayerNorm
+
+
+class EncoderLayers(Protocol):
+    """All layers of an encoder in one op, with the bits of their ops one by one."""
+
+    def forward(self, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's result, [num_tokens, hidden_size].
+
+        `x` [num_tokens, hidden_size], contiguous, may be overwritten; `starts` as in `Ops.self_attention`.
+        """
+        ...
+
+
 class Layers(Protocol):
     """All layers of a model in one op, with the bits of their ops one by one."""
 
@@ -249,6 +287,27 @@ class Ops(Protocol):
 
     def layers(self, layers: Sequence[LayerParts]) -> Layers | None:
         """Return one op for all layers of a model; None: this backend has none for these layers, use its other ops."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, more: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the layer norm of `x`; with `more`, add `more` to `x` in place before."""
+        ...
+
+    def activate(self, x: torch.Tensor, activation: EncoderActivation) -> torch.Tensor:
+        """Return the activation of every number of `x` [num_tokens, features]."""
+        ...
+
+    def self_attention(self, qkv: torch.Tensor, num_heads: int, starts: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend from every token to all tokens of its run, later ones too; return [num_tokens, num_heads * head_dim].
+
+        `qkv` [num_tokens, 3 * num_heads * head_dim], contiguous, holds queries, keys and values. `starts`
+        [num_runs + 1], int64, on the CPU: run r has the tokens [starts[r], starts[r + 1]), at least one. A token's
+        bits depend on its run alone.
+        """
+        ...
+
+    def encoder_layers(self, layers: Sequence[EncoderLayerParts]) -> EncoderLayers | None:
+        """Return one op for all layers of an encoder; None: this backend has none, use its other ops."""
         ...
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:

@@ -23,6 +23,20 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return inner.tanh_().add_(1).mul_(x).mul_(0.5)
 
 
+_HALF_ERFC = (0.036507789, -0.146856979, 0.139382184, 0.0809723884, 0.103003524, 0.14862372, 0.138367385)
+"""The coefficients of `gelu` in ops/cpu/cpp/norms.hpp, which says how they were found."""
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x / 2 * (1 + erf(x / sqrt(2))), within 1e-7 of |x|."""
+    a = x.abs()
+    t = 1 / (a * 0.35).add_(1)
+    q = torch.full_like(t, _HALF_ERFC[0])
+    for coefficient in _HALF_ERFC[1:]:
+        q.mul_(t).add_(coefficient)
+    return x.clamp_min(0) - (a * a).mul_(-0.5).exp_().mul_(q.mul_(t)).mul_(a)
+
+
 def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     """Squash `x` to cap * tanh(x / cap) in place and return it (Gemma 2)."""
     return x.div_(cap).tanh_().mul_(cap)

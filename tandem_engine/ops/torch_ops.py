@@ -16,11 +16,24 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import (
+    Activation,
+    EncoderActivation,
+    EncoderLayerParts,
+    KVPool,
+    LayerNorm,
+    LayerParts,
+    QKNorm,
+    Rotary,
+    Run,
+    Step,
+    Weight,
+)
 from tandem_engine.ops.plain_sampling import sample
-from tandem_engine.ops.rowwise import gelu_tanh, silu
+from tandem_engine.ops.rowwise import gelu, gelu_tanh, silu
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.ops.torch_attention import AttentionCall, TorchStep, attend
+from tandem_engine.ops.torch_self_attention import attend_to_all
 
 _CPU_TILE = 32
 _CUDA_TILE = 128
@@ -176,6 +189,22 @@ class TorchOps:
         return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
 
     def layers(self, layers: Sequence[LayerParts]) -> None:
+        """Return None: this backend runs layers op by op."""
+
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, more: torch.Tensor | None = None) -> torch.Tensor:
+        if more is not None:
+            x.add_(more)
+        off = x - x.sum(-1, keepdim=True).div_(x.shape[-1])
+        variance = off.square().sum(-1, keepdim=True).div_(x.shape[-1])
+        return off.div_(variance.add_(norm.eps).sqrt_()).mul_(norm.weight).add_(norm.bias)
+
+    def activate(self, x: torch.Tensor, activation: EncoderActivation) -> torch.Tensor:
+        return gelu(x) if activation == "gelu" else gelu_tanh(x)
+
+    def self_attention(self, qkv: torch.Tensor, num_heads: int, starts: torch.Tensor, scale: float) -> torch.Tensor:
+        return attend_to_all(qkv, num_heads, starts, scale)
+
+    def encoder_layers(self, layers: Sequence[EncoderLayerParts]) -> None:
         """Return None: this backend runs layers op by op."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:

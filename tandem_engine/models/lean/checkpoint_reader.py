@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import torch
@@ -30,21 +30,31 @@ class CheckpointReader:
             names = {stored: text_name(stored) for stored in file.places}
             self._stored |= {name: (file, stored) for stored, name in names.items() if name is not None}
 
+    @property
+    def names(self) -> Set[str]:
+        """The stored tensors, by their names in the text model."""
+        return self._stored.keys()
+
     def check(self, plan: Plan) -> None:
         """Raise ModelUnusable if a tensor of the plan is missing; NotLean for unknown tensors or mixed dtypes."""
+        needed = self.check_present(plan)
+        unknown = [name for name in sorted(self._stored.keys() - needed) if not name.endswith(_NEVER_READ)]
+        if unknown:
+            raise NotLean(f"{self._folder} has {len(unknown)} weights that the decoder lacks, {unknown[0]} first")
+
+    def check_present(self, plan: Plan) -> set[str]:
+        """Return the names of the plan's tensors; raises ModelUnusable if one is missing, NotLean for mixed dtypes."""
         needed = {name for source in plan.values() for name in _tensors(source)}
         if missing := sorted(needed - self._stored.keys()):
             raise ModelUnusable(
                 f"{self._folder} lacks {len(missing)} weights, {missing[0]} first; download the checkpoint anew, or "
                 "save it again with `model.save_pretrained(folder)`"
             )
-        unknown = [name for name in sorted(self._stored.keys() - needed) if not name.endswith(_NEVER_READ)]
-        if unknown:
-            raise NotLean(f"{self._folder} has {len(unknown)} weights that the decoder lacks, {unknown[0]} first")
         for source in plan.values():
             if isinstance(source, LinearSource):
                 self._check_dtypes(source.weights)
                 self._check_dtypes(source.biases)
+        return needed
 
     def linear(self, source: LinearSource, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the fused matrix (see `stack`) and the fused bias, float32."""

@@ -47,15 +47,28 @@ class Decoder:
         `token_ids` [num_tokens] and `sample_rows` [num_sampled] are int64 on the model's device. The KV of all earlier
         tokens is in its blocks. Called under `torch.inference_mode`.
         """
-        run = self._op_by_op if self._at_once is None else self._at_once.forward
-        x, more = run(self._embed(token_ids), step, pool, sample_rows, kv_written)
+        x = self.hidden(token_ids, step, pool, sample_rows, kv_written)
         if len(x) == 0:
             return x.new_empty(0, self.config.vocab_size)
-        x = self.ops.add_rms_norm(x, more, self.weights.tensors["final_norm"], self.config.norm_eps)
         logits = self.ops.linear(x, self.weights.linears["head"])
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         return logits if self.config.logit_softcap is None else softcap_(logits, self.config.logit_softcap)
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        pool: KVPool,
+        rows: torch.Tensor,
+        kv_written: Callable[[], None] = ignore,
+    ) -> torch.Tensor:
+        """Do the same up to the head: return the final norm of `rows`, [num_rows, hidden_size], float32."""
+        run = self._op_by_op if self._at_once is None else self._at_once.forward
+        x, more = run(self._embed(token_ids), step, pool, rows, kv_written)
+        if len(x) == 0:
+            return x
+        return self.ops.add_rms_norm(x, more, self.weights.tensors["final_norm"], self.config.norm_eps)
 
     def _op_by_op(
         self, x: torch.Tensor, step: Step, pool: KVPool, rows: torch.Tensor, kv_written: Callable[[], None]

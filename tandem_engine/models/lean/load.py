@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -23,6 +23,25 @@ from tandem_engine.ops.base import Ops, Weight
 from tandem_engine.settings import DtypeChoice
 
 _PACKED_FOLDER = "packed"
+
+Entries = Iterator[tuple[str, Weight | torch.Tensor]]
+
+
+class StorageRequest(Protocol):
+    """How to store weights; `LeanRequest` documents the fields."""
+
+    @property
+    def dtype(self) -> DtypeChoice: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def state_dir(self) -> Path | None: ...
+    @property
+    def weights_digest(self) -> str: ...
+    @property
+    def is_verified(self) -> bool: ...
+    @property
+    def numa_node(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -58,23 +77,41 @@ def load_decoder(request: LeanRequest, ops: Ops, report: Callable[[str], None]) 
 
 
 def _weights(request: LeanRequest, plan: Plan, ops: Ops, report: Callable[[str], None]) -> LeanWeights:
-    dtype = _stored_dtype(request)
+    dtype = stored_dtype(request.dtype, request.config.model_type)
     reader = CheckpointReader(request.folder)
     reader.check(plan)
 
-    def entries() -> Iterator[tuple[str, Weight | torch.Tensor]]:
+    def entries() -> Entries:
         yield from _rotary_entries(request)
-        yield from _packed_entries(plan, reader, dtype, request.device, ops)
+        yield from packed_entries(plan, reader, dtype, request.device, ops)
 
+    tables = f"rotary tables of torch {torch.__version__}, transformers {transformers.__version__}"
+    names = [*plan_names(plan), f"{tables}: {request.num_positions} positions"]
+    return store(request, names, entries, ops, report)
+
+
+def plan_names(plan: Plan) -> list[str]:
+    """Return what names the weights of a plan in the key of a packed file."""
+    return [f"{name}={source}" for name, source in plan.items()]
+
+
+def store(
+    request: StorageRequest,
+    names: Sequence[str],
+    entries: Callable[[], Entries],
+    ops: Ops,
+    report: Callable[[str], None],
+) -> LeanWeights:
+    """Return the weights in the packed file that workers share, or in private memory if there can be none.
+
+    `names` and the request identify the packed file; `entries` yields each weight once.
+    """
     if request.state_dir is None:
         report("weights are private to this process: without a state directory, workers cannot share them")
         return _collect(entries())
     if request.device.type != "cpu":
         return _collect(entries())
     assert request.weights_digest, "the packed file would match any checkpoint"
-    names = [f"{name}={source}" for name, source in plan.items()]
-    tables = f"rotary tables of torch {torch.__version__}, transformers {transformers.__version__}"
-    names.append(f"{tables}: {request.num_positions} positions")
     key = PackedKey(request.weights_digest, ops.name, request.dtype, tuple(names))
     try:
         packed = PackedWeightsCache(
@@ -92,13 +129,13 @@ def _packed_folder(state_dir: Path, numa_node: int | None) -> Path:
     return folder if numa_node is None else folder / f"node{numa_node}"
 
 
-def _stored_dtype(request: LeanRequest) -> torch.dtype | None:
+def stored_dtype(choice: DtypeChoice, model_type: str) -> torch.dtype | None:
     """Return the dtype of the weights in memory; None: the checkpoint's."""
-    if request.dtype == "float16":
+    if choice == "float16":
         raise ModelUnusable(
-            f"--dtype float16, but weights of {request.config.model_type} are stored in float32 or bfloat16; take auto"
+            f"--dtype float16, but weights of {model_type} are stored in float32 or bfloat16; take auto"
         )
-    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[request.dtype]
+    return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[choice]
 
 
 def _rotary_entries(request: LeanRequest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,7 +145,7 @@ def _rotary_entries(request: LeanRequest) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{ROTARY_PREFIX}{kind}.sin", rotary.sin
 
 
-def _packed_entries(
+def packed_entries(
     plan: Plan, reader: CheckpointReader, dtype: torch.dtype | None, device: torch.device, ops: Ops
 ) -> Iterator[tuple[str, Weight | torch.Tensor]]:
     """Yield each packed weight; one is in memory at a time unless the consumer keeps more."""

@@ -35,6 +35,11 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "tandem_paged_attention": (_POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _FLOAT, _FLOAT),
     "tandem_layers": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
     "tandem_finish_layer": (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER),
+    "tandem_layer_norm": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _FLOAT, _POINTER),
+    "tandem_gelu": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_gelu_tanh": (_POINTER, _INT, _INT, _INT, _POINTER),
+    "tandem_self_attention": (_POINTER, _INT, _INT, _POINTER, _INT, _FLOAT, _POINTER),
+    "tandem_encoder_layers": (_POINTER, _INT, _POINTER, _INT, _POINTER),
     "tandem_sample": (_POINTER, _INT, _INT, _POINTER, _INT),
     "tandem_begin_masks": (_POINTER, _POINTER, _INT),
     "tandem_finish_masks": (),
@@ -99,6 +104,17 @@ class DenseLayer(ctypes.Structure):
         ("cache", _POINTER),
         *((name, _INT) for name in ("group", "num_heads", "window", "is_gelu")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
+    ]
+
+
+class EncoderLayer(ctypes.Structure):
+    """The weights and parameters of an encoder layer."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("qkv", "output", "up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "attention_bias", "mlp_norm", "mlp_bias")),
+        *((name, _INT) for name in ("num_heads", "is_tanh")),
+        *((name, _FLOAT) for name in ("epsilon", "scale")),
     ]
 
 

@@ -8,8 +8,21 @@ from pathlib import Path
 
 import torch
 
-from tandem_engine.ops.base import Activation, KVPool, LayerParts, QKNorm, Rotary, Run, Step, Weight
+from tandem_engine.ops.base import (
+    Activation,
+    EncoderActivation,
+    EncoderLayerParts,
+    KVPool,
+    LayerNorm,
+    LayerParts,
+    QKNorm,
+    Rotary,
+    Run,
+    Step,
+    Weight,
+)
 from tandem_engine.ops.cpu.compile import NATIVE, sources_digest
+from tandem_engine.ops.cpu.encoder_layers import CpuEncoderLayers, checked_starts
 from tandem_engine.ops.cpu.layers import CpuLayers
 from tandem_engine.ops.cpu.library import Cache, QKTransform, StepTable, load_library
 from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
@@ -196,6 +209,38 @@ class CpuOps:
 
     def layers(self, layers: Sequence[LayerParts]) -> CpuLayers | None:
         return CpuLayers(self._library, layers) if all(layer.gate_up and layer.down for layer in layers) else None
+
+    def layer_norm(self, x: torch.Tensor, norm: LayerNorm, more: torch.Tensor | None = None) -> torch.Tensor:
+        assert more is None or (x.dtype == torch.float32 and x.stride(1) == 1), "`x` is summed up in place"
+        x, stride = _rows(x)
+        added, more_stride = (None, 0) if more is None else _rows(more)
+        y = torch.empty(x.shape)
+        self._library.tandem_layer_norm(
+            *(x.data_ptr(), stride, None if added is None else added.data_ptr(), more_stride, *x.shape),
+            *(norm.weight.data_ptr(), norm.bias.data_ptr(), norm.eps, y.data_ptr()),
+        )
+        return y
+
+    def activate(self, x: torch.Tensor, activation: EncoderActivation) -> torch.Tensor:
+        x, stride = _rows(x)
+        y = torch.empty(x.shape)
+        run = self._library.tandem_gelu if activation == "gelu" else self._library.tandem_gelu_tanh
+        run(x.data_ptr(), stride, *x.shape, y.data_ptr())
+        return y
+
+    def self_attention(self, qkv: torch.Tensor, num_heads: int, starts: torch.Tensor, scale: float) -> torch.Tensor:
+        assert qkv.dtype == torch.float32 and qkv.is_contiguous(), "qkv is float32, in one piece"
+        checked_starts(starts, len(qkv))
+        width = qkv.shape[1] // 3
+        out = torch.empty(len(qkv), width)
+        self._library.tandem_self_attention(
+            *(qkv.data_ptr(), num_heads, width // num_heads),
+            *(starts.data_ptr(), len(starts) - 1, scale, out.data_ptr()),
+        )
+        return out
+
+    def encoder_layers(self, layers: Sequence[EncoderLayerParts]) -> CpuEncoderLayers:
+        return CpuEncoderLayers(self._library, layers)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
         return self._sampler.sample(logits, rows)

@@ -2,6 +2,7 @@
 #include "attention.hpp"
 #include "cache.hpp"
 #include "elementwise.hpp"
+#include "encoder.hpp"
 #include "layers.hpp"
 #include "linear.hpp"
 #include "masks.hpp"
@@ -92,6 +93,26 @@ void tandem_finish_layer(const DenseLayer* layer, const Step* const* steps, cons
                          int64_t num_sampled, const float* queries, float* x, float* more) {
   finish_layer(*layer, *steps[layer->group], sampled, num_sampled, queries, x, more);
 }
+
+void tandem_layer_norm(float* x, int64_t x_stride, const float* more, int64_t more_stride, int64_t rows, int64_t size,
+                       const float* weight, const float* bias, float epsilon, float* y) {
+  layer_norm(x, x_stride, more, more_stride, rows, size, weight, bias, epsilon, y);
+}
+void tandem_gelu(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y) {
+  activate<gelu>(x, x_stride, rows, size, y);
+}
+void tandem_gelu_tanh(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y) {
+  activate<gelu_tanh>(x, x_stride, rows, size, y);
+}
+void tandem_self_attention(const float* qkv, int64_t heads, int64_t dim, const int64_t* starts, int64_t num_runs,
+                           float scale, float* out) {
+  SelfAttention{qkv, out, heads, dim, starts, num_runs, scale}.run();
+}
+void tandem_encoder_layers(const EncoderLayer* layers, int64_t num_layers, const int64_t* starts, int64_t num_runs,
+                           float* x) {
+  run_encoder(layers, num_layers, starts, num_runs, x);
+}
+
 void tandem_sample(const float* logits, int64_t stride, int64_t size, SamplingRow* rows, int64_t num_rows) {
   sample(logits, stride, size, rows, num_rows);
 }

@@ -46,7 +46,7 @@ def create_app(
             *operations.routes(),
             *openai.routes("/v1"),
             *encoders.routes("/v1"),
-            *encoders.routes("/v2"),
+            encoders.COHERE_ROUTE,
             *tokenization.routes(),
             *openai.routes("/client/v4/accounts/{account}/ai/v1"),
             *encoders.routes("/client/v4/accounts/{account}/ai/v1"),

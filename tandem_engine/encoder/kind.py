@@ -48,6 +48,11 @@ def find_kind(checkpoint: Checkpoint) -> Kind:
             f"{checkpoint.model_id} is of type {model_type or 'unknown'}, which is not built as an encoder; choose a "
             f"model of type {_served()}, or an embedding model of {', '.join(sorted(DECODER_FAMILIES))}"
         )
+    if config.get("use_bidirectional_attention"):
+        raise ModelUnusable(
+            f"{checkpoint.model_id} reads a text in both directions with a decoder's layers (use_bidirectional_attention), "
+            f"which is not built; choose a model of type {_served()}"
+        )
     if files is None:
         raise ModelUnusable(
             f"{checkpoint.model_id} ({architecture or model_type}) is a model that generates text: it has no "

@@ -37,8 +37,9 @@ def test_the_shipped_names_are_distinct_and_name_hub_ids() -> None:
     names = [name for entry in SHIPPED.entries for name in entry.names]
     assert len(names) == len(set(names)) and all(name.startswith(("@cf/", "@hf/")) for name in names)
     assert all(entry.source.count("/") == 1 and entry.source[0] not in "@./" for entry in SHIPPED.entries)
-    assert all(SHIPPED.writes_text(name) for name in names)
-    assert not SHIPPED.writes_text("@cf/baai/bge-m3") and not SHIPPED.writes_text("@cf/openai/whisper-large-v3-turbo")
+    encoders = [name for name in names if not SHIPPED.writes_text(name)]
+    assert "@cf/baai/bge-m3" in encoders and len(encoders) == 8
+    assert not SHIPPED.writes_text("@cf/openai/whisper-large-v3-turbo")
 
 
 def test_a_worker_takes_source_revision_and_dtype_from_the_table(config: Path) -> None:

@@ -36,6 +36,10 @@ async def rank(request: Request) -> Response:
     return await _answer(request, TextJob("rerank"), rerank.parse)
 
 
+COHERE_ROUTE = Route("/v2/rerank", rank, methods=["POST"])
+"""Where Cohere's clients look."""
+
+
 async def _answer(request: Request, job: TextJob, parse: Parse) -> Response:
     raw = await read_body(request)
     return await respond(request, await while_connected(request, _encoded(request, job, raw, parse)))

@@ -12,6 +12,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from control_plane.api.encoders import responses as encoder_responses
+from control_plane.api.encoders.embeddings import EmbeddingsBody
+from control_plane.api.encoders.native import EncoderInputs
+from control_plane.api.encoders.rerank import RerankBody
 from control_plane.api.http.body import Body
 from control_plane.api.http.request_context import served_models
 from control_plane.api.openai import responses as openai_responses
@@ -23,7 +27,16 @@ from control_plane.api.workers_ai import responses as workers_ai_responses
 from control_plane.api.workers_ai.schema import TextGenerationBody
 
 VERSION = "1.0"
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TextGenerationBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    TextGenerationBody,
+    TokenizeBody,
+    DetokenizeBody,
+    EmbeddingsBody,
+    RerankBody,
+    EncoderInputs,
+)
 _ANSWERS: tuple[Any, ...] = (
     openai_responses.ChatCompletion,
     openai_responses.ChatChunk,
@@ -33,6 +46,7 @@ _ANSWERS: tuple[Any, ...] = (
     openai_responses.ErrorBody,
     Tokenized,
     Detokenized,
+    *encoder_responses.ANSWERS,
     workers_ai_responses.NativeResult,
     workers_ai_responses.NativeEvent,
     workers_ai_responses.FoundModels,

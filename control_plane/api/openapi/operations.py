@@ -215,6 +215,7 @@ def operations(model: str) -> Iterator[Operation]:
     """Yield every endpoint. Examples use `model`."""
     yield from _openai("/v1", "", model)
     yield from _tokens(model)
+    yield from _encoders(model)
     yield from _rest(model)
     yield from _openai(f"{_ACCOUNTS}/v1", "OfAccount", model)
     yield from _binding(model)
@@ -255,6 +256,28 @@ def _tokens(model: str) -> Iterator[Operation]:
     yield Operation(
         "post", "/detokenize", OPENAI, "detokenize", "Return token ids as a text; vLLM's form",
         body=reference("DetokenizeBody"), answer=reference("Detokenized"), example={"model": model, "tokens": [1, 2]},
+    )  # fmt: skip
+
+
+def _encoders(model: str) -> Iterator[Operation]:
+    for prefix, name, parameters in (
+        ("/v1", "", ()),
+        ("/client/v4/accounts/{account}/ai/v1", "OfAccount", (_ACCOUNT,)),
+    ):
+        yield Operation(
+            "post", f"{prefix}/embeddings", OPENAI, f"createEmbeddings{name}", "Embed texts",
+            body=reference("EmbeddingsBody"), answer=reference("EmbeddingList"), parameters=parameters,
+            example={"model": model, "input": ["A text", "Another one"]},
+        )  # fmt: skip
+        yield Operation(
+            "post", f"{prefix}/rerank", OPENAI, f"rerank{name}", "Rank documents by a query; Cohere's and Jina's form",
+            body=reference("RerankBody"), answer=reference("Ranking"), parameters=parameters,
+            example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]},
+        )  # fmt: skip
+    yield Operation(
+        "post", "/v2/rerank", OPENAI, "rerankV2", "The same as /v1/rerank, where Cohere's clients look",
+        body=reference("RerankBody"), answer=reference("Ranking"),
+        example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]},
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.prices import Price
+from control_plane.api.encoders.native import EncoderInputs
+from control_plane.api.encoders.responses import NativeClass, NativeEmbeddings, NativeScores
 from control_plane.api.http.bounds import MAX_PER_PAGE
 from control_plane.api.http.paging import number
 from control_plane.api.http.request_context import services_of
@@ -26,7 +28,7 @@ from control_plane.api.workers_ai.responses import (
     UnitPrice,
 )
 from control_plane.api.workers_ai.schema import TextGenerationBody
-from control_plane.generation import ModelDescription
+from control_plane.generation import ModelDescription, ModelTask
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 TEXT_GENERATION: Task = {
@@ -34,6 +36,24 @@ TEXT_GENERATION: Task = {
     "name": "Text Generation",
     "description": "Family of generative text models, such as large language models (LLM), that can be adapted for a "
     "variety of natural language tasks.",
+}
+TEXT_EMBEDDINGS: Task = {
+    "id": "0137cdcf-162a-4108-94f2-1ca59e8c65ee",
+    "name": "Text Embeddings",
+    "description": "Feature extraction models transform raw data into numerical features that can be processed while "
+    "preserving the information in the original dataset.",
+}
+TEXT_CLASSIFICATION: Task = {
+    "id": "19606750-23ed-4371-aab2-c20349b53a60",
+    "name": "Text Classification",
+    "description": "Sentiment analysis or text classification is a common NLP task that classifies a text input into "
+    "labels or classes; models that rank texts are here, too.",
+}
+TASKS: Mapping[ModelTask, Task] = {
+    "text-generation": TEXT_GENERATION,
+    "text-embedding": TEXT_EMBEDDINGS,
+    "text-classification": TEXT_CLASSIFICATION,
+    "text-ranking": TEXT_CLASSIFICATION,
 }
 MAX_PAGE = 10**9
 _SOURCE = 1
@@ -62,7 +82,7 @@ async def search(request: Request) -> Response:
 
 async def tasks(request: Request) -> Response:
     _check_names(request, _PAGING)
-    return _page(request, [TEXT_GENERATION])
+    return _page(request, [TEXT_GENERATION, TEXT_EMBEDDINGS, TEXT_CLASSIFICATION])
 
 
 async def authors(request: Request) -> Response:
@@ -100,7 +120,7 @@ def _fits(model: ModelDescription, request: Request) -> bool:
     return (
         any(query.get("search", "") in name.lower() for name in names)
         and query.get("author", "") in ("", author_of(model.model_id).lower())
-        and query.get("task", "") in ("", TEXT_GENERATION["name"].lower(), TEXT_GENERATION["id"])
+        and query.get("task", "") in ("", TASKS[model.task]["name"].lower(), TASKS[model.task]["id"])
         and query.get("source", "") in ("", str(_SOURCE))
     )
 
@@ -120,7 +140,7 @@ def _model_json(model: ModelDescription, price_of: Callable[[str], Price] | None
         "source": _SOURCE,
         "name": model.model_id,
         "description": f"{model.architecture} with {model.num_parameters:,} parameters",
-        "task": TEXT_GENERATION,
+        "task": TASKS[model.task],
         "tags": [],
         "properties": properties,
         "created_at": created.strftime("%Y-%m-%d %H:%M:%S.000"),
@@ -147,10 +167,27 @@ async def schema(request: Request) -> Response:
 
 
 def schemas_of(model: ModelDescription) -> Schemas:
+    if model.task != "text-generation":
+        return _encoder_schemas(model.task)
     complete: tuple[Any, ...] = (NativeResult,) if model.wire_format == "native" else (ChatCompletion, Completion)
     answers, definitions = msgspec.json.schema_components(complete, ref_template="#/$defs/{name}")
     streamed = {"type": "string", "contentMediaType": "text/event-stream", "description": "With stream: true."}
     return {
         "input": TextGenerationBody.model_json_schema(),
         "output": {"oneOf": [*answers, streamed], "$defs": definitions},
+    }
+
+
+_ENCODER_RESULTS: Mapping[ModelTask, tuple[Any, ...]] = {
+    "text-embedding": (NativeEmbeddings, NativeScores),
+    "text-classification": (list[NativeClass],),
+    "text-ranking": (NativeScores,),
+}
+
+
+def _encoder_schemas(task: ModelTask) -> Schemas:
+    answers, definitions = msgspec.json.schema_components(_ENCODER_RESULTS[task], ref_template="#/$defs/{name}")
+    return {
+        "input": EncoderInputs.model_json_schema(),
+        "output": {"oneOf": list(answers), "$defs": definitions},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tandem_engine.encoder.load import load_encoder
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.loader import load_model
 from tandem_engine.settings import EngineConfig
 from tandem_runtime.model_table import SHIPPED, ModelEntry
 from tests.checkpoints import byte_level_tokenizer
+from tests.tandem_engine.encoder.published import ENCODERS
 from tests.tandem_engine.models.published import CONFIGS
 
 _PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
@@ -49,6 +52,15 @@ def _outcome(folder: Path) -> str:
     return "yes" if loaded.is_batch_invariant else "yes, by transformers' code"
 
 
+def encoder_outcome(make: Callable[[Path], object], folder: Path) -> str:
+    make(folder)
+    try:
+        loaded = load_encoder(EngineConfig(str(folder), device="cpu", num_threads=1, encodes=True), lambda *_: None)
+    except ModelUnusable as error:
+        return "no: " + str(error).partition(" ")[2].partition(";")[0]
+    return f"yes: {loaded.encoder.info.task}"
+
+
 def test_the_page_has_every_name_with_its_checkpoint() -> None:
     assert {name: cells[0].strip("`") for name, cells in _rows().items()} == {
         entry.name: entry.source for entry in SHIPPED.entries
@@ -58,4 +70,7 @@ def test_the_page_has_every_name_with_its_checkpoint() -> None:
 @pytest.mark.parametrize("entry", SHIPPED.entries, ids=lambda entry: entry.name.rpartition("/")[2])
 def test_what_the_page_says_of_loading_is_so(entry: ModelEntry, tmp_path: Path) -> None:
     *_, loads = _rows()[entry.name]
+    if entry.source in ENCODERS:
+        assert encoder_outcome(ENCODERS[entry.source], tmp_path) == loads
+        return
     assert _outcome(_made(tmp_path, CONFIGS[entry.source]())) == loads

@@ -51,7 +51,8 @@ class Prober:
     async def check(self) -> tuple[bool, dict[str, Any]]:
         """Return whether every served model was proven lately, and the ages of the proofs in seconds.
 
-        While the only prefill worker is loading, the answer is False.
+        While the only prefill worker is loading, the answer is False. A fleet of encode workers alone is ready while
+        one of them is.
         """
         served = self._proofs.served()
         ages = {model_id: age for model_id in served if (age := self._proofs.age(model_id)) is not None}
@@ -60,6 +61,8 @@ class Prober:
             "proven_seconds_ago": {name: round(ages[name], 1) for name in ages},
         }
         is_proven = bool(served) and all(ages.get(name, self._valid_seconds) < self._valid_seconds for name in served)
+        if self._is_encoding_only():
+            return True, {"ready": True, **details}
         loading = self._loading_prefill()
         if is_proven and loading is None:
             return True, {"ready": True, **details}
@@ -75,6 +78,13 @@ class Prober:
                 if age is None or age > self._interval_seconds:
                     await self._probe(model_id)
             await asyncio.sleep(_RETRY_SECONDS)
+
+    def _is_encoding_only(self) -> bool:
+        """Return whether an encode worker is ready, and no worker that writes text is registered."""
+        roles = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL)
+        if any(self._registry.workers(role) for role in roles):
+            return False
+        return any(worker.is_usable for worker in self._registry.workers(pb.WORKER_ROLE_ENCODE))
 
     def _nothing_served(self) -> str:
         names = sorted({worker.info.card.model_id for worker in self._registry.workers() if worker.info.card.model_id})

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Literal
 
@@ -51,6 +52,10 @@ class _Call:
     request: pb.EncodeRequest
     submitted_ns: int
     answer: asyncio.Future[pb.EncodeReply]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.request.inputs) // 4
 
 
 class EncodeFront:
@@ -180,14 +185,13 @@ class EncodeFront:
     # ------------------------------------------------------------------------------------------------- reports, end
 
     def load(self) -> pb.LoadReport:
-        """Return the worker's load after the engine's last step."""
+        """Return the worker's load: its calls, of which the engine's last step says how many wait."""
         report = self.state.report()
-        report.num_running = len(self._calls)
+        report.num_tokens_in_flight = sum(call.num_tokens for call in self._calls.values())
         if self.stats is not None:
-            report.num_waiting = self.stats.num_waiting
-            report.num_running = self.stats.num_running
-            report.num_tokens_in_flight = self.stats.num_tokens_in_flight
+            report.num_waiting = min(self.stats.num_waiting, len(self._calls))
             report.counters.update(self.stats.counters)
+        report.num_running = len(self._calls) - report.num_waiting
         return report
 
     async def drain(self, timeout_seconds: float) -> None:

@@ -50,8 +50,8 @@ def find_kind(checkpoint: Checkpoint) -> Kind:
         )
     if config.get("use_bidirectional_attention"):
         raise ModelUnusable(
-            f"{checkpoint.model_id} reads a text in both directions with a decoder's layers (use_bidirectional_attention), "
-            f"which is not built; choose a model of type {_served()}"
+            f"{checkpoint.model_id} reads a text in both directions with a decoder's layers "
+            f"(use_bidirectional_attention), which is not built; choose a model of type {_served()}"
         )
     if files is None:
         raise ModelUnusable(

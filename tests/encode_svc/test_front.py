@@ -224,16 +224,20 @@ async def test_a_drain_that_takes_too_long_lets_calls_go_on_elsewhere() -> None:
         assert isinstance(await error_of(call), Draining)
 
 
-async def test_the_load_is_what_the_engine_reports() -> None:
+async def test_the_load_is_that_of_the_calls_and_nothing_once_they_are_answered() -> None:
     async with harness() as here:
-        here.engine.emit(EncoderStats(1, 2, 300, {"steps": 4.0}))
-        call = here.call()
-        (sent,) = await here.sent(1)
-        here.answer(sent)
-        await asyncio.wait_for(call, 10)
+        calls = [here.call(), here.call()]
+        first, second = await here.sent(2)
+        here.engine.emit(EncoderStats(1, 1, 3, {"steps": 4.0}))
+        here.answer(first)
+        await asyncio.wait_for(calls[0], 10)
         load = here.front.load()
-        assert (load.num_running, load.num_waiting, load.num_tokens_in_flight) == (1, 2, 300)
+        assert (load.num_running, load.num_waiting, load.num_tokens_in_flight) == (0, 1, 3)
         assert dict(load.counters) == {"steps": 4.0}
+        here.answer(second)
+        await asyncio.wait_for(calls[1], 10)
+        load = here.front.load()
+        assert (load.num_running, load.num_waiting, load.num_tokens_in_flight) == (0, 0, 0)
 
 
 async def test_a_message_of_another_kind_of_engine_ends_the_worker() -> None:

@@ -33,9 +33,10 @@ START_SECONDS = 90.0
 _STUBS: dict[str, Any] = {
     "prefill": worker_pb2_grpc.WorkerServiceStub,
     "decode": worker_pb2_grpc.WorkerServiceStub,
+    "encode": worker_pb2_grpc.EncodeServiceStub,
     "kv": kv_transfer_pb2_grpc.KvTransferServiceStub,
 }
-_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "kv": "kv_transfer_svc"}
+_MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "encode": "encode_svc", "kv": "kv_transfer_svc"}
 
 
 @dataclass(eq=False)

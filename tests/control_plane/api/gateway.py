@@ -17,6 +17,7 @@ from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
+from control_plane.generation import EncodingDispatcher
 from control_plane.text.text_service import Preparer, TextService
 from tests.control_plane.api.model import OneModel, description
 from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
@@ -55,6 +56,7 @@ async def serve(
     limits: ConnectionLimits | None = None,
     preparer: Preparer | None = None,
     strict_fields: bool = False,
+    encoders: EncodingDispatcher | None = None,
     forwarded_allow_ips: Sequence[str] = (),
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
@@ -69,6 +71,7 @@ async def serve(
         meter=meter,
         preparer=preparer,
         strict_fields=strict_fields,
+        encoders=encoders,
     )
     app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
     if listener is None:

@@ -131,10 +131,10 @@ class EncodingDispatch:
         )
         if part.request.reject_if_busy:
             raise refusal
-        now = time.monotonic()
+        now, has_waited = time.monotonic(), part.waits_until is not None
         if part.waits_until is None:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
-        await self._queue.wait(refusal, part.waits_until - now, in_front=part.num_attempts > 0)
+        await self._queue.wait(refusal, part.waits_until - now, in_front=has_waited)
         part.avoid.clear()
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:

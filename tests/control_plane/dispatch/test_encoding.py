@@ -1,0 +1,269 @@
+"""Parts of a request go to the encode workers with the least to do, and elsewhere if one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from control_plane.dispatch.encoding import MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
+from control_plane.fleet.encoder_clients import EncoderClients
+from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, TokenIds
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
+from tests.control_plane.api.model import description
+
+MODEL = description(task="text-embedding", encoder=EncoderFacts(2, (), "mean", True))
+Behaviour = Callable[[pb.EncodeRequest], Awaitable[bytes]]
+
+
+def values_of(token_ids: bytes) -> bytes:
+    ids = TokenIds.unpack(token_ids)
+    return struct.pack("<2f", len(ids), sum(ids))
+
+
+async def answer(request: pb.EncodeRequest) -> bytes:
+    await asyncio.sleep(0)  # other parts are sent meanwhile
+    return b"".join(values_of(each.token_ids) for each in request.inputs)
+
+
+def fail(error: Exception) -> Behaviour:
+    async def raise_it(request: pb.EncodeRequest) -> bytes:
+        raise error
+
+    return raise_it
+
+
+class Fleet(EncoderClients):
+    """Stand-in workers by id, each with a behaviour; keeps every call."""
+
+    def __init__(self, *names: str, queue_seconds: float = 5.0, max_waiting: int = 8) -> None:
+        self.registry = WorkerRegistry(3.0, 5.0)
+        self.behaviours: dict[str, Behaviour] = {}
+        self.calls: list[tuple[str, pb.EncodeRequest]] = []
+        self.dispatch = EncodingDispatch(self.registry, self, queue_seconds, max_waiting)
+        for name in names:
+            self.register(name)
+
+    def register(self, name: str, life: str = "1", *, num_tokens: int = 0) -> None:
+        self.behaviours.setdefault(name, answer)
+        card = pb.ModelCard(
+            model_id=MODEL.model_id,
+            fingerprint=pb.Fingerprint(digest=bytes.fromhex(MODEL.fingerprint)),
+            task="text-embedding",
+            encoder=pb.EncoderCard(num_values=2),
+        )
+        info = pb.WorkerInfo(
+            worker_id=name, incarnation=f"{name}-{life}", role=pb.WORKER_ROLE_ENCODE, address="x", card=card
+        )
+        load = pb.LoadReport(state=pb.WORKER_STATE_READY, num_tokens_in_flight=num_tokens)
+        self.registry.register(info, load)
+
+    def stub(self, worker: Worker) -> Any:
+        async def encode(request: pb.EncodeRequest, timeout: float) -> pb.EncodeReply:
+            assert 0 < request.time_left_ms / 1000 <= timeout
+            self.calls.append((worker.worker_id, request))
+            return pb.EncodeReply(values=await self.behaviours[worker.worker_id](request))
+
+        return SimpleNamespace(Encode=encode)
+
+    async def encode(self, inputs: Sequence[EncoderInput], **changes: Any) -> bytes:
+        request = EncodingRequest("r", "me", MODEL, inputs, time.monotonic() + 30, pooling="cls")
+        self.computed: list[int] = []
+        return await asyncio.wait_for(self.dispatch.encode(replace(request, **changes), self.computed), 20)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the stand-ins tell nobody
+            await asyncio.sleep(0)
+
+
+def inputs(*lengths: int) -> list[EncoderInput]:
+    return [
+        EncoderInput(TokenIds((index + place) % 97 for place in range(length)).packed())
+        for index, length in enumerate(lengths)
+    ]
+
+
+def expected(of: Sequence[EncoderInput]) -> bytes:
+    return b"".join(values_of(each.token_ids) for each in of)
+
+
+async def test_a_request_is_cut_into_parts_and_put_together_in_order() -> None:
+    fleet = Fleet("a", "b")
+    texts = inputs(*[3] * (2 * MAX_PART_INPUTS + 5), MAX_PART_TOKENS + 9, *[1_500] * 4)
+    assert await fleet.encode(texts) == expected(texts)
+    sizes = [(len(call.inputs), sum(len(each.token_ids) // 4 for each in call.inputs)) for _, call in fleet.calls]
+    assert all(num <= MAX_PART_INPUTS and (tokens <= MAX_PART_TOKENS or num == 1) for num, tokens in sizes)
+    assert sum(fleet.computed) == sum(each.num_tokens for each in texts) and len(fleet.computed) == len(sizes)
+    assert {name for name, _ in fleet.calls} == {"a", "b"}
+    call = fleet.calls[0][1]
+    assert (call.request_id, call.fairness_key, call.pooling, call.model.model_id) == ("r", "me", "cls", MODEL.model_id)
+    assert call.model.fingerprint.hex() == MODEL.fingerprint
+
+
+async def test_the_worker_with_the_fewest_tokens_gets_the_next_part() -> None:
+    fleet = Fleet()
+    fleet.register("busy", num_tokens=1_000)
+    fleet.register("free", num_tokens=10)
+    texts = inputs(5)
+    await asyncio.gather(*(fleet.encode(texts) for _ in range(3)))
+    assert {name for name, _ in fleet.calls} == {"free"}
+    gate = asyncio.Event()
+
+    async def wait(request: pb.EncodeRequest) -> bytes:
+        await gate.wait()
+        return await answer(request)
+
+    fleet.behaviours["free"] = wait
+    first = asyncio.create_task(fleet.encode(inputs(2_000)))
+    await until(lambda: len(fleet.calls) >= 4)
+    await fleet.encode(texts)
+    assert fleet.calls[-1][0] == "busy", "what was sent counts before it is reported"
+    gate.set()
+    await first
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), Draining("draining"), Overloaded("full"), InternalError("bug")])
+async def test_a_part_that_a_worker_does_not_answer_goes_to_another_with_the_same_values(error: TandemError) -> None:
+    fleet = Fleet("a", "b")
+    fleet.behaviours["a"] = fail(error)
+    texts = inputs(*[7] * (3 * MAX_PART_INPUTS))
+    assert await fleet.encode(texts) == expected(texts)
+    assert {name for name, _ in fleet.calls} == {"a", "b"}
+    assert sum(fleet.computed) == 7 * len(texts), "a part that was lost is counted once"
+
+
+@pytest.mark.parametrize(
+    "values", [b"", b"\0" * 12, struct.pack("<2f", float("nan"), 1), struct.pack("<2f", float("inf"), -1)]
+)
+async def test_values_that_cannot_be_right_are_never_shown(values: bytes) -> None:
+    fleet = Fleet("a", "b")
+
+    async def wrong(request: pb.EncodeRequest) -> bytes:
+        return values
+
+    fleet.behaviours["a"] = wrong
+    texts = inputs(4)
+    for _ in range(2):
+        assert await fleet.encode(texts) == expected(texts)
+    assert "a" in {name for name, _ in fleet.calls}
+
+
+async def test_a_request_waits_while_all_are_full_and_is_answered_once_one_has_room() -> None:
+    fleet = Fleet("a", "b")
+    for name in "ab":
+        fleet.behaviours[name] = fail(Overloaded("256 calls wait"))
+    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    await until(lambda: len(fleet.calls) >= 4)
+    fleet.behaviours["b"] = answer
+    assert await waiting == expected(inputs(4))
+
+
+async def test_a_request_that_waits_too_long_or_must_not_wait_is_refused_with_the_reason() -> None:
+    fleet = Fleet("a", queue_seconds=0.05)
+    fleet.behaviours["a"] = fail(Overloaded("256 calls wait", retry_after_seconds=3.0))
+    with pytest.raises(Overloaded, match="every encode worker of @tandem/demo is busy") as raised:
+        await fleet.encode(inputs(4))
+    assert raised.value.retry_after_seconds == 3.0
+    num_calls = len(fleet.calls)
+    with pytest.raises(Overloaded, match="is busy"):
+        await fleet.encode(inputs(4), reject_if_busy=True)
+    assert len(fleet.calls) == num_calls + 1
+    nobody = Fleet(queue_seconds=0.05)
+    with pytest.raises(Unavailable, match="no encode worker is ready for @tandem/demo"):
+        await nobody.encode(inputs(4))
+
+
+async def test_the_queue_has_a_bound() -> None:
+    fleet = Fleet("a", max_waiting=2)
+    fleet.behaviours["a"] = fail(Overloaded("full"))
+    waiting = [asyncio.create_task(fleet.encode(inputs(4))) for _ in range(3)]
+    done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(Overloaded, match="2 requests wait already, the limit is 2"):
+        await next(iter(done))
+    fleet.behaviours["a"] = answer
+    assert [await each for each in left] == [expected(inputs(4))] * 2
+
+
+async def test_a_worker_that_comes_back_answers_what_waited_for_it() -> None:
+    fleet = Fleet("a")
+    fleet.behaviours["a"] = fail(Unavailable("connection refused"))
+    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    await until(lambda: len(fleet.calls) >= 3)
+    fleet.behaviours["a"] = answer
+    fleet.register("a", "2")
+    assert await waiting == expected(inputs(4))
+
+
+async def test_a_request_that_ends_one_worker_after_the_other_is_stopped() -> None:
+    fleet = Fleet("a", "b", "c", "d")
+    for name in "abcd":
+        fleet.behaviours[name] = fail(Unavailable("the engine was ended by SIGSEGV"))
+    with pytest.raises(Aborted, match=r"3 encode workers were lost with this request.*SIGSEGV"):
+        await fleet.encode(inputs(4))
+    assert len(fleet.calls) == 3
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("input 0 has ids beyond"), DeadlineExceeded("too late")])
+async def test_what_no_worker_would_answer_is_not_sent_again(error: TandemError) -> None:
+    fleet = Fleet("a", "b")
+    for name in "ab":
+        fleet.behaviours[name] = fail(error)
+    with pytest.raises(type(error)):
+        await fleet.encode(inputs(4))
+    assert len(fleet.calls) == 1
+
+
+async def test_what_was_computed_before_a_failure_is_known() -> None:
+    fleet = Fleet("a")
+
+    async def second_fails(request: pb.EncodeRequest) -> bytes:
+        if len(request.inputs) < MAX_PART_INPUTS:
+            await asyncio.sleep(0)
+            raise InvalidRequest("no")
+        return await answer(request)
+
+    fleet.behaviours["a"] = second_fails
+    with pytest.raises(InvalidRequest):
+        await fleet.encode(inputs(*[2] * (MAX_PART_INPUTS + 1)))
+    assert fleet.computed == [2 * MAX_PART_INPUTS]
+
+
+async def test_a_passed_deadline_and_a_client_that_leaves_end_the_calls() -> None:
+    fleet = Fleet("a")
+    with pytest.raises(DeadlineExceeded):
+        await fleet.encode(inputs(4), deadline=time.monotonic() - 1)
+    assert not fleet.calls
+    was_cancelled = asyncio.Event()
+
+    async def wait(request: pb.EncodeRequest) -> bytes:
+        try:
+            return cast(bytes, await asyncio.Future())
+        finally:
+            was_cancelled.set()
+
+    fleet.behaviours["a"] = wait
+    leaving = asyncio.create_task(fleet.encode(inputs(4)))
+    await until(lambda: bool(fleet.calls))
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert was_cancelled.is_set() and not fleet.dispatch._tokens

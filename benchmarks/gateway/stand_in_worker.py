@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,14 @@ def model_card(
         created_unix_seconds=int(time.time()),
         task="text-generation",
     )
+
+
+def asset_chunks(folder: Path, card: pb.ModelCard, digest: bytes) -> Iterator[pb.Chunk]:
+    """Yield a file of the card's model."""
+    (name,) = [asset.name for asset in card.assets if asset.digest == digest]
+    content = (folder / name).read_bytes()
+    for offset in range(0, len(content), _CHUNK_BYTES):
+        yield pb.Chunk(offset=offset, data=content[offset : offset + _CHUNK_BYTES])
 
 
 class _Answer:
@@ -225,10 +233,8 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
             self._gateways.discard(gateway)
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
-        (name,) = [asset.name for asset in self.info.card.assets if asset.digest == request.digest]
-        content = (self._folder / name).read_bytes()
-        for offset in range(0, len(content), _CHUNK_BYTES):
-            yield pb.Chunk(offset=offset, data=content[offset : offset + _CHUNK_BYTES])
+        for chunk in asset_chunks(self._folder, self.info.card, request.digest):
+            yield chunk
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply(info=self.info, load=self.load())

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.processes import ALL_CORES, OTHER_CORES
+from benchmarks.hostile.encoder_kinds import EMBEDDER
 from benchmarks.hostile.exchange import Answer, Script, post
 from benchmarks.hostile.kinds import KINDS
 from benchmarks.hostile.maker import BODY_RATE_SECONDS, CHAT, HEAD_SECONDS, Kind, words
@@ -131,6 +132,7 @@ class Measurement:
 
     async def warm_up(self) -> None:
         """Send what loads lazily: an ordinary prompt and a chat."""
+        await self._world.wait_served(EMBEDDER)
         for answer in (await self._world.honest_prompt(), await self._world.honest_chat()):
             if answer.status != 200:
                 raise RuntimeError(f"an honest prompt was refused: {answer.body[:500].decode(errors='replace')}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gateway.processes import OTHER_CORES, Child, Processes
+from benchmarks.hostile.encoder_kinds import EMBEDDER
 from benchmarks.hostile.exchange import Answer, Script, exchange, post, request
 from benchmarks.hostile.maker import CHAT, Maker, words
 from benchmarks.hostile.vocabulary import write_model
@@ -115,6 +116,7 @@ class World:
         tokens = self._accounts("streams", "hostile", "honest")
         self.gateway = self._processes.gateway()
         self._processes.stand_in(TOKEN_SECONDS, "--context-length", str(CONTEXT_TOKENS))
+        self._processes.beside("embedder", "benchmarks.gateway.stand_in_encoder", "--model", EMBEDDER)
         write_model(self._folder / LARGE_MODEL, self._num_vocabulary_tokens)
         self.address = self._processes.address
         self.pings = self._watch("benchmarks.hostile.pinger")

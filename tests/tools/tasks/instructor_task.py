@@ -4,11 +4,11 @@ import os
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class Sum(BaseModel):
-    result: int
+    result: int = Field(ge=0, le=999)
 
 
 client = openai.OpenAI(base_url=os.environ["TANDEM_URL"] + "/v1", api_key="none", max_retries=0)

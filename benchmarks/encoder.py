@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import shutil
 import sys
 import time
@@ -88,8 +89,8 @@ class _Engine:
         return np.frombuffer(answer.values, np.float32).reshape(self._shape)
 
 
-class _Transformers:
-    """BertModel, the mean over the mask, and the normalisation."""
+class BertLibrary:
+    """transformers, as sentence-transformers uses it: BertModel, the mean over the mask, and the normalisation."""
 
     def __init__(self, folder: Path, num_threads: int, max_tokens: int) -> None:
         model: Any = transformers.BertModel.from_pretrained(folder, attn_implementation="sdpa")
@@ -129,14 +130,14 @@ def _measure_all(outcome: Outcome, folder: Path, progress: Progress, is_quick: b
     minilm = Path(package.get_model_path())
     _measure_model(outcome, progress, "MiniLM", minilm, num_threads, 8 if is_quick else 60)
     if not is_quick:
-        _measure_model(outcome, progress, "base", _make_base(folder, minilm), num_threads, 12)
+        _measure_model(outcome, progress, "base", make_base(folder, minilm), num_threads, 12)
 
 
 def _measure_model(
     outcome: Outcome, progress: Progress, model: str, folder: Path, num_threads: int, num_calls: int
 ) -> None:
     engine = _Engine(folder, num_threads)
-    library = _Transformers(folder, num_threads, 256)
+    library = BertLibrary(folder, num_threads, 256)
     rows: Rows = []
     for lengths in ("mixed", "equal"):
         for load in (_Load(lengths, 1, 4 * num_calls), _Load(lengths, 32, num_calls)):
@@ -183,7 +184,12 @@ def _calls(load: _Load) -> Iterator[list[str]]:
         yield [" ".join(generator.choice(words, count)) for count in counts]
 
 
-def _make_base(folder: Path, minilm: Path) -> Path:
+def mixed_texts(num: int) -> list[str]:
+    """Return texts of mixed lengths."""
+    return [text for texts in itertools.islice(_calls(_Load("mixed", 32, num // 32)), num // 32) for text in texts]
+
+
+def make_base(folder: Path, minilm: Path) -> Path:
     """Write random weights in the shape of bge-base, with MiniLM's tokenizer and pooling."""
     target = folder / "base"
     shutil.copytree(minilm, target, ignore=shutil.ignore_patterns("*.safetensors"))

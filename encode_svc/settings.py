@@ -25,10 +25,16 @@ class EncodeSettings(EngineSettings):
     )
     max_num_waiting: int = setting(256, "most calls in the queue; further calls are refused with 429")
 
+    background: bool = setting(
+        False, "let all other processes of the machine compute first: for an engine that shares its cores"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
             raise ValueError("--model is missing; give the folder, the Hub id or the name of an encoder's checkpoint")
 
     def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
-        return msgspec.structs.replace(super().engine_config(state_dir, region_id), encodes=True)
+        return msgspec.structs.replace(
+            super().engine_config(state_dir, region_id), encodes=True, is_background=self.background
+        )

@@ -8,6 +8,7 @@ import os
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.settings import EngineConfig
 from tandem_machine.cores import allowed_cores, num_usable_cores
+from tandem_machine.priority import run_in_background
 
 
 def use_cores(config: EngineConfig) -> None:
@@ -17,6 +18,8 @@ def use_cores(config: EngineConfig) -> None:
     """
     if config.cpus:
         _pin(config.cpus)
+    if config.is_background:
+        run_in_background(with_session=True)
     threads = str(num_threads(config))
     os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 

@@ -71,6 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Cores that the process is pinned to; empty: all that it may use."""
     state_dir: str = ""
     """Folder for cached digests; empty: they are not cached."""
+    is_background: bool = False
+    """Compute only what others of the machine leave: for an engine that shares its cores."""
     encodes: bool = False
     """Whether the process serves an encoder, with the messages of `tandem_engine.encoder.messages`."""
     region_id: str = ""

@@ -18,7 +18,13 @@ from benchmarks.lib.served import clean_environment, free_ports
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
 
-_MODULES = {"gateway": "control_plane", "prefill": "prefill_svc", "decode": "decode_svc", "kv": "kv_transfer_svc"}
+_MODULES = {
+    "gateway": "control_plane",
+    "prefill": "prefill_svc",
+    "decode": "decode_svc",
+    "encode": "encode_svc",
+    "kv": "kv_transfer_svc",
+}
 _START_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.05

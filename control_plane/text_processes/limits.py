@@ -11,17 +11,9 @@ from pathlib import Path
 
 from tandem_machine.own_memory import data_bytes
 
-_NICE = 10
 _OOM_SCORE = "800"
 _SPARE_CPU_SECONDS = 5
 """The gateway ends a job at its limit; the kernel, whose clock has whole seconds, a little later."""
-
-
-def run_in_background() -> None:
-    """Yield the processor to the gateway and the workers."""
-    os.nice(_NICE)
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def die_first() -> None:

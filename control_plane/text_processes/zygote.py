@@ -45,6 +45,7 @@ from control_plane.text_processes.wire import (
     read_file,
     write_file,
 )
+from tandem_machine.priority import run_in_background
 from tandem_runtime.errors import TandemError
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -111,7 +112,7 @@ class _Generation:
         limits.keep_only(connection)
         limits.die_first()
         if spawn.is_background:
-            limits.run_in_background()
+            run_in_background()
         limits.allow_memory(spawn.max_memory_bytes)
         jobs.serve(socket.socket(fileno=connection), self._tokenizers, self._preparation)
 

@@ -108,7 +108,7 @@ def _shares(machine: Machine, options: UpOptions) -> tuple[list[Share], list[Sha
     num_threads = sum(share.num_threads for share in shares[: options.num_prefill]) or len(machine.cores)
     gpus = machine.gpus or (None,)
     encoders = [
-        Share(tuple(beside_decode), num_threads, None, gpus[(num_workers + index) % len(gpus)])
+        Share(tuple(beside_decode), num_threads, None, gpus[(num_workers + index) % len(gpus)], is_shared=True)
         for index in range(num_encoders)
     ]
     return shares, encoders
@@ -137,6 +137,8 @@ class Share:
     num_threads: int
     kv_limit_bytes: int | None
     gpu: str | None
+    is_shared: bool = False
+    """Other engines have the same cores."""
 
 
 def divide(machine: Machine, num_workers: int) -> list[Share]:
@@ -198,7 +200,8 @@ def _kv_service(options: UpOptions) -> ProcessSpec:
 def _encoder(name: str, model: str, share: Share, configured: Mapping[str, object], options: UpOptions) -> ProcessSpec:
     flags = ["--control", options.control_address, "--listen", "127.0.0.1:0", "--worker-id", name, "--model", model]
     more, environment, cores = _cores_of(share, configured)
-    command = _command("encode_svc", [*flags, *more], options)
+    background = ["--background"] if share.is_shared and "background" not in configured else []
+    command = _command("encode_svc", [*flags, *more, *background], options)
     return ProcessSpec(name, "encode", command, tuple(environment.items()), cores)
 
 

@@ -82,12 +82,14 @@ def test_an_encoder_has_a_worker_of_its_own_off_the_cores_that_decode() -> None:
         ("encode-0", "encode", "org/e"),
         ("encode-1", "encode", "org/r"),
     ]
-    assert first.command[1:3] == ("-m", "encode_svc")
+    assert first.command[1:3] == ("-m", "encode_svc") and "--background" in first.command
+    assert "--background" not in prefill.command + decode.command
     assert (prefill.cores, decode.cores, first.cores, second.cores) == ((0,), (1,), (0,), (0,))
     assert dict(first.environment) == {"OMP_NUM_THREADS": "1"}
     assert cores_beside_decode(TWO_CORES, specs) == (0,)
     four = Machine(cores=(0, 1, 2, 3), free_memory_bytes=24 * GIB, gpus=("0", "1", "2", "3"))
     on_four = plan(four, options)[2:]
+    assert not any("--background" in spec.command for spec in on_four)
     assert sorted(core for spec in on_four for core in spec.cores) == [0, 1, 2, 3], "each engine has its own"
     assert [dict(spec.environment)["CUDA_VISIBLE_DEVICES"] for spec in on_four] == ["0", "1", "2", "3"]
     assert flag(plan(TWO_CORES, options, {"encode": {"num_threads": "1"}})[-1], "--cpus") is None

@@ -64,6 +64,20 @@ class _Part:
     def seconds_left(self) -> float:
         return self.request.deadline - time.monotonic()
 
+    def refused(self, worker: Worker, error: TandemError) -> None:
+        """Ask another worker, or wait: this one does not answer."""
+        self.avoid.add(worker.incarnation)
+        self.refusal = error
+
+    def lost_with(self, worker: Worker) -> int:
+        """Count a worker that was lost with the part; return how many were."""
+        self.lost.add(worker.incarnation)
+        return len(self.lost)
+
+    def has_waited(self) -> None:
+        """Ask every worker again."""
+        self.avoid.clear()
+
 
 class EncodingDispatch:
     """Implements control_plane.generation.EncodingDispatcher."""
@@ -81,7 +95,7 @@ class EncodingDispatch:
     async def encode(self, request: EncodingRequest, computed: list[int]) -> bytes:
         """Return the values of all inputs. If this is cancelled, the workers drop what is left."""
         parts = [_Part(request, inputs, sum(each.num_tokens for each in inputs)) for inputs in _parts(request.inputs)]
-        answers = [b""] * len(parts)
+        answers: list[bytes | None] = [None] * len(parts)
         waiting = iter(enumerate(parts))
 
         async def run() -> None:
@@ -95,7 +109,12 @@ class EncodingDispatch:
                     group.create_task(run())
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
-        return b"".join(answers)
+        complete = [answer for answer in answers if answer is not None]
+        if len(complete) < len(parts):
+            raise InternalError(
+                f"{len(parts) - len(complete)} of {len(parts)} parts have no values; send the request again"
+            )
+        return b"".join(complete)
 
     async def _answer(self, part: _Part) -> bytes:
         """Return the values of a part, from whichever worker answers. Raise TandemError."""
@@ -135,7 +154,7 @@ class EncodingDispatch:
         if part.waits_until is None:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
         await self._queue.wait(refusal, part.waits_until - now, in_front=has_waited)
-        part.avoid.clear()
+        part.has_waited()
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:
         seconds = part.seconds_left
@@ -145,6 +164,12 @@ class EncodingDispatch:
         self._tokens[worker.incarnation] += part.num_tokens
         try:
             reply = await self._clients.stub(worker).Encode(_message(part, seconds), timeout=seconds)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the client left, or another part failed
+            # The channel was closed because the worker is gone. A TaskGroup would take this part for done.
+            raise Unavailable(f"worker {worker.worker_id} left during the call") from None
         finally:
             self._tokens[worker.incarnation] -= part.num_tokens
             if not self._tokens[worker.incarnation]:
@@ -157,22 +182,22 @@ class EncodingDispatch:
         is_callers = isinstance(error, InvalidRequest) and not isinstance(error, ModelNotFound)
         if is_callers or isinstance(error, DeadlineExceeded):
             raise error
-        part.avoid.add(worker.incarnation)
-        part.refusal = error
         if isinstance(error, Overloaded):
             if not isinstance(error, Draining):
-                part.refusal = Overloaded(
+                error = Overloaded(
                     f"every encode worker of {part.request.model.model_id} is busy; try again later",
                     retry_after_seconds=error.retry_after_seconds or _RETRY_SECONDS,
                 )
+            part.refused(worker, error)
             return
+        part.refused(worker, error)
         log.warning(
             "encode_call_lost", worker=worker.worker_id, request_id=part.request.request_id, error=error.message
         )
-        part.lost.add(worker.incarnation)
-        if len(part.lost) >= MAX_DEATHS_IN_A_ROW:
+        num_lost = part.lost_with(worker)
+        if num_lost >= MAX_DEATHS_IN_A_ROW:
             raise Aborted(
-                f"{len(part.lost)} encode workers were lost with this request, the last one with: {error.message}; "
+                f"{num_lost} encode workers were lost with this request, the last one with: {error.message}; "
                 "change the request, or have an operator look at the workers' logs"
             ) from error
 

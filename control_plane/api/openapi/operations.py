@@ -170,7 +170,7 @@ _PAGING = (
 _SEARCH = (
     Parameter("search", "query", {"type": "string"}, "Part of a name or of an alias."),
     Parameter("author", "query", {"type": "string"}, "`meta` of `@cf/meta/...`."),
-    Parameter("task", "query", {"type": "string"}, "Name or id of a task; the only task is Text Generation."),
+    Parameter("task", "query", {"type": "string"}, "Name or id of a task, such as Text Embeddings."),
     Parameter("source", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}, "The only source is 1."),
     Parameter("hide_experimental", "query", {"type": "boolean"}, "No effect."),
     Parameter("include_deprecated", "query", {"type": "boolean"}, "No effect."),
@@ -206,9 +206,14 @@ def _closed(required: str, **properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, **rules}
 
 
-def _generated() -> dict[str, Any]:
-    """Return the schema of a generated answer, in either wire format."""
-    return {"anyOf": [reference(name) for name in ("NativeResult", "ChatCompletion", "Completion")]}
+_RUN_BODY = {"anyOf": [reference(name) for name in ("TextGenerationBody", "EncoderInputs")]}
+_RUN_ANSWERS = {
+    "anyOf": [
+        *map(reference, ("NativeResult", "ChatCompletion", "Completion")),
+        *map(reference, ("NativeEmbeddings", "NativeScores")),
+        {"type": "array", "items": reference("NativeClass")},
+    ]
+}
 
 
 def operations(model: str) -> Iterator[Operation]:
@@ -260,19 +265,17 @@ def _tokens(model: str) -> Iterator[Operation]:
 
 
 def _encoders(model: str) -> Iterator[Operation]:
-    for prefix, name, parameters in (
-        ("/v1", "", ()),
-        ("/client/v4/accounts/{account}/ai/v1", "OfAccount", (_ACCOUNT,)),
-    ):
+    at_cloudflare: dict[str, Any] = {"parameters": (_ACCOUNT,), "error_format": "cloudflare"}
+    for prefix, name, common in (("/v1", "", {}), (f"{_ACCOUNTS}/v1", "OfAccount", at_cloudflare)):
         yield Operation(
             "post", f"{prefix}/embeddings", OPENAI, f"createEmbeddings{name}", "Embed texts",
-            body=reference("EmbeddingsBody"), answer=reference("EmbeddingList"), parameters=parameters,
-            example={"model": model, "input": ["A text", "Another one"]},
+            body=reference("EmbeddingsBody"), answer=reference("EmbeddingList"),
+            example={"model": model, "input": ["A text", "Another one"]}, **common,
         )  # fmt: skip
         yield Operation(
             "post", f"{prefix}/rerank", OPENAI, f"rerank{name}", "Rank documents by a query; Cohere's and Jina's form",
-            body=reference("RerankBody"), answer=reference("Ranking"), parameters=parameters,
-            example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]},
+            body=reference("RerankBody"), answer=reference("Ranking"),
+            example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]}, **common,
         )  # fmt: skip
     yield Operation(
         "post", "/v2/rerank", OPENAI, "rerankV2", "The same as /v1/rerank, where Cohere's clients look",
@@ -284,14 +287,14 @@ def _encoders(model: str) -> Iterator[Operation]:
 def _rest(model: str) -> Iterator[Operation]:
     common: dict[str, Any] = {"tag": REST, "error_format": "cloudflare"}
     inputs = {"prompt": "What is a KV cache?", "max_tokens": 64}
-    run: dict[str, Any] = {"answer": enveloped(_generated()), "event": "StreamEvent", **common}
+    run: dict[str, Any] = {"answer": enveloped(_RUN_ANSWERS), "event": "StreamEvent", **common}
     yield Operation(
-        "post", f"{_ACCOUNTS}/run/{{model}}", name="run", summary="Run a model", body=reference("TextGenerationBody"),
+        "post", f"{_ACCOUNTS}/run/{{model}}", name="run", summary="Run a model", body=_RUN_BODY,
         parameters=(_ACCOUNT, _MODEL, *_RUN_QUERY, _AFFINITY), example=inputs, **run,
     )  # fmt: skip
     yield Operation(
         "post", f"{_ACCOUNTS}/run", name="runNamed", summary="Run the model that the body names",
-        body=_closed("model input", model={"type": "string"}, input=reference("TextGenerationBody")),
+        body=_closed("model input", model={"type": "string"}, input=_RUN_BODY),
         parameters=(_ACCOUNT, *_RUN_QUERY, _AFFINITY), example={"model": model, "input": inputs}, **run,
     )  # fmt: skip
     yield Operation(
@@ -316,8 +319,8 @@ def _rest(model: str) -> Iterator[Operation]:
 def _binding(model: str) -> Iterator[Operation]:
     common: dict[str, Any] = {"tag": BINDING, "error_format": "binding"}
     call: dict[str, Any] = {
-        "body": _closed("inputs", inputs=reference("TextGenerationBody"), options=_or_null(reference("RunOptions"))),
-        "answer": _generated(),
+        "body": _closed("inputs", inputs=_RUN_BODY, options=_or_null(reference("RunOptions"))),
+        "answer": _RUN_ANSWERS,
         "event": "StreamEvent",
         "example": {"inputs": {"prompt": "What is a KV cache?", "max_tokens": 64}, "options": {}},
     }

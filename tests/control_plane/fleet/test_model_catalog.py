@@ -308,7 +308,7 @@ async def test_workers_are_looked_through_once_after_a_change_and_not_for_each_r
         assert num_read == 0
         register(registry, "shorter", address, context_length=256)
         assert [catalog.card("m").context_length for _ in range(3)] == [256] * 3
-        assert num_read == 2  # decode and prefill
+        assert num_read == 3  # decode, prefill, encode
 
 
 async def test_of_each_model_the_card_of_a_ready_worker_is_preferred_whichever_came_first() -> None:

@@ -36,6 +36,7 @@ _STUBS: dict[str, Any] = {
     "encode": worker_pb2_grpc.EncodeServiceStub,
     "kv": kv_transfer_pb2_grpc.KvTransferServiceStub,
 }
+_WITH_KV = (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE)
 _MODULES = {"prefill": "prefill_svc", "decode": "decode_svc", "encode": "encode_svc", "kv": "kv_transfer_svc"}
 
 
@@ -175,7 +176,7 @@ class Fleet:
                 assert service.process.poll() is None, f"{worker_id} ended:\n{service.tail()}"
             found = [self.worker(worker_id) for worker_id in wanted]
             has_kv = not self.registry.workers(pb.WORKER_ROLE_KV) or all(
-                worker is None or worker.role == pb.WORKER_ROLE_KV or worker.info.kv_address for worker in found
+                worker is None or worker.role not in _WITH_KV or worker.info.kv_address for worker in found
             )
             return has_kv and all(worker is not None and worker.is_usable for worker in found)
 

@@ -42,16 +42,18 @@ from tests.kv_transfer_svc.layout import BLOCK_TOKENS, a_layout
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, until
 from tests.system.strangers import Caller, Callers
+from tests.tandem_engine.encoder.checkpoints import make
 from tests.tandem_runtime.certificates.services import Method, methods, truthful
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CUT_SECONDS = 2.0
-_CONTROL, _WORKER, _KV, _HEALTH = (
+_CONTROL, _WORKER, _ENCODE, _KV, _HEALTH = (
     f"/{name}/"
     for name in (
         "tandem.v1.ControlPlaneService",
         "tandem.v1.WorkerService",
+        "tandem.v1.EncodeService",
         "tandem.v1.KvTransferService",
         "grpc.health.v1.Health",
     )
@@ -84,6 +86,7 @@ class World:
             gateway,
             self.server("prefill-0", _WORKER),
             self.server("decode-0", _WORKER),
+            self.server("encode-0", _ENCODE),
             self.server("kv-0", _KV),
         ]
 
@@ -135,6 +138,8 @@ async def world(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Temp
         fleet.start("kv", "kv-0", "--transports", "tcp,grpc")
         fleet.start("prefill", "prefill-0", *model)
         fleet.start("decode", "decode-0", *model)
+        make("bert", folder / "encoder")
+        fleet.start("encode", "encode-0", "--model", str(folder / "encoder"), "--num-threads", "1")
         await fleet.ready()
         yield World(fleet, Callers(fleet, folder / "callers", folder / "state"), folder)
 

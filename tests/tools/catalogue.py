@@ -33,7 +33,16 @@ class Tool:
 TOOLS = (
     Tool("openai", ["openai"], task="openai_task"),
     Tool("langchain", ["langchain-openai"], task="langchain_task"),
-    Tool("llama-index", ["llama-index-llms-openai-like", "llama-index-core"], task="llama_index_task"),
+    Tool(
+        "llama-index",
+        [
+            "llama-index-llms-openai-like",
+            "llama-index-core",
+            "llama-index-embeddings-openai-like",
+            "llama-index-postprocessor-jinaai-rerank",
+        ],
+        task="llama_index_task",
+    ),
     Tool("litellm", ["litellm"], task="litellm_task"),
     Tool("instructor", ["instructor"], task="instructor_task"),
     Tool("openai-agents", ["openai-agents"], task="agents_task", environment={"OPENAI_AGENTS_DISABLE_TRACING": "1"}),
@@ -41,10 +50,11 @@ TOOLS = (
         "guidellm",
         ["guidellm"],
         command=(
-            *("guidellm", "benchmark", "run", "--target", "{url}", "--model", "{model}"),
-            *("--processor", "{checkpoint}", "--rate-type", "concurrent", "--rate", "4"),
-            *("--max-seconds", f"{_SECONDS}", "--data", "prompt_tokens=64,output_tokens=32"),
-            *("--output-path", "{folder}/guidellm.json"),
+            *("guidellm", "run", "--backend", "kind=openai_http,target={url},model={model}"),
+            *("--tokenizer", "kind=huggingface_auto,model={checkpoint}", "--profile", "kind=concurrent,streams=4"),
+            *("--constraint", f"kind=max_duration,seconds={_SECONDS}"),
+            *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=32"),
+            *("--output", "kind=json,path={folder}/guidellm.json", "--disable-console-interactive"),
         ),
     ),
     Tool(
@@ -56,6 +66,7 @@ TOOLS = (
             *("--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "32", "--ui", "none"),
             *("--artifact-dir", "{folder}"),
         ),
+        environment={"HF_HUB_OFFLINE": "0"},  # offline it looks for the folder in the hub's cache
     ),
-    Tool("lm-eval", ["lm-eval[api]"], task="lm_eval_task"),
+    Tool("lm-eval", ["lm-eval[api]", "transformers"], task="lm_eval_task"),
 )

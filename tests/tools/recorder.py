@@ -28,6 +28,8 @@ class Recorder:
         self.fields: dict[str, set[str]] = {}
         self.refusals: Counter[str] = Counter()
         """Messages of answers with 400 and above."""
+        self.absent: Counter[str] = Counter()
+        """Paths that a tool looked for by GET and that are not there: it goes on without them."""
         self.app = Starlette(routes=[Route("/{path:path}", self._forward, methods=_METHODS)])
 
     def config(self) -> uvicorn.Config:
@@ -44,7 +46,11 @@ class Recorder:
         answer = await self._client.send(sent, stream=True)
         self.calls[request.method, path, answer.status_code] += 1
         if answer.status_code >= 400:
-            self.refusals[(await answer.aread()).decode(errors="replace")[:300]] += 1
+            said = (await answer.aread()).decode(errors="replace")[:300]
+            if (request.method, answer.status_code) == ("GET", 404):
+                self.absent[path] += 1
+            else:
+                self.refusals[said] += 1
             return Response(answer.content, answer.status_code, _kept(answer))
         return StreamingResponse(_pieces(answer), answer.status_code, _kept(answer))
 

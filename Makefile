@@ -69,8 +69,8 @@ check: $(VENV)/.dev ## lint, spelling, types, import contracts, protos
 docs: $(VENV)/.dev build/mermaid.min.js ## build the documentation site into build/site (ARGS=serve to look at it while you write)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
-services: ## install what some tests need: a C compiler, PostgreSQL, bubblewrap (apt), workerd and other clients (npm)
-	@infra/services.sh
+services: ## install what some tests need: a C compiler, PostgreSQL, bubblewrap (apt), workerd and other clients (npm), tools (pip)
+	@PYTHON=$(PYTHON) infra/services.sh
 
 peers: ## install the engines that the benchmarks compare with ours (ARGS="openvino" for one of them)
 	$(PYTHON) -m benchmarks.peers.install $(ARGS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
 # bubblewrap (containers), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two
-# versions of wrangler and Node.js (`tandem dev`).
+# versions of wrangler and Node.js (`tandem dev`). Then the tools of tests/tools that are small, with pip and npm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,3 +40,6 @@ fi
 for folder in examples/worker tests/clients tests/clients/node20 tests/clients/node22; do
     npm install --prefix "$folder" --no-save --no-audit --no-fund --loglevel error
 done
+
+# The field's own tools that are small, each in an environment of its own: build/tools.
+"${PYTHON:-python3}" -m tests.tools.environments

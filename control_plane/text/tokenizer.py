@@ -76,11 +76,17 @@ class TextTokenizer:
         """Encode a text, or a pair of texts, for an encoder, with the special tokens that its tokenizer adds.
 
         `max_tokens`: cut the text so that it fits, special tokens included; of a pair the longer text first. Names of
-        control tokens in the texts are ordinary text.
+        control tokens in the texts are ordinary text. Raise InvalidRequest if the special tokens leave no room.
         """
         for text in (first, second or ""):
             _require_unicode(text, field)
         tokenizer = self._of_encoders
+        num_special = tokenizer.num_special_tokens_to_add(second is not None)
+        if max_tokens is not None and max_tokens <= num_special:  # it would cut nothing then
+            raise InvalidRequest(
+                f"{field} cannot be cut to {max_tokens:,} tokens: {num_special} of them are special ones; allow more",
+                field=field,
+            )
         tokenizer.encode_special_tokens = any(self._control.search(text) for text in (first, second or ""))
         if max_tokens is None:
             tokenizer.no_truncation()

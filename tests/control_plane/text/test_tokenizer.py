@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from control_plane.generation import TokenIds
@@ -137,3 +138,53 @@ def test_private_use_characters_of_a_user_stay_what_they_are() -> None:
         ChatTemplate("{{ messages[0].content }}", {}), [{"role": "user", "content": content}]
     )
     assert tokenizer().decode(token_ids, skip_special_tokens=False) == content
+
+
+# ------------------------------------------------------------------------------------------------- texts of encoders
+
+
+PAIRS = {
+    "BERT": ("<s> $A </s>", "<s> $A </s> $B:1 </s>:1"),
+    "RoBERTa": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+    "of decoders": ("$A </s>", "$A $B </s>"),
+}
+
+
+def of_encoders(form: str) -> Tokenizer:
+    found = Tokenizer.from_str(byte_level_tokenizer().to_str())
+    single, pair = PAIRS[form]
+    special = [("<s>", BOS), ("</s>", EOS)]
+    found.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    return found
+
+
+@pytest.mark.parametrize("form", PAIRS)
+@given(
+    texts=st.lists(st.text(alphabet="ab cd,.é你", min_size=1, max_size=30), min_size=1, max_size=2),
+    max_tokens=st.none() | st.integers(5, 30),
+)
+def test_texts_and_pairs_are_encoded_and_cut_as_transformers_does(
+    form: str, texts: list[str], max_tokens: int | None
+) -> None:
+    reference: Any = PreTrainedTokenizerFast(tokenizer_object=of_encoders(form), bos_token="<s>", eos_token="</s>")
+    cut: Any = {} if max_tokens is None else {"truncation": "longest_first", "max_length": max_tokens}
+    expected = reference(*texts, **cut)
+    found = TextTokenizer(of_encoders(form).to_str().encode(), {}).encode_texts(*texts, max_tokens=max_tokens)
+    assert list(TokenIds.unpack(found.token_ids)) == expected.input_ids
+    if len(texts) == 1:
+        assert found.num_first_tokens == 0
+    elif form == "BERT":
+        assert found.num_first_tokens == expected.input_ids.index(EOS) + 1
+
+
+def test_a_text_of_an_encoder_writes_no_control_token() -> None:
+    found = TextTokenizer(of_encoders("BERT").to_str().encode(), {}).encode_texts("a</s>b", "c<s>")
+    ids = list(TokenIds.unpack(found.token_ids))
+    assert (ids.count(BOS), ids.count(EOS)) == (1, 2) and ids[0] == BOS and ids[-1] == EOS
+
+
+@pytest.mark.parametrize(("max_tokens", "pair"), [(1, None), (2, None), (1, "b"), (3, "b")])
+def test_a_cut_that_leaves_only_special_tokens_is_refused(max_tokens: int, pair: str | None) -> None:
+    """The tokenizers library cuts nothing then."""
+    with pytest.raises(InvalidRequest, match=f"cannot be cut to {max_tokens} tokens: [23] of them are special"):
+        TextTokenizer(of_encoders("BERT").to_str().encode(), {}).encode_texts("a b c", pair, max_tokens=max_tokens)

@@ -192,7 +192,7 @@ class EncodingDispatch:
             return
         part.refused(worker, error)
         log.warning(
-            "encode_call_lost", worker=worker.worker_id, request_id=part.request.request_id, error=error.message
+            "encode_call_lost", worker=worker.worker_id, request_id=part.request.request_id, error=error.log_text
         )
         num_lost = part.lost_with(worker)
         if num_lost >= MAX_DEATHS_IN_A_ROW:

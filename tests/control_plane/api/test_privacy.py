@@ -15,7 +15,7 @@ import pytest
 from control_plane.accounts.limits import Limits
 from control_plane.accounts.service import Accounts
 from control_plane.api.http.request_context import HttpSettings
-from control_plane.generation import TokenRequest
+from control_plane.generation import EncoderFacts, EncodingRequest, TokenIds, TokenRequest
 from control_plane.storage.database import database_url
 from tandem_runtime.errors import Cancelled, InternalError, InvalidRequest, Overloaded, Unavailable
 from tests.control_plane.api.gateway import Gateway, serve
@@ -256,6 +256,71 @@ async def _fail_database(gateway: Gateway, accounts: Accounts, monkeypatch: pyte
             assert (await gateway.client.post(path, json=body)).status_code in (408, 500, 503)
         answer = await gateway.client.get("/client/v4/accounts/me/ai/usage")
         assert answer.status_code in (200, 500)
+
+
+class QuotingEncoders:
+    """Fails in the way that a text's first word names, with messages that quote the texts."""
+
+    async def encode(self, request: EncodingRequest, computed: list[int]) -> bytes:
+        ids = list(TokenIds.unpack(request.inputs[0].token_ids))
+        said = byte_level_tokenizer().decode(ids)
+        failures: dict[str, Exception] = {
+            "key": KeyError(said, ids),
+            "wrong": InvalidRequest(f"the worker refuses {said}"),
+            "gone": Unavailable("no encode worker is ready"),
+            "full": Overloaded("full"),
+            "group": ExceptionGroup(said, [LookupError(said)]),
+        }
+        if said.split()[0] in failures:
+            raise failures[said.split()[0]]
+        if said.startswith("slow"):
+            await asyncio.sleep(60)
+        computed.append(len(ids))
+        return bytes(8 * len(request.inputs))
+
+
+def encoder_bodies() -> list[tuple[str, str, dict[str, Any] | bytes]]:
+    found: list[tuple[str, str, dict[str, Any] | bytes]] = []
+    for kind in ("good", "key", "wrong", "gone", "full", "group", "slow"):
+        text = f"{kind} {PROMPT}"
+        found += [
+            ("POST", "/v1/embeddings", {"model": "demo", "input": [text, text], "user": MARKS["header"]}),
+            ("POST", f"{RUN}/demo", {"text": text}),
+            ("POST", f"{RUN}/demo", {"query": text, "contexts": [{"text": PROMPT}]}),
+            ("POST", "/run", {"inputs": {"contexts": [{"text": text}]}}),
+        ]
+    for path in ("/v1/embeddings", "/v1/rerank", f"{RUN}/demo"):
+        found += [
+            ("POST", path, f'{{"input": "{PROMPT}"'.encode()),
+            ("POST", path, {"model": "demo", "input": PROMPT, MARKS["field"]: PROMPT}),
+            ("POST", path, {"model": MODEL, "input": PROMPT}),
+            ("POST", path, {"model": "demo", "input": [PROMPT * 500]}),
+            ("POST", path, {"model": "demo", "input": [[MARKS["prompt"]]]}),
+            ("POST", path, {"model": "demo", "query": PROMPT, "documents": [PROMPT], "top_n": MARKS["argument"]}),
+            ("POST", path, {"model": "demo", "query": PROMPT, "documents": [{MARKS["field"]: PROMPT}]}),
+            ("POST", path, {"text": PROMPT, "pooling": MARKS["grammar"]}),
+            ("POST", path, {"query": PROMPT + " \ud83d", "contexts": [{"text": PROMPT}]}),
+            ("POST", path, {"model": "demo", "input": PROMPT + "x" * 300_000}),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "console"])
+async def test_no_text_for_an_encoder_is_in_logs_spans_or_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    model: dict[str, Any] = {"task": "text-embedding", "encoder": EncoderFacts(2, (), "cls", True)}
+    statuses: set[int] = set()
+    with collected(monkeypatch, as_json=as_json) as telemetry:
+        async with world(tmp_path, encoders=QuotingEncoders(), **model) as (gateway, accounts):
+            requests = encoder_bodies()
+            for start in range(0, len(requests), 8):
+                batch = requests[start : start + 8]
+                statuses.update(await asyncio.gather(*(send(gateway, *request) for request in batch)))
+            await accounts.metering.drain()
+        assert statuses >= {200, 400, 404, 408, 413, 429, 500, 503}
+        assert "unhandled_exception" in telemetry.log and "POST /v1/embeddings" in telemetry.spans
+        assert telemetry.found(*MARKS.values()) == []
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "console"])

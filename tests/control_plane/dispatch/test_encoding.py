@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from control_plane.dispatch.encoding import MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
 from control_plane.fleet.encoder_clients import EncoderClients
@@ -149,6 +150,18 @@ async def test_a_part_that_a_worker_does_not_answer_goes_to_another_with_the_sam
     assert await fleet.encode(texts) == expected(texts)
     assert {name for name, _ in fleet.calls} == {"a", "b"}
     assert sum(fleet.computed) == 7 * len(texts), "a part that was lost is counted once"
+
+
+async def test_each_attempt_says_its_number_and_the_trace_it_belongs_to() -> None:
+    fleet = Fleet("a", "b")
+    fleet.behaviours["a"] = fail(Unavailable("gone"))
+    fleet.behaviours["b"] = fail(Unavailable("gone"))
+    parent = SpanContext(trace_id=7 << 64 | 1, span_id=9, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    with use_span(NonRecordingSpan(parent)), pytest.raises(TandemError):
+        await fleet.encode(inputs(5), deadline=time.monotonic() + 1)
+    calls = [call for _, call in fleet.calls]
+    assert [call.attempt for call in calls] == list(range(1, len(calls) + 1)) and len(calls) > 1
+    assert {call.traceparent.split("-")[1] for call in calls} == {f"{7 << 64 | 1:032x}"}
 
 
 @pytest.mark.parametrize(

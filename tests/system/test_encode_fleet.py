@@ -6,16 +6,20 @@ import asyncio
 import base64
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import cloudflare
 import httpx
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 
+from tests.clients.node import bundled_worker
+from tests.examples.workerd import example_worker
 from tests.system.fleet import Fleet, Service, until
-from tests.tandem_engine.encoder.checkpoints import make, write_sentence_files
+from tests.tandem_engine.encoder.checkpoints import make, make_with_head, write_sentence_files
 
 WORKERS = ("encode-0", "encode-1")
 TEXTS = [f"text {index} " + "about caches " * (index % 7) for index in range(48)]
@@ -86,6 +90,9 @@ async def embeddings(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         here = Embeddings(fleet, flags)
         for name in WORKERS:
             here.start(name)
+        ranker = checkpoint.parent / "tiny-ranker"
+        make_with_head("bert", ranker, 1)
+        fleet.start("encode", "ranker", "--model", str(ranker), "--num-threads", "1")
         await fleet.ready()
         for text in TEXTS:
             (here.alone[text],) = await here.of(text)
@@ -95,8 +102,9 @@ async def embeddings(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 async def test_a_fleet_that_only_embeds_is_ready_and_lists_its_model(embeddings: Embeddings) -> None:
     assert (await embeddings.http.get("/readyz")).status_code == 200
-    (model,) = (await embeddings.http.get("/v1/models")).json()["data"]
-    assert (model["id"], model["context_length"]) == ("tiny-bert", 96)
+    models = (await embeddings.http.get("/v1/models")).json()["data"]
+    lengths = {model["id"]: model["context_length"] for model in models}
+    assert lengths.keys() == {"tiny-bert", "tiny-ranker"} and lengths["tiny-bert"] == 96
     refused = await embeddings.http.post("/v1/completions", json={"model": "tiny-bert", "prompt": "hi"})
     assert refused.status_code == 400 and "makes embeddings" in refused.text
 
@@ -109,6 +117,32 @@ async def test_texts_get_the_same_bits_alone_and_together_from_both_workers(embe
     assert all(after[name] > before[name] for name in WORKERS)
     vector: Any = np.frombuffer(embeddings.alone[TEXTS[0]], "<f4")
     assert vector.shape == (72,) and np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+
+
+async def test_the_cloudflare_sdk_gets_the_same_vectors(embeddings: Embeddings) -> None:
+    def work() -> Any:
+        base_url = f"{embeddings.fleet.base_url}/client/v4"
+        with cloudflare.Cloudflare(base_url=base_url, api_token="unused", max_retries=0) as client:
+            return client.ai.run("tiny-bert", account_id="acc", text=TEXTS[:2])
+
+    found: Any = await asyncio.to_thread(work)
+    vectors: Any = np.array(found["data"], dtype="<f4")
+    assert found["shape"] == [2, 72]
+    assert [vector.tobytes() for vector in vectors] == [embeddings.alone[text] for text in TEXTS[:2]]
+
+
+@pytest.mark.services
+async def test_a_worker_s_binding_and_the_ai_sdk_embed_and_rank(embeddings: Embeddings, tmp_path: Path) -> None:
+    folder = bundled_worker(tmp_path)
+    query = {"embedder": "tiny-bert", "ranker": "tiny-ranker"}
+    with example_worker(embeddings.fleet.gateway.http_address, folder) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as worker:
+            answer = await worker.get("/encode", params=query)
+    found = answer.json()
+    assert answer.status_code == 200, found
+    assert found["shape"] == [2, 72] and found["embeddings"] == found["data"]
+    scores = [each["score"] for each in found["ranking"]]
+    assert {each["originalIndex"] for each in found["ranking"]} == {0, 1} and scores == sorted(scores, reverse=True)
 
 
 async def test_a_worker_that_is_killed_costs_nobody_an_answer(embeddings: Embeddings) -> None:
@@ -156,7 +190,7 @@ async def test_a_worker_that_is_told_to_stop_finishes_what_it_has(embeddings: Em
 
 async def test_after_all_that_nothing_is_left_behind(embeddings: Embeddings) -> None:
     await embeddings.fleet.pools_are_full()
-    assert len(embeddings.fleet.registry.workers()) == len(WORKERS)
+    assert len(embeddings.fleet.registry.workers()) == len(WORKERS) + 1  # and the ranker
 
 
 def _engine_of(service: Service) -> psutil.Process:

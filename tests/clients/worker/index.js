@@ -1,6 +1,6 @@
 // Prints what libraries for Workers return over env.AI. One route per library and kind of call.
 import { runWithTools } from "@cloudflare/ai-utils";
-import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
+import { embedMany, generateText, jsonSchema, rerank, stepCountIs, streamText, tool } from "ai";
 import { createWorkersAI } from "workers-ai-provider";
 
 export default {
@@ -23,6 +23,7 @@ const ROUTES = {
   "/generate-tools": generateTools,
   "/stream-tools": streamTools,
   "/models": models,
+  "/encode": encode,
 };
 const CITY = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
 const WEATHER = { name: "get_weather", description: "Get the weather in a city" };
@@ -110,4 +111,16 @@ async function streamTools(env, query) {
 
 async function models(env) {
   return (await env.AI.models({ search: "demo" })).map((model) => model.name);
+}
+
+// The binding, and the AI SDK over it: embeddings and a ranking.
+async function encode(env, { embedder, ranker }) {
+  const provider = createWorkersAI({ binding: env.AI });
+  const values = ["a cat sits", "rates rise"];
+  const { shape, data } = await env.AI.run(embedder, { text: values });
+  const { embeddings } = await embedMany({ model: provider.textEmbedding(embedder), values, maxRetries: 0 });
+  const ranked = await rerank({
+    model: provider.reranking(ranker), query: "cats", documents: values, topN: 2, maxRetries: 0,
+  });
+  return { shape, data, embeddings, ranking: ranked.ranking };
 }

@@ -62,6 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "block_size": {"block_size": 32},
     "vocab_size": {"vocab_size": 10},
     "aliases": {"aliases": ["another name"]},
+    "encoder": {"encoder": pb.EncoderCard(num_values=4, pooling="cls")},
 }
 
 

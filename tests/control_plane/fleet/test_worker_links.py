@@ -299,3 +299,18 @@ async def test_streams_to_workers_that_come_back_at_once_are_opened_one_in_each_
     assert list(opened) == [f"w-{number}" for number in range(50)]
     assert len(set(opened.values())) == 50
     await pool.close()
+
+
+async def test_only_workers_that_write_tokens_have_a_link() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    pool = LinkPool(registry, "gateway", "gateway-life")
+    try:
+        for name, role in (("k", pb.WORKER_ROLE_KV), ("e", pb.WORKER_ROLE_ENCODE)):
+            info = pb.WorkerInfo(worker_id=name, incarnation=f"{name}-1", role=role, address="127.0.0.1:1")
+            registry.register(info, pb.LoadReport(state=pb.WORKER_STATE_READY))
+            worker = registry.get(name)
+            assert worker is not None
+            with pytest.raises((KeyError, TandemError)):
+                pool.get(worker)
+    finally:
+        await pool.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-MAX_MARK_TOKENS = 16
+MAX_MARK_TOKENS = 32
+"""Enough for the longest marks in a vocabulary of single bytes: gpt-oss's end of the thinking has 18 then."""
 
 
 class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,6 +61,18 @@ class TextTokenizer:
         return _max_token_bytes(json.loads(self._json), self.vocabulary_data)
 
     @cached_property
+    def grammar_ids(self) -> dict[str, int]:
+        """The tokens that no text of a grammar can be: special tokens, and added ones that are written `<...>`.
+
+        llguidance decides so. Qwen's `<tool_call>` is such a token, although it is not special.
+        """
+        return {
+            token.content: token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.vocabulary_data)
 

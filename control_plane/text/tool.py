@@ -18,10 +18,10 @@ class Tool:
     field: str = "tools"
     """The tool's field in the request, for error messages."""
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool in OpenAI's format, which chat templates read."""
+    def for_template(self, *, needs_description: bool = False) -> dict[str, Any]:
+        """Return the tool in OpenAI's format, which chat templates read; `needs_description`: even an empty one."""
         function: dict[str, Any] = {"name": self.name}
-        if self.description:
+        if self.description or needs_description:
             function["description"] = self.description
         function["parameters"] = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": function}

@@ -32,7 +32,8 @@ def call_grammar(
 ) -> Grammar:
     """Return the grammar of an answer. Raise InvalidRequest if it is too long.
 
-    `control_ids` are the form's control tokens. `text` is the JSON Schema of an answer without calls.
+    `control_ids` are the parts of the form that are tokens of their own. `text` is the JSON Schema of an answer without
+    calls.
     """
     lark = _LarkForm(form, control_ids)
     if must_call:
@@ -63,7 +64,7 @@ class _LarkForm:
         """Return the rules of an answer of text, or of text followed by calls, separated at the first opening."""
         form = self._form
         openings = [each for each in form.openings if each not in self._control_ids and each not in OFTEN_ABSENT]
-        if not openings:  # control tokens are never part of text
+        if not openings:  # a token of its own is never part of text
             return ["start: TEXT calls?", f"TEXT: {_ANY}"]
         unlike = "|".join(map(re.escape, openings))
         if form.begins_answer:

@@ -22,12 +22,13 @@ def harmony_grammar(
 ) -> Grammar:
     """Return the grammar of an answer with its thinking. Raise InvalidRequest if it is too long.
 
-    `text` is the JSON Schema of an answer without calls.
+    `text` is the JSON Schema of an answer without calls. Then no text comes before: the answer would not be JSON.
     """
+    channels = ("analysis", "commentary") if text is None else ("analysis",)
+    before = [literal(f"<|channel|>{channel}<|message|>", control_ids) for channel in channels]
     rules = [
         f"start: before* {'call' if must_call else '(final | call)'}",
-        f"before: {literal('<|channel|>analysis<|message|>', control_ids)} TEXT {literal(NEXT, control_ids)}"
-        f" | {literal('<|channel|>commentary<|message|>', control_ids)} TEXT {literal(NEXT, control_ids)}",
+        f"before: ({' | '.join(before)}) TEXT {literal(NEXT, control_ids)}",
         f"final: {literal(FINAL, control_ids)} {'TEXT' if text is None else nested_json(text)}",
         f"TEXT: {_ANY}",
         f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",

@@ -29,7 +29,7 @@ class ToolPlan:
 
     form: ToolForm
     control_ids: Mapping[str, int] = field(default_factory=dict)
-    """Control tokens that are parts of the form. In this answer, the detokenizer returns them by name."""
+    """Tokens of their own that are parts of the form. In this answer, the detokenizer returns them by name."""
 
 
 def call_id(request_id: str, choice_index: int, call_index: int) -> str:
@@ -51,14 +51,15 @@ def plan_tools(
     traits = traits_of(model.chat_template, tokenizer.special_tokens)
     offered = () if use is None else use.tools
     in_words = () if traits.offers_tools else offered
+    needs = traits.needs_description
     request = replace(
         request,
         messages=tuple(messages_for(traits, request.messages, in_words)),
-        template_tools=() if in_words else tuple(tool.for_template() for tool in offered),
+        template_tools=() if in_words else tuple(tool.for_template(needs_description=needs) for tool in offered),
     )
     if use is None:
         return request, None
-    known = tokenizer.control_ids
+    known = tokenizer.grammar_ids
     names = CONTROL_TOKENS if traits.form is not HARMONY else MARKS
     plan = ToolPlan(traits.form, {name: known[name] for name in names if name in known})
     grammar = _grammar(plan, use, traits, request.options.grammar, check)

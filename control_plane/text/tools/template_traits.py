@@ -17,14 +17,12 @@ from control_plane.text.tools.forms import GENERIC, ToolForm, form_written_in
 from tandem_runtime.errors import InvalidRequest
 
 _USER = {"role": "user", "content": "hello"}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "Probes",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-    },
+_FUNCTION = {
+    "name": "probe",
+    "description": "Probes",
+    "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 }
+_TOOL = {"type": "function", "function": _FUNCTION}
 _ARGUMENTS = {"key": "value"}
 _ARGUMENTS_TEXT = '{"key": "value"}'
 _WRITTEN_ARGUMENTS = re.compile(r'\{\s*"key":\s*"value"\s*\}')
@@ -47,6 +45,8 @@ class TemplateTraits:
     takes_results: bool
     """Whether it renders the role `tool`."""
     takes_system: bool
+    needs_description: bool
+    """Whether it renders a tool only if the tool has a description (gpt-oss)."""
 
     @property
     def offers_tools(self) -> bool:
@@ -62,6 +62,7 @@ def traits_of(source: str, special_tokens: Mapping[str, str]) -> TemplateTraits:
 def _traits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateTraits:
     template = ChatTemplate(source, dict(special_tokens))
     offered = "probe" in _rendered(template, [_USER], tools=[_TOOL])
+    bare = _TOOL | {"function": {name: value for name, value in _FUNCTION.items() if name != "description"}}
     call = _first_written(template)
     form = form_written_in(call.text) if offered else None
     return TemplateTraits(
@@ -72,6 +73,7 @@ def _traits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Templat
         needs_short_ids=bool(call.text) and not _call_text(template, call, call_id=_LONG_ID),
         takes_results="results" in _rendered(template, [*call.messages(), _result(_SHORT_ID)], tools=[_TOOL]),
         takes_system="briefly" in _rendered(template, [{"role": "system", "content": "briefly"}, _USER]),
+        needs_description=offered and "probe" not in _rendered(template, [_USER], tools=[bare]),
     )
 
 

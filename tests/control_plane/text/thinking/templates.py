@@ -58,7 +58,9 @@ GPT_OSS = """{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 
 {{- '\\n# Valid channels: analysis, commentary, final.<|end|>' }}
 {%- if tools %}
     {{- '<|start|>developer<|message|># Tools\\n## functions\\nnamespace functions {\\n' }}
-    {%- for tool in tools %}{{- 'type ' + tool.function.name + ' = (_: any) => any;\\n' }}{%- endfor %}
+    {%- for tool in tools %}
+        {{- '// ' + tool.function.description + '\\ntype ' + tool.function.name + ' = (_: any) => any;\\n' }}
+    {%- endfor %}
     {{- '}<|end|>' }}
 {%- endif %}
 {%- set last = namespace(call='') %}

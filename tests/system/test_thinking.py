@@ -41,7 +41,8 @@ _OWN_MARKS = ("<think>", "</think>")
 _BLANKS = ("Ċ", "Ġ")
 """A new line and a space, as the alphabet writes them."""
 _BIAS = {"qwen3": 4.0, "deepseek-r1": 4.0, "gpt-oss": 6.5}
-"""Logits added to the marks, so that a random model writes them every few tokens."""
+_LIKELY = {"qwen3": _OWN_MARKS, "deepseek-r1": _OWN_MARKS, "gpt-oss": ("<|end|>", "<|return|>", "<|call|>")}
+"""Marks that a random model writes every few tokens, because so much is added to their logits."""
 _CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 _TOOLS = [{"type": "function", "function": {"name": "look", "parameters": _CITY}}]
 _ANSWER = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -98,10 +99,10 @@ def biases(family: str) -> dict[str, float]:
         for letter in pre_tokenizers.ByteLevel.alphabet()
         if not (letter.isascii() or letter in _BLANKS)
     ]
-    own, others = _OWN_MARKS if family != "gpt-oss" else MARKS, MARKS if family != "gpt-oss" else _OWN_MARKS
+    others = _OWN_MARKS if family == "gpt-oss" else MARKS
     banned += [tokenizer.token_to_id(mark) for mark in ("<s>", "<|im_start|>", *others)]
     return {str(token_id): -100.0 for token_id in banned} | {
-        str(tokenizer.token_to_id(mark)): _BIAS[family] for mark in (_EOS, *own)
+        str(tokenizer.token_to_id(mark)): _BIAS[family] for mark in (_EOS, *_LIKELY[family])
     }
 
 
@@ -131,6 +132,7 @@ class Case:
             body["response_format"] = _JSON
         if self.has_tools:
             body |= {"tools": _TOOLS, "tool_choice": "required" if self.kind == "tools" else "auto"}
+            body["parallel_tool_calls"] = self.family == "qwen3"
         return body
 
     @property

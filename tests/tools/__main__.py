@@ -2,7 +2,7 @@
 
 python -m tests.tools [NAME ...] [--fields FILE]
 
-    --fields FILE   write which fields each tool sends, as a table in Markdown
+    --fields FILE   write which fields each tool sends, as a page in Markdown
 
 Exit code: 0 all tools did their task, 1 some did not.
 """
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from tests.tools import environments
 from tests.tools.catalogue import TOOLS, Tool
-from tests.tools.runs import Outcome, do, fields_table, serving
+from tests.tools.runs import Outcome, do, fields_page, serving
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = asyncio.run(_run(tools, problems))
     _print(outcomes)
     if chosen.fields:
-        chosen.fields.write_text(fields_table(outcomes))
+        chosen.fields.write_text(fields_page(outcomes))
     return int(any(outcome.problem for outcome in outcomes))
 
 

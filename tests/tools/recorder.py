@@ -27,9 +27,9 @@ class Recorder:
         self.calls: Counter[tuple[str, str, int]] = Counter()
         self.fields: dict[str, set[str]] = {}
         self.refusals: Counter[str] = Counter()
-        """Messages of answers with 400 and above."""
+        """Method, path, status and message of answers with 400 and above."""
         self.absent: Counter[str] = Counter()
-        """Paths that a tool looked for by GET and that are not there: it goes on without them."""
+        """Paths that a tool looked for by GET or HEAD and that are not there: the tool goes on without them."""
         self.app = Starlette(routes=[Route("/{path:path}", self._forward, methods=_METHODS)])
 
     def config(self) -> uvicorn.Config:
@@ -47,10 +47,10 @@ class Recorder:
         self.calls[request.method, path, answer.status_code] += 1
         if answer.status_code >= 400:
             said = (await answer.aread()).decode(errors="replace")[:300]
-            if (request.method, answer.status_code) == ("GET", 404):
+            if request.method in ("GET", "HEAD") and answer.status_code == 404:
                 self.absent[path] += 1
             else:
-                self.refusals[said] += 1
+                self.refusals[f"{request.method} {path}: {answer.status_code} {said}"] += 1
             return Response(answer.content, answer.status_code, _kept(answer))
         return StreamingResponse(_pieces(answer), answer.status_code, _kept(answer))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from tandem_engine.settings import EngineConfig
 from tandem_runtime.settings import setting
 from tandem_worker.settings import EngineSettings
+
+_STEP_TOKENS = 2048
+_BACKGROUND_STEP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,10 @@ class EncodeSettings(EngineSettings):
     )
     served_model_name: str = setting("", "model name for clients; the folder name or Hub id if empty")
     max_model_len: int | None = setting(None, "most tokens of one input; the model's limit if unset")
-    max_num_batched_tokens: int = setting(
-        2048, "tokens of all inputs of one step; a longer input has a step of its own"
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "tokens of all inputs of one step; a longer input has a step of its own; if unset, 2,048, or 64 with "
+        "--background",
     )
     max_num_waiting: int = setting(256, "most calls in the queue; further calls are refused with 429")
 
@@ -34,7 +39,17 @@ class EncodeSettings(EngineSettings):
         if not self.model:
             raise ValueError("--model is missing; give the folder, the Hub id or the name of an encoder's checkpoint")
 
+    @property
+    def num_step_tokens(self) -> int:
+        """Tokens of one step. Answers of a long step come at once, and their clients' next requests with them.
+
+        Streams of the same machine wait for those in the gateway.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return _BACKGROUND_STEP_TOKENS if self.background else _STEP_TOKENS
+
     def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
-        return msgspec.structs.replace(
-            super().engine_config(state_dir, region_id), encodes=True, is_background=self.background
-        )
+        whole = replace(self, max_num_batched_tokens=self.num_step_tokens)
+        config = super(EncodeSettings, whole).engine_config(state_dir, region_id)
+        return msgspec.structs.replace(config, encodes=True, is_background=self.background)

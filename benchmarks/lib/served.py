@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -25,8 +26,8 @@ _POLL_SECONDS = 0.2
 class Served:
     """`tandem up` in a process of its own, on free ports, with a state folder of its own.
 
-    `async with Served(folder, flags, env, roles) as served:` returns once a worker of every role is ready and `/readyz`
-    says yes. That alone is not enough: decode serves by itself while prefill is still loading.
+    `async with Served(folder, flags, env, roles) as served:` returns once a worker of every role is ready, each
+    model is served, and `/readyz` says yes. That alone is not enough: decode serves by itself while prefill loads.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Served:
         self.base_url = f"http://127.0.0.1:{http_port}"
         self._folder = folder
         self._roles = frozenset(roles)
+        self._encoders = {Path(path).name for flag, path in pairwise(flags) if flag == "--embedding-model"}
         self._command = [sys.executable, "-m", "tandem_client.cli", "up", *flags]
         self._command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
         enrolment = {"TANDEM_CONTROL_ENROLMENT_LISTEN": f"127.0.0.1:{enrolment_port}"}
@@ -81,8 +83,7 @@ class Served:
         async with httpx.AsyncClient(base_url=self.base_url, trust_env=False, timeout=5.0) as client:
             while self._process.returncode is None:
                 try:
-                    if await self._is_ready(client):
-                        model: str = (await client.get("/v1/models")).json()["data"][0]["id"]
+                    if await self._is_ready(client) and (model := await self._text_model(client)):
                         return model
                 except httpx.TransportError:
                     pass  # nobody listens yet
@@ -93,6 +94,13 @@ class Served:
         fleet = parse_fleet((await client.get("/v1/workers")).json())
         ready = {member.role for member in fleet if member.state == "ready" and not member.suspected}
         return ready >= self._roles and (await client.get("/readyz")).is_success
+
+    async def _text_model(self, client: httpx.AsyncClient) -> str:
+        """Return the name of the model that writes text, or "" while a model is missing."""
+        models: list[dict[str, str]] = (await client.get("/v1/models")).json()["data"]
+        if len(models) <= len(self._encoders):
+            return ""
+        return next(name for each in models if (name := each["id"]) not in self._encoders)
 
     async def _stop(self) -> None:
         """Drain by SIGTERM to the supervisor alone; it ends what it started."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -48,6 +49,7 @@ from control_plane.text_processes.pool import TextLimits, TextProcesses
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.certificates.membership import FleetMember
+from tandem_runtime.errors import Draining
 from tandem_runtime.log import get_logger
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
 from tandem_runtime.tasks import supervised
@@ -55,7 +57,8 @@ from tandem_runtime.tasks import supervised
 log = get_logger(__name__)
 
 _SWEEP_SECONDS = 0.25
-_DRAIN_SECONDS = 30
+_STOP_SECONDS = 5
+"""For answers to write their error once the time to drain is over."""
 
 
 class Gateway:
@@ -183,7 +186,7 @@ class Gateway:
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
-        await serving
+        await self._drained(serving)
         for task in [draining, *background]:
             task.cancel()
         await asyncio.gather(draining, *background, return_exceptions=True)
@@ -196,6 +199,24 @@ class Gateway:
         for task in ended:
             task.result()  # raises the error of an HTTP server that ended too early
         return 0
+
+    async def _drained(self, serving: asyncio.Task[None]) -> None:
+        """Wait for the running requests; those left after `drain_seconds` end with an error."""
+        log.info("draining", num_requests=self._num_requests, seconds=self._settings.drain_seconds)
+        done, _ = await asyncio.wait([serving], timeout=self._settings.drain_seconds)
+        if not done:
+            log.warning("drain_timed_out", num_requests=self._num_requests, seconds=self._settings.drain_seconds)
+            why = Draining(
+                "the gateway stops, and the request did not end within --drain-seconds; send it again",
+                retry_after_seconds=1.0,
+            )
+            self.dispatcher.stop(why)
+            self._encoders.stop(why)
+        await serving
+
+    @property
+    def _num_requests(self) -> int:
+        return self.dispatcher.num_requests + self._encoders.num_requests
 
     def background(self, accounts: Accounts) -> dict[str, Callable[[], Awaitable[None]]]:
         """Return what runs beside the servers, by name; supervised: no failure of these ends the gateway."""
@@ -264,7 +285,7 @@ class Gateway:
             app,
             connections,
             forwarded_allow_ips=settings.forwarded_allow_ips,
-            timeout_graceful_shutdown=_DRAIN_SECONDS,
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _STOP_SECONDS,
         )
 
     async def _sweep(self) -> None:

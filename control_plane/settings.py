@@ -134,6 +134,10 @@ class ControlPlaneSettings(HandleSettings):
         60.0,
         "seconds after which a connection that takes no data is closed and its request cancelled",
     )
+    drain_seconds: float = setting(
+        120.0,
+        "most seconds for running requests to finish after SIGTERM; then they end with an error that says so",
+    )
     suspect_seconds: float = setting(3.0, "seconds without a heartbeat after which a worker gets no new requests")
     gone_seconds: float = setting(5.0, "seconds without a heartbeat after which a worker is forgotten")
     accept_seconds: float = setting(

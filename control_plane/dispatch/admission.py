@@ -40,6 +40,7 @@ class AdmissionQueue:
         self._max_waiting = max_waiting
         self._queue_seconds = queue_seconds
         self._turns: deque[asyncio.Future[None]] = deque()
+        self._closed: TandemError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -52,8 +53,10 @@ class AdmissionQueue:
     async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
         """Return when it is this request's turn; `in_front` for a request whose attempt has just failed.
 
-        Raises `refusal` after `seconds`, and Overloaded at once if the queue is full.
+        Raises `refusal` after `seconds`, Overloaded at once if the queue is full, and the error of `close`.
         """
+        if self._closed is not None:
+            raise self._closed
         if len(self._turns) >= self._max_waiting and not in_front:
             raise Overloaded(
                 f"{len(self._turns)} requests wait already, the limit is {self._max_waiting}; try again later, add "
@@ -74,6 +77,13 @@ class AdmissionQueue:
         """Let the first request try. Call when a request has ended, or was started and more room may be left."""
         if self._turns and not self._turns[0].done():
             self._turns[0].set_result(None)
+
+    def close(self, error: TandemError) -> None:
+        """Refuse the requests that wait, and all later ones."""
+        self._closed = error
+        for turn in self._turns:
+            if not turn.done():
+                turn.set_exception(error)
 
     def _schedule_tick(self) -> None:
         if self._timer is None:

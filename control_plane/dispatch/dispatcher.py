@@ -58,6 +58,7 @@ class Dispatcher:
         self._max_unread_tokens = max_unread_tokens
         self._proofs = proofs
         self._wakeups = WakeupScheduler()
+        self._states: set[RequestState] = set()
         self._tasks = TaskSet()
         self.router = router
         self.queue = AdmissionQueue(max_waiting, queue_seconds)
@@ -90,6 +91,7 @@ class Dispatcher:
             wakeups=self._wakeups,
             max_unread_tokens=self._max_unread_tokens,
         )
+        self._states.add(state)
         try:
             await self._starter.start(state)
         except BaseException:
@@ -101,6 +103,17 @@ class Dispatcher:
     def background(self) -> frozenset[asyncio.Task[Any]]:
         """The background tasks that still run: releases of KV handles, and recoveries."""
         return frozenset(self._tasks)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._states)
+
+    def stop(self, error: TandemError) -> None:
+        """End all requests with an error, after the tokens that their readers have not yet taken."""
+        self.queue.close(error)
+        for state in self._states:
+            state.fail(error)
 
     async def close(self) -> None:
         await self._tasks.join()
@@ -118,6 +131,7 @@ class Dispatcher:
             self._proofs.record(state.request.model_id, handed_over)
 
     def closed(self, state: RequestState) -> None:
+        self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
         self.queue.release_next()

@@ -89,6 +89,8 @@ class EncodingDispatch:
         self._clients = clients
         self._queue_seconds = queue_seconds
         self._queue = AdmissionQueue(max_waiting, queue_seconds)
+        self.num_requests = 0
+        """Requests that wait or run."""
         self._tokens: Counter[str] = Counter()
         """Tokens that this gateway has sent to each incarnation, and that are not answered yet."""
 
@@ -103,18 +105,25 @@ class EncodingDispatch:
                 answers[index] = await self._answer(part)
                 computed.append(part.num_tokens)
 
+        self.num_requests += 1
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(_MAX_PARTS_AT_ONCE, len(parts))):
                     group.create_task(run())
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
+        finally:
+            self.num_requests -= 1
         complete = [answer for answer in answers if answer is not None]
         if len(complete) < len(parts):
             raise InternalError(
                 f"{len(parts) - len(complete)} of {len(parts)} parts have no values; send the request again"
             )
         return b"".join(complete)
+
+    def stop(self, error: TandemError) -> None:
+        """Refuse the parts that wait for a worker; those that a worker computes are answered within its call."""
+        self._queue.close(error)
 
     async def _answer(self, part: _Part) -> bytes:
         """Return the values of a part, from whichever worker answers. Raise TandemError."""

@@ -20,7 +20,11 @@ from tandem_machine.cores import allowed_cores, num_usable_cores
 from tandem_machine.memory import usable_memory
 from tandem_machine.nodes import Node, nodes_of
 
+DRAIN_SECONDS = 30.0
+"""What `tandem up` gives all processes to end."""
 _LAST_PORT = 65_535
+_GATEWAY_DRAIN_SECONDS = DRAIN_SECONDS - 6
+"""So that a stream which does not end in time gets an error, before its gateway is killed."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,10 @@ def _control_plane(options: UpOptions) -> ProcessSpec:
     if options.fallback_model is not None:
         flags += ["--fallback-model", options.fallback_model]
     # Only this user can read the environment; a flag is visible to all in the list of processes.
-    environment = (("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token),) if options.operator_token else ()
-    return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), environment)
+    environment = [("TANDEM_CONTROL_DRAIN_SECONDS", f"{_GATEWAY_DRAIN_SECONDS:g}")]
+    if options.operator_token:
+        environment.append(("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token))
+    return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), tuple(environment))
 
 
 def _kv_service(options: UpOptions) -> ProcessSpec:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES, bound_log
 from tandem_client.cli.parent_death import die_with_parent
-from tandem_client.cli.plan import ProcessSpec
+from tandem_client.cli.plan import DRAIN_SECONDS, ProcessSpec
 
 REFUSALS = frozenset({2, 78})
 """Exit codes that a restart cannot change: wrong flags (2), a refused model, a revoked worker (78, EX_CONFIG)."""
@@ -181,7 +181,7 @@ class RestartPolicy:
     max_delay_seconds: float = 10.0
     quick_death_seconds: float = 10.0
     max_quick_deaths: int = 5
-    drain_seconds: float = 30.0
+    drain_seconds: float = DRAIN_SECONDS
     log_check_seconds: float = 5.0
 
     def delay_seconds(self, num_quick_deaths: int) -> float:

@@ -106,6 +106,12 @@ class Fleet:
         await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
         return self
 
+    def drain_gateway(self) -> asyncio.Task[int]:
+        """Begin to end the control plane, as SIGTERM does; the task returns its exit code."""
+        assert self._running is not None, "entered before"
+        self._drain.set()
+        return self._running
+
     async def restart_gateway(self) -> None:
         """End the control plane and start another, with another memory, at the same gRPC address."""
         self._drain.set()

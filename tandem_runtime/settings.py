@@ -146,6 +146,9 @@ def _look_up(field: SettingField, flags: Mapping[str, Any], file: _File) -> list
 # ------------------------------------------------------------------------------------------------- tandem.toml
 
 
+_GATEWAY = "control"
+
+
 @dataclasses.dataclass(frozen=True)
 class _File:
     path: Path
@@ -157,9 +160,13 @@ class _File:
         table = self.content.get(self.service, {})
         if field.name in table:
             return [field.accept(f"{field.name} in [{self.service}] of {self.path}", table[field.name])]
-        if field.shared and field.name in self.content:
+        if field.shared and field.name in self.content and not self._is_table(field.name):
             return [field.accept(f"{field.name} of {self.path}", self.content[field.name])]
         return []
+
+    def _is_table(self, name: str) -> bool:
+        """Return whether the file has a service's table of this name: `control` is a shared setting as well."""
+        return name == _GATEWAY and isinstance(self.content[name], dict)
 
 
 def _read_file(configured: str | None, service: str, fields: Sequence[SettingField]) -> _File:

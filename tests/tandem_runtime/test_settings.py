@@ -71,6 +71,13 @@ def test_flag_beats_own_variable_beats_shared_variable_beats_table_beats_top_lev
     assert load("--host-id", "flag").host_id == "flag"
 
 
+def test_the_gateways_table_is_no_address_of_the_control_plane() -> None:
+    Path("tandem.toml").write_text("[control]\nlisten = '127.0.0.1:1'\n[decode]\nmax_num_running = 3\n")
+    assert load() == Example(max_num_running=3)
+    Path("tandem.toml").write_text("control = ['a:1']\n")
+    assert load().control == ("a:1",)
+
+
 def test_a_field_that_is_not_shared_takes_no_shared_source(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("tandem.toml").write_text("max_num_running = 7\n")
     monkeypatch.setenv("TANDEM_MAX_NUM_RUNNING", "8")

@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     route: Route = "auto"
     """auto: our own code for the families it knows, on a CPU; else the code of transformers."""
     kernels: Kernels = "auto"
-    """auto: C++ on a CPU if there is a compiler, else torch."""
+    """auto: C++ on a CPU, of the platform wheel or compiled here, else torch. cpp: fail without C++."""
     max_model_len: int | None = None
     """Longest context in tokens; None: the checkpoint's."""
     block_size: int = 16

@@ -52,7 +52,9 @@ class EngineSettings(PlaintextSettings):
     device: str = setting("auto", "device of the model: auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "number format of the computation")
     kernels: Literal["auto", "cpp", "torch"] = setting(
-        "auto", "kernels on a CPU: C++ compiled on this machine, or plain torch, which is several times slower"
+        "auto",
+        "kernels on a CPU: C++ (of the platform wheel, else compiled at the first start), or plain torch, several "
+        "times slower",
     )
     num_threads: int | None = setting(None, "threads of the engine; the number of its cores if unset")
     cpus: tuple[int, ...] = setting((), "cores that the engine process is pinned to; all allowed cores if empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import torch
@@ -70,6 +71,9 @@ def numerics_class(
     Names that contain "batch-dependent" are the exception.
     """
     where = device.type
+    if device.type == "cpu" and platform.machine() != "x86_64":
+        # The kernels' bits are the same on arm64. Torch's cosines and sines, and so the rotary tables, are not.
+        where = f"cpu-{platform.machine()}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         where = f"cuda-sm{major}{minor}"

@@ -21,7 +21,9 @@ def choose_ops(
     report: Callable[[str], None],
     cores: Sequence[int] = (),
 ) -> Ops:
-    """Return the fastest op layer that computes in `dtype` on `device`; `report` gets the reason if it is not C++.
+    """Return the fastest op layer that computes in `dtype` on `device`.
+
+    `report` gets where the C++ kernels come from, or why there are none.
 
     `cores`: one for each thread, which is pinned to it; empty: the kernel places the threads.
     Raises KernelsUnavailable if `kernels` is "cpp" and the C++ kernels are unavailable.
@@ -33,12 +35,14 @@ def choose_ops(
         _refuse_unless(kernels != "cpp", f"the C++ kernels compute in float32, the dtype is {dtype}; take --dtype auto")
         return TorchOps(device)
     try:
-        return load_cpu_ops(num_threads=num_threads, cores=cores)
+        ops = load_cpu_ops(num_threads=num_threads, cores=cores)
     except KernelsUnavailable as error:
         if kernels == "cpp":
             raise
         report(f"without C++ kernels, which are several times faster: {error}")
         return TorchOps(device)
+    report(f"C++ kernels: {ops.origin}")
+    return ops
 
 
 def _refuse_unless(is_right: bool, message: str) -> None:

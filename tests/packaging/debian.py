@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.system.container import ROOT, USER, Container, running
 
 _SYSTEM = ROOT / "build" / "debian"
-_PACKAGES = "python3,python3-venv,make,g++,curl,ca-certificates"
+_PACKAGES = ("python3", "python3-venv", "make", "g++", "curl", "ca-certificates")
 _HOME = Path("/home/user")
 _CLONE = _HOME / "tandem"
 _PIP_FOLDERS = ("/opt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs")
@@ -30,7 +30,7 @@ _PIP_FOLDERS = ("/opt", "/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs")
 def main() -> int:
     """Run every command; return 0 if each did what README says."""
     if not (_SYSTEM / "usr" / "bin" / "g++").exists():
-        _make_system()
+        make_system(_SYSTEM, _PACKAGES, mounted=(_HOME, *map(Path, _PIP_FOLDERS)))
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         home = Path(folder)
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(home / "tandem")], check=True)
@@ -41,14 +41,15 @@ def main() -> int:
     return 0
 
 
-def _make_system() -> None:
-    """Make the Debian system of this machine's release. Raises CalledProcessError."""
+def make_system(folder: Path, packages: Sequence[str], mounted: Sequence[Path]) -> None:
+    """Make a Debian system of this machine's release, with places for `mounted`. Raises CalledProcessError."""
     release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
     suite = release[1] if release else "stable"
-    shutil.rmtree(_SYSTEM, ignore_errors=True)
-    subprocess.run(["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", suite, str(_SYSTEM)], check=True)
-    for path in (_HOME, *map(Path, _PIP_FOLDERS)):  # where something is mounted later
-        target = _SYSTEM / path.relative_to("/")
+    shutil.rmtree(folder, ignore_errors=True)
+    included = f"--include={','.join(packages)}"
+    subprocess.run(["debootstrap", "--variant=minbase", included, suite, str(folder)], check=True)
+    for path in mounted:
+        target = folder / path.relative_to("/")
         if path.is_file():
             target.unlink(missing_ok=True)
             target.touch()
@@ -65,7 +66,7 @@ def _follow_readme(home: Path) -> None:
             *("--bind", str(home), str(_HOME)),
             *(word for path in _PIP_FOLDERS for word in ("--ro-bind-try", path, path)),
         ),
-        environment={"HOME": str(_HOME), **_pip_variables()},
+        environment={"HOME": str(_HOME), **pip_variables()},
         is_isolated=False,  # pip needs the network
     )
     readme = (ROOT / "README.md").read_text()
@@ -90,7 +91,8 @@ def _commands(readme: str) -> Iterator[tuple[str, str]]:
     yield ".venv/bin/tandem status", "@tandem/demo"
 
 
-def _pip_variables() -> dict[str, str]:
+def pip_variables() -> dict[str, str]:
+    """Return the variables of this machine's pip."""
     return {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_CERT"))}
 
 

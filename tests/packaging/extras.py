@@ -22,7 +22,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import IO
 
-from tests.packaging.wheel import ROOT, build_wheel
+from infra.wheels.pure import ROOT, build_wheel
 
 _SERVICES = {
     "control": "control_plane",

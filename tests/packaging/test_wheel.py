@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
-import pytest
-
-from tests.packaging.wheel import build_wheel, shipped_files
+from infra.wheels.pure import shipped_files
 
 # Alembic runs these two itself, with a context of its own.
 _RUN_BY_ALEMBIC = "control_plane.storage.migrations."
@@ -31,11 +29,6 @@ for name in names:
 print()
 print(json.dumps(elsewhere))
 """
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_the_files_of_its_packages_and_no_others(wheel: Path) -> None:

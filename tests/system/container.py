@@ -49,6 +49,8 @@ class Container:
     is_isolated: bool = True
     """Whether the command is process 1 of its own PID namespace and has a network with loopback alone; else it shares
     both with the host."""
+    network: str = ""
+    """The network namespace of another container (`Running.network`), which an isolated command joins instead."""
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command that runs `arguments` in this container. `tandem` is on its PATH."""
@@ -57,9 +59,10 @@ class Container:
             environment = {"PATH": f"{_BIN}:/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}"}
         namespaces = ["--unshare-ipc", "--unshare-uts"]
         if self.is_isolated:
-            namespaces += ["--unshare-pid", "--as-pid-1", "--unshare-net"]
+            namespaces += ["--unshare-pid", "--as-pid-1", *([] if self.network else ["--unshare-net"])]
         variables = [("--setenv", name, value) for name, value in {**environment, **self.environment}.items()]
         return [
+            *(("nsenter", f"--net={self.network}") if self.network else ()),
             *("bwrap", *namespaces, "--clearenv"),
             *(word for variable in variables for word in variable),
             *(_read_only_root() if self.root is None else ("--ro-bind", str(self.root), "/")),
@@ -139,14 +142,23 @@ class Running:
 
     def output_of(self, *arguments: str) -> str:
         """Run a command of this machine in the container's network; return what it prints."""
-        network = f"--net=/proc/{self._first.pid}/ns/net"
-        done = subprocess.run(["nsenter", network, *arguments], capture_output=True, text=True, check=False)
+        command = ["nsenter", f"--net={self.network}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    @property
+    def network(self) -> str:
+        """The container's network namespace, as another container may join it."""
+        return f"/proc/{self._first.pid}/ns/net"
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the command, as `docker stop` does."""
+        self._first.terminate()
+
     def interrupt(self) -> int:
         """Send SIGTERM to the command, as `docker stop` does; return its exit code once it has ended."""
-        self._first.terminate()
+        self.terminate()
         return self.wait()
 
     def press_ctrl_c(self) -> int:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -50,8 +51,8 @@ class PackedKey:
 
     @property
     def digest(self) -> str:
-        """Return 32 hex digits."""
-        parts = [_FORMAT, self.weights_digest, self.ops_name, self.dtype, *self.names]
+        """Return 32 hex digits. The machine is in it: torch's rotary tables differ between x86-64 and arm64."""
+        parts = [_FORMAT, platform.machine(), self.weights_digest, self.ops_name, self.dtype, *self.names]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

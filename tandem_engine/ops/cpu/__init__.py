@@ -1,4 +1,4 @@
-"""The op layer on CPUs: C++ kernels, compiled on the machine they run on."""
+"""The op layer on CPUs: C++ kernels, from a platform wheel or compiled on the machine they run on."""
 
 from tandem_engine.ops.cpu.compile import KernelsUnavailable
 from tandem_engine.ops.cpu.ops import CpuOps, load_cpu_ops

@@ -1,5 +1,7 @@
 """Compiles the kernels' shared library with this machine's compiler, once per machine.
 
+A platform wheel brings compiled libraries (prebuilt.py); then nothing is compiled.
+
 <folder>/<key>.so      key: digest of sources, compiler, flags and the CPU's features
 <folder>/<key>.lock    held while one process compiles, so that other processes wait and use its result
 """
@@ -21,10 +23,10 @@ from pathlib import Path
 
 from tandem_machine.folders import home_folder
 
-_SOURCES = Path(__file__).parent / "cpp"
+SOURCES = Path(__file__).parent / "cpp"
 _COMPILERS = ("g++", "c++", "clang++")
 # Products are fused only where the source requests it: equal bits from every compiler and every CPU with FMA.
-_FLAGS = (
+FLAGS = (
     "-O3",
     "-std=c++17",
     "-ffp-contract=off",
@@ -42,13 +44,15 @@ class KernelsUnavailable(Exception):
     """The C++ kernels are unavailable; the message names the reason and the remedy. Plain torch still works."""
 
 
-def compile_kernels(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> Path:
+def compile_kernels(
+    folder: Path | None = None, machine_flags: Sequence[str] = NATIVE, compiler: str | None = None
+) -> Path:
     """Return the shared library for this machine, compiled into `folder` if it is missing.
 
-    `folder` None: the first of the user's folders that can be written. Any number of processes may call at once.
-    Raises KernelsUnavailable.
+    `folder` None: the first of the user's folders that can be written. `compiler` None: this machine's. Any number of
+    processes may call at once. Raises KernelsUnavailable.
     """
-    compiler = _compiler()
+    compiler = compiler or find_compiler()
     failures = []
     for candidate in [folder] if folder else _user_folders():
         try:
@@ -90,12 +94,13 @@ def _check_that_only_we_write(folder: Path) -> None:
 def sources_digest() -> str:
     """Return a digest of the kernels' sources, 16 hex digits."""
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(_SOURCES.glob("*.[ch]pp")):
+    for source in sorted(SOURCES.glob("*.[ch]pp")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """Return the path of this machine's C++ compiler. Raises KernelsUnavailable."""
     for name in (os.environ.get("CXX", ""), *_COMPILERS):
         if name and (path := shutil.which(name)):
             return path
@@ -113,7 +118,7 @@ def _user_folders() -> list[Path]:
 
 def _key(compiler: str, machine_flags: Sequence[str]) -> str:
     version = _run([compiler, "--version"], seconds=30).stdout.splitlines()[0]
-    parts = (sources_digest(), compiler, version, *_FLAGS, *machine_flags, platform.machine(), _cpu_features())
+    parts = (sources_digest(), compiler, version, *FLAGS, *machine_flags, platform.machine(), _cpu_features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -130,8 +135,8 @@ def _cpu_features() -> str:
 def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="compiling-") as scratch:
         made = Path(scratch) / library.name
-        source = str(_SOURCES / "kernels.cpp")
-        command = [compiler, *_FLAGS, *machine_flags, source, "-o", str(made)]
+        source = str(SOURCES / "kernels.cpp")
+        command = [compiler, *FLAGS, *machine_flags, source, "-o", str(made)]
         result = _run(command, seconds=_COMPILE_SECONDS, temporary=scratch)
         if result.returncode != 0:
             raise KernelsUnavailable(f"{compiler} failed on the kernels: {result.stderr.strip()[-2000:]}")

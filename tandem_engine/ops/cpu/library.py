@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is mapped before anything of ours
 
 from tandem_engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels
+from tandem_engine.ops.cpu.prebuilt import PREBUILT, usable_libraries
 
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
@@ -138,18 +140,51 @@ class MaskRow(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """The loaded library, and where it comes from."""
+
+    library: ctypes.CDLL
+    origin: str
+    """For the log: "prebuilt for x86-64-v4", or "compiled on this machine"."""
+
+
+def load_kernels(folder: Path | None = None, prebuilt: Path = PREBUILT) -> Kernels:
+    """Load the wheel's kernels if it has some for this CPU; else compile them into `folder`, or the user's cache.
+
+    Raises KernelsUnavailable, which names why neither is possible.
+    """
+    usable, reason = usable_libraries(prebuilt)
+    failures = []
+    for level, path in usable:
+        try:
+            return Kernels(load_file(path), f"prebuilt for {level.name}")
+        except (OSError, AttributeError) as error:
+            failures.append(f"cannot load {path}: {error}")
+    why = "; ".join(failures) or reason
+    try:
+        return Kernels(load_library(folder), f"compiled on this machine; {why}")
+    except KernelsUnavailable as error:
+        raise KernelsUnavailable(f"{error}; {why}") from error
+
+
 def load_library(folder: Path | None = None, machine_flags: Sequence[str] = NATIVE) -> ctypes.CDLL:
     """Compile the kernels if they are missing, and load them. Raises KernelsUnavailable."""
     path = compile_kernels(folder, machine_flags)
     try:
-        library = ctypes.CDLL(str(path))
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = _RESULTS.get(name)
+        return load_file(path)
     except (OSError, AttributeError) as error:
         raise KernelsUnavailable(
             f"cannot load {path}: {error}; delete the file to compile it again, or set XDG_CACHE_HOME to a folder that "
             "is not mounted with noexec"
         ) from error
+
+
+def load_file(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions. Raises OSError, or AttributeError if a function is missing."""
+    library = ctypes.CDLL(str(path))
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = _RESULTS.get(name)
     return library

@@ -21,10 +21,10 @@ from tandem_engine.ops.base import (
     Step,
     Weight,
 )
-from tandem_engine.ops.cpu.compile import NATIVE, sources_digest
+from tandem_engine.ops.cpu.compile import sources_digest
 from tandem_engine.ops.cpu.encoder_layers import CpuEncoderLayers, checked_starts
 from tandem_engine.ops.cpu.layers import CpuLayers
-from tandem_engine.ops.cpu.library import Cache, QKTransform, StepTable, load_library
+from tandem_engine.ops.cpu.library import Cache, Kernels, QKTransform, StepTable, load_kernels, load_library
 from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
 from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
@@ -36,15 +36,19 @@ _MAX_QK_TRANSFORMS = 1024
 def load_cpu_ops(
     folder: Path | None = None,
     num_threads: int = 1,
-    machine_flags: Sequence[str] = NATIVE,
+    machine_flags: Sequence[str] | None = None,
     cores: Sequence[int] = (),
 ) -> CpuOps:
-    """Return the CPU's ops; the first call on a machine compiles them in some seconds.
+    """Return the CPU's ops: the wheel's, or compiled by the first call on a machine in some seconds.
 
-    `folder` keeps the compiled library; None: the user's cache. `cores`: see `set_num_threads`. Raises
-    KernelsUnavailable; the torch ops work without a compiler.
+    `folder` keeps the compiled library; None: the user's cache. `machine_flags`: compile with them in any case.
+    `cores`: see `set_num_threads`. Raises KernelsUnavailable; the torch ops work without a compiler.
     """
-    ops = CpuOps(load_library(folder, machine_flags))
+    if machine_flags is None:
+        kernels = load_kernels(folder)
+    else:
+        kernels = Kernels(load_library(folder, machine_flags), f"compiled with {' '.join(machine_flags)}")
+    ops = CpuOps(kernels.library, kernels.origin)
     ops.set_num_threads(num_threads, cores)
     return ops
 
@@ -52,8 +56,10 @@ def load_cpu_ops(
 class CpuOps:
     """`tandem_engine.ops.base.Ops` in C++. One thread calls; results do not depend on `num_threads`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, origin: str = "") -> None:
         self._library = library
+        self.origin = origin
+        """Where the library comes from, for the log."""
         self._sampler = Sampler(library)
         self._has_fma = bool(library.tandem_has_fma())
         self._pool: KVPool | None = None

@@ -39,8 +39,10 @@ from tandem_engine.assembly import assemble
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.models.loader import load_model
+from tandem_engine.models.placement import numerics_class
 from tandem_engine.ops.base import Run
 from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
+from tandem_engine.ops.torch_ops import TorchOps
 from tandem_engine.settings import EngineConfig, Route
 from tests.checkpoints import _SHAPE, byte_level_tokenizer
 
@@ -259,3 +261,13 @@ def test_without_a_compiler_torch_serves_and_says_so(tmp_path: Path, monkeypatch
     assert "torch" in engine.ready.model.numerics_class.split("/")[2]
     with pytest.raises(ModelUnusable, match="take --kernels auto"):
         load_model(EngineConfig(str(folder), device="cpu", kernels="cpp"), lambda *_: None)
+
+
+def test_an_arm_machine_is_of_another_class_than_an_x86_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's cosines round otherwise there, although the kernels give the same bits (tests of kernel bits)."""
+    ops, device = TorchOps(torch.device("cpu")), torch.device("cpu")
+    names = []
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        names.append(numerics_class(ops, "lean", device, torch.float32, "llama", with_capability=False).split("/")[1])
+    assert names == ["cpu", "cpu-aarch64"]

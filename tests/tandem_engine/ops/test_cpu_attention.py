@@ -12,6 +12,7 @@ import torch
 from tandem_engine.ops.base import KVPool, Run
 from tandem_engine.ops.cpu import CpuOps
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
+from tests.tandem_engine.ops.wheel_kernels import wheel_ops
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,11 @@ def test_machines_that_fuse_products_agree_on_every_bit(shape: Shape) -> None:
     if not has_fma():
         pytest.skip("this machine does not fuse products")
     request = _request(shape, 600, seed=1)
-    native, other = (AttentionFixture(cpu_ops(m), shape).attend([(request, 0, 600)])[0] for m in ("native", "avx2"))
-    assert torch.equal(native, other)
+    native, *others = (
+        AttentionFixture(ops, shape).attend([(request, 0, 600)])[0]
+        for ops in (cpu_ops(), cpu_ops("avx2"), *wheel_ops())
+    )
+    assert all(torch.equal(native, other) for other in others)
 
 
 def test_blocks_behind_the_window_are_not_touched() -> None:

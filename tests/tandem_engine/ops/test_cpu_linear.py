@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from tandem_engine.ops.cpu.weight import CpuWeight
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
+from tests.tandem_engine.ops.wheel_kernels import wheel_ops
 
 SHAPES = [(1, 1), (17, 33), (64, 32), (96, 100), (130, 31), (1300, 200), (2600, 70)]
 """(in_features, out_features) of weights; the last two are multiplied in two and three parts."""
@@ -70,11 +71,12 @@ def test_bf16_weights_give_the_bits_of_the_same_weights_in_fp32() -> None:
 def test_machines_that_fuse_products_agree_on_every_bit() -> None:
     if not has_fma():
         pytest.skip("this machine does not fuse products")
-    native, other = cpu_ops(), cpu_ops("avx2")
-    assert native.name == other.name
+    native = cpu_ops()
     x, weight, bias = _inputs(31, 1300, 200)
-    for stored in (weight, weight.bfloat16()):
-        assert torch.equal(native.linear(x, native.pack(stored, bias)), other.linear(x, other.pack(stored, bias)))
+    for other in (cpu_ops("avx2"), *wheel_ops()):
+        assert native.name == other.name
+        for stored in (weight, weight.bfloat16()):
+            assert torch.equal(native.linear(x, native.pack(stored, bias)), other.linear(x, other.pack(stored, bias)))
 
 
 def test_rows_may_lie_apart() -> None:

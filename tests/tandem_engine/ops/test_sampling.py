@@ -12,6 +12,7 @@ import torch
 from tandem_engine.ops import plain_sampling
 from tandem_engine.ops.sampling import LogitChanges, RowSample, SamplingRow, UnusableLogits
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops
+from tests.tandem_engine.ops.wheel_kernels import wheel_ops
 
 BACKENDS = ("plain", *FLAGS)
 KEPT = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}]
@@ -92,8 +93,8 @@ def test_machines_agree_on_every_bit_and_with_plain_sampling_on_every_token(seed
     logits = torch.from_numpy(np.stack([_logits(chance, vocab_size, kind) for kind in kinds]))
     rows = [_row(chance, vocab_size) for _ in kinds]
     plain = plain_sampling.sample(logits, rows)
-    by_machine = [cpu_ops(machine).sample(logits, rows) for machine in FLAGS]
-    assert by_machine[0] == by_machine[1] == by_machine[2]
+    by_machine = [ops.sample(logits, rows) for ops in (*map(cpu_ops, FLAGS), *wheel_ops())]
+    assert all(by_machine[0] == other for other in by_machine[1:])
     assert _tokens_and_ranks(by_machine[0]) == _tokens_and_ranks(plain)
     for one, other in zip(by_machine[0], plain, strict=True):
         ours, theirs = ([e.logprob for e in (*row.chosen, *row.top)] for row in (one, other))

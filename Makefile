@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheel-test container-test test-versions simulate chaos determinism schemathesis tools fuzz hostile audit ledger check docs services peers format protos clean
+.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos determinism schemathesis tools fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -20,6 +20,18 @@ run: $(VENV)/.run ## start Tandem on this machine with the built-in model
 
 test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 	$(BIN)/python -m pytest $(ARGS)
+
+wheels: $(VENV)/.dev ## build the pure wheel, and wheels with compiled kernels, into dist (ARGS="--platform any")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m infra.wheels $(ARGS)
+
+images: $(VENV)/.dev ## build the container images with docker, podman or buildah (ARGS="kv-transfer" for some)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m infra.images $(ARGS)
+
+manifests: $(VENV)/.dev ## render and check the Kubernetes manifests (after make services)
+	PYTHONPATH=.:protos/gen $(BIN)/python -m infra.kubernetes.validate
+
+install-test: $(VENV)/.dev ## install in each way from nothing, with the seconds of each step (ARGS="wheel systemd")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.install $(ARGS)
 
 wheel-test: $(VENV)/.dev ## install each extra from the wheel into a fresh environment and start each service
 	PYTHONPATH=. $(BIN)/python -m tests.packaging.extras $(ARGS)

@@ -1,35 +1,34 @@
 #!/usr/bin/env bash
 # Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
-# bubblewrap (containers), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients), and two
-# versions of wrangler and Node.js (`tandem dev`). Then the tools of tests/tools that are small, with pip and npm.
+# bubblewrap (containers), systemd and ip (units, networks of pods), a compiler and an emulator for arm64 (kernels),
+# kubectl and schemas (manifests), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients),
+# and two versions of wrangler and Node.js (`tandem dev`). Then the tools of tests/tools that are small.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if ! command -v cc >/dev/null; then
+# need COMMAND PACKAGE ...: install Debian's packages unless the command is there.
+need() {
+    local command=$1
+    shift
+    if command -v "$command" >/dev/null; then
+        return
+    fi
     if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-        apt-get update -qq && apt-get install -y -qq gcc libc6-dev
+        apt-get update -qq && apt-get install -y -qq "$@"
     else
-        echo "no C compiler: install gcc with your system's packages" >&2
+        echo "no $command: install what Debian calls $* with your system's packages" >&2
         exit 1
     fi
-fi
+}
 
-if ! command -v initdb >/dev/null && ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then
-    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-        apt-get update -qq && apt-get install -y -qq postgresql
-    else
-        echo "no PostgreSQL: install it with your system's packages" >&2
-        exit 1
-    fi
-fi
-
-if ! command -v bwrap >/dev/null; then
-    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-        apt-get update -qq && apt-get install -y -qq bubblewrap
-    else
-        echo "no bubblewrap: install it with your system's packages" >&2
-        exit 1
-    fi
+need cc gcc libc6-dev
+ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || need initdb postgresql
+need bwrap bubblewrap
+need systemd-analyze systemd
+need ip iproute2
+if [ "$(uname -m)" = x86_64 ]; then
+    need aarch64-linux-gnu-g++ g++-aarch64-linux-gnu
+    need qemu-aarch64-static qemu-user-static
 fi
 
 if ! command -v npm >/dev/null; then
@@ -41,5 +40,6 @@ for folder in examples/worker tests/clients tests/clients/node20 tests/clients/n
     npm install --prefix "$folder" --no-save --no-audit --no-fund --loglevel error
 done
 
+"${PYTHON:-python3}" -m infra.kubernetes.tools
 # The field's own tools that are small, each in an environment of its own: build/tools.
 "${PYTHON:-python3}" -m tests.tools.environments

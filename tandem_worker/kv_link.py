@@ -28,6 +28,7 @@ log = get_logger(__name__)
 _POLL_SECONDS = 0.25
 _HIDDEN_SECONDS = 10.0
 """Seconds that the service's socket may be out of sight before a worker that needs it ends."""
+_START_ONE = "start `python -m kv_transfer_svc` on this host; if one runs, give both the same --host-id"
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,16 @@ class KvLink:
         def is_lent() -> bool:
             return self._pool is not None and self._lent is self._pool
 
+        def is_decided() -> bool:
+            return is_lent() or self._refusal is not None
+
         async with self._changed:
-            await self._changed.wait_for(lambda: is_lent() or self._refusal is not None)
+            try:
+                async with asyncio.timeout(_HIDDEN_SECONDS):
+                    await self._changed.wait_for(is_decided)
+            except TimeoutError:  # services start in any order
+                log.warning("kv_service_awaited", seconds=_HIDDEN_SECONDS, error=self._failure, remedy=_START_ONE)
+                await self._changed.wait_for(is_decided)
             if self._refusal is not None and not is_lent():
                 raise self._refusal
 

@@ -67,6 +67,25 @@ async def test_a_worker_whose_container_lacks_the_service_s_socket_is_told_once_
         await link.close()
 
 
+async def test_a_worker_that_waits_for_its_host_s_kv_service_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another --host-id than the service's, a worker waited for ever, without a word."""
+    monkeypatch.setattr("tandem_worker.kv_link._HIDDEN_SECONDS", 0.05)
+    region = SharedRegion.create("test-pool", 8192, 1)
+    async with running_host(tmp_path) as host:
+        link = FollowedLink(None)
+        link.lend(LentPool("mine", region.total_bytes, 1, 8192, region.generations_offset, os.dup(region.fd)))
+        with structlog.testing.capture_logs() as lines:
+            lent = asyncio.create_task(link.wait_lent())
+            await until(lambda: [line["event"] for line in lines] == ["kv_service_awaited"])
+            assert "--host-id" in lines[0]["remedy"] and not lent.done()
+        link.move(host)
+        await asyncio.wait_for(lent, 10)
+        await link.close()
+    region.close()
+
+
 async def test_a_kv_service_that_cannot_be_reached_is_tried_again(tmp_path: Path) -> None:
     async with running_host(tmp_path) as host:
         link = FollowedLink(host)

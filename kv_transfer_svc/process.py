@@ -118,8 +118,10 @@ class KvProcess:
     async def create(cls, settings: KvSettings, drain: asyncio.Event | None = None) -> KvProcess:
         """Take the memory from the machine, up to a second per GB, in a thread; join the fleet meanwhile.
 
-        Raise StoppedEarly if `drain` is set before the service has joined, and what `member_of_fleet` raises.
+        Raise StoppedEarly if `drain` is set before the service has joined, what `member_of_fleet` raises, and
+        InvalidRequest at once for a folder that cannot hold the service's sockets.
         """
+        paths.runtime_dir()
         joining = asyncio.create_task(member_of_fleet(settings, "kv", drain))
         try:
             return await cls._create(settings, joining)

@@ -19,7 +19,7 @@ from kv_transfer_svc.settings import KvSettings
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc as cp_grpc
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import Unauthenticated
+from tandem_runtime.errors import InvalidRequest, Unauthenticated
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.mac import sign_handle
 from tandem_runtime.kv.shared_region import SharedRegion
@@ -243,3 +243,13 @@ def test_a_region_is_populated_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     region.view(0, 5 * 4096)[:] = bytes(range(256)) * 80
     assert region.generation(2) == 0
     region.close()
+
+
+async def test_a_wrong_folder_for_sockets_is_refused_before_the_service_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TANDEM_RUNTIME_DIR", str(tmp_path / "file"))
+    settings = KvSettings(control=("127.0.0.1:1",), state_dir=str(tmp_path / "state"))
+    with pytest.raises(InvalidRequest, match="TANDEM_RUNTIME_DIR"):
+        await asyncio.wait_for(KvProcess.create(settings), 10)

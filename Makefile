@@ -24,7 +24,7 @@ test: $(VENV)/.dev ## run the tests (ARGS="-k parity" for some of them)
 wheels: $(VENV)/.dev ## build the pure wheel, and wheels with compiled kernels, into dist (ARGS="--platform any")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m infra.wheels $(ARGS)
 
-images: $(VENV)/.dev ## build the container images with docker, podman or buildah (ARGS="kv-transfer" for some)
+images: $(VENV)/.dev ## build the container images with docker, podman or buildah (ARGS="--target decode" for one)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m infra.images $(ARGS)
 
 manifests: $(VENV)/.dev ## render and check the Kubernetes manifests (after make services)

@@ -13,7 +13,7 @@ from tandem_engine.execution.grammar.thought import Thought, only, with_token
 from tandem_engine.grammar import Grammar
 from tandem_engine.messages import AddRequest
 from tandem_engine.sampling_params import SamplingParams
-from tandem_engine.thinking import Thinking
+from tandem_engine.thinking import MAX_MARK_TOKENS, Thinking
 from tests.tandem_engine.execution.test_grammar import drained, tokenizer_of
 from tests.tandem_engine.execution.test_speculation import Oracle
 
@@ -119,10 +119,10 @@ def test_a_mask_with_one_token_more_has_the_others_too() -> None:
     "wrong",
     [
         {"end_token_ids": ()},
-        {"end_token_ids": (1,) * 17},
+        {"end_token_ids": (1,) * (MAX_MARK_TOKENS + 1)},
         {"max_tokens": -1},
         {"forced_token_ids": (2,)},
-        {"forced_token_ids": (1,) * 17},
+        {"forced_token_ids": (1,) * (MAX_MARK_TOKENS + 1)},
     ],
 )
 def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:

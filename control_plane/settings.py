@@ -240,6 +240,10 @@ class ControlPlaneSettings(HandleSettings):
                 f"{name} is {getattr(self, name):,}, less than the {self.max_body_bytes:,} of one body; "
                 "raise it, or lower max_body_bytes"
             )
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise ValueError(
+                f"drain_seconds is {self.drain_seconds:g}, must be 0 or more; leave it out for two minutes"
+            )
         PriceTable.parse(self.prices)
         if not _MIN_CERTIFICATE_SECONDS <= self.certificate_seconds <= _MAX_CERTIFICATE_SECONDS:
             raise ValueError(

@@ -59,6 +59,7 @@ class Dispatcher:
         self._proofs = proofs
         self._wakeups = WakeupScheduler()
         self._states: set[RequestState] = set()
+        self._stopped: TandemError | None = None
         self._tasks = TaskSet()
         self.router = router
         self.queue = AdmissionQueue(max_waiting, queue_seconds)
@@ -79,6 +80,8 @@ class Dispatcher:
 
         While every worker is full the request waits in the admission queue, unless `reject_if_busy` is set.
         """
+        if self._stopped is not None:  # its text was prepared meanwhile
+            raise self._stopped
         self.quarantine.check(request)
         self.budget.earn()
         card = self._cards.card(request.model_id)
@@ -110,9 +113,10 @@ class Dispatcher:
         return len(self._states)
 
     def stop(self, error: TandemError) -> None:
-        """End all requests with an error, after the tokens that their readers have not yet taken."""
+        """End all requests with an error, after the tokens that their readers have not yet taken; refuse later ones."""
+        self._stopped = error
         self.queue.close(error)
-        for state in self._states:
+        for state in tuple(self._states):
             state.fail(error)
 
     async def close(self) -> None:

@@ -25,3 +25,9 @@ def test_a_limit_that_lets_nothing_through_is_refused(values: dict[str, Any], wo
 
 def test_addresses_networks_and_everybody_can_be_believed() -> None:
     assert ControlPlaneSettings(forwarded_allow_ips=("10.0.0.7", "10.0.0.0/8", "fd00::/8", "*"))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_a_time_to_drain_that_never_ends_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="drain_seconds is"):
+        ControlPlaneSettings(drain_seconds=seconds)

@@ -21,6 +21,7 @@ from tandem_client.cli.plan import (
     plan,
     this_machine,
 )
+from tandem_client.cli.supervisor import RestartPolicy
 from tests.tandem_machine.cgroup_tree import put_into_cgroup
 
 GIB = 1 << 30
@@ -46,6 +47,11 @@ def test_the_default_is_four_processes_that_find_the_control_plane() -> None:
         *("--cpus", "0", "--num-threads", "1", "--kv-memory-limit-bytes", str((24 << 10) // 5 << 20)),
     )
     assert (flag(decode, "--cpus"), dict(decode.environment)) == ("1", {"OMP_NUM_THREADS": "1"})
+
+
+def test_the_gateway_ends_its_streams_with_an_error_before_it_is_killed() -> None:
+    control, *_ = plan(TWO_CORES, UpOptions())
+    assert 0 < float(dict(control.environment)["TANDEM_CONTROL_DRAIN_SECONDS"]) < RestartPolicy().drain_seconds - 5
 
 
 def test_without_certificates_every_process_says_so() -> None:

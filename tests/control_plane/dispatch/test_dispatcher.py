@@ -88,6 +88,21 @@ async def test_a_request_waits_though_nobody_serves_its_model_any_more() -> None
         assert await tokens_of(await waiting) == [answer()]
 
 
+async def test_a_gateway_that_stops_ends_what_runs_and_waits_and_refuses_what_comes() -> None:
+    worker = ScriptedWorker("d", behave=only_accept)
+    async with harness(worker, queue_seconds=60) as here:
+        running = await here.dispatcher.submit(new_request(request_id="running"))
+        worker.behave = refuse_with(FULL)
+        waiting = asyncio.create_task(here.dispatcher.submit(new_request(request_id="waiting")))
+        await until(lambda: len(here.dispatcher.queue) == 1)
+        assert here.dispatcher.num_requests == 2
+        here.dispatcher.stop(Draining("the gateway stops"))
+        for ended in (tokens_of(running), waiting, here.dispatcher.submit(new_request(request_id="late"))):
+            with pytest.raises(Draining, match="the gateway stops"):
+                await asyncio.wait_for(ended, 10)
+        assert here.dispatcher.num_requests == 0
+
+
 async def test_what_every_worker_would_say_is_said_at_once() -> None:
     workers = [ScriptedWorker(name, behave=refuse_with(InvalidRequest("top_k is wrong"))) for name in "ab"]
     async with harness(*workers) as here:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
-# bubblewrap (containers), systemd and ip (units, networks of pods), a compiler and an emulator for arm64 (kernels),
-# kubectl and schemas (manifests), workerd and wrangler (the example Worker), the clients for Node.js (tests/clients),
-# and two versions of wrangler and Node.js (`tandem dev`). Then the tools of tests/tools that are small.
+# bubblewrap (containers), Prometheus (alerts), Chromium (the page), systemd and ip (units, networks of pods), a
+# compiler and an emulator for arm64 (kernels), kubectl and schemas (manifests), workerd and wrangler (the example
+# Worker), the clients for Node.js (tests/clients), and two versions of wrangler and Node.js (`tandem dev`). Then the
+# tools of tests/tools that are small.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +25,8 @@ need() {
 need cc gcc libc6-dev
 ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || need initdb postgresql
 need bwrap bubblewrap
+need promtool --no-install-recommends prometheus
+need chromium --no-install-recommends chromium
 need systemd-analyze systemd
 need ip iproute2
 if [ "$(uname -m)" = x86_64 ]; then

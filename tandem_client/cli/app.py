@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +21,13 @@ from tandem_client import AI, TandemAPIError, TandemConnectionError
 from tandem_client.cli import accounts, fleet, fleet_command, status
 from tandem_client.cli import chat as chat_command
 from tandem_client.cli import dev as dev_command
+from tandem_client.cli import logs as logs_command
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
 from tandem_client.cli.chat import ChatOptions
+from tandem_client.cli.doctor import command as doctor_command
+from tandem_client.cli.doctor.command import DoctorOptions
 from tandem_client.cli.plan import UpOptions
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 from tandem_client.wire import error_of
@@ -39,6 +43,16 @@ app = typer.Typer(
 app.add_typer(accounts.account_app, name="account")
 app.add_typer(accounts.token_app, name="token")
 app.command("usage")(accounts.usage)
+
+
+class LogLevel(StrEnum):
+    """The levels of log lines."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
 
 Url = Annotated[
     str | None,
@@ -249,6 +263,58 @@ def show_status(
         return
     except (TandemAPIError, ValueError) as error:
         _fail(_explain(error, url))
+
+
+@app.command()
+def logs(
+    process: Annotated[
+        str | None, typer.Argument(help="Name of one process, such as decode-0.", show_default="all")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each process.", min=0)] = 40,
+    level: Annotated[LogLevel, typer.Option(help="Leave out lines below this level.")] = LogLevel.info,
+    port: Annotated[int, typer.Option(help="HTTP port of the Tandem on this machine.", min=1, max=65535)] = 8642,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each line as JSON.")] = False,
+) -> None:
+    """Show what the processes of `tandem up` have logged on this machine."""
+    try:
+        paths = logs_command.logs_of(up_command.state_dir() / "logs", port, process)
+        options = logs_command.LogOptions(lines, level.value, as_json)
+        (logs_command.follow if follow else logs_command.show)(paths, options, _console())
+    except BrokenPipeError:
+        _silence_stdout()
+    except KeyboardInterrupt:
+        return
+    except (logs_command.NoLogs, up_command.CannotStart) as error:
+        _fail(str(error))
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder whose memory is counted.", show_default="the built-in @tandem/demo"),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port of the HTTP gateway.", min=1, max=65535)] = 8642,
+    grpc_port: Annotated[int, typer.Option(help="Port where the workers register.", min=1, max=65534)] = 8643,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    url: Url = None,
+) -> None:
+    """Examine this machine: memory, disk, compiler, limits, ports, certificates, clock and GPUs.
+
+    Names a remedy for each thing that is missing; changes nothing. Exit code 1 if Tandem cannot run.
+    """
+    if model is not None and not model.is_dir():
+        _fail(f"--model {model} is not a folder; give one with config.json and safetensors")
+    try:
+        findings = doctor_command.examine(DoctorOptions(up_command.state_dir(), model, port, grpc_port, url))
+    except (up_command.CannotStart, ValueError) as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(doctor_command.as_json(findings), indent=2))
+    else:
+        _console().print(doctor_command.view(findings))
+    raise typer.Exit(doctor_command.exit_code(findings))
 
 
 def _watch(url: str | None) -> None:

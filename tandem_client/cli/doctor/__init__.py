@@ -1,0 +1,1 @@
+"""`tandem doctor`: examines this machine for what Tandem needs, and names a remedy for each thing that it lacks."""

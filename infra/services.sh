@@ -2,8 +2,8 @@
 # Installs what some tests need and pip does not install: a C compiler (stub NVML, clocks that jump), PostgreSQL,
 # bubblewrap (containers), Prometheus (alerts), Chromium (the page), systemd and ip (units, networks of pods), a
 # compiler and an emulator for arm64 (kernels), kubectl and schemas (manifests), workerd and wrangler (the example
-# Worker), the clients for Node.js (tests/clients), and two versions of wrangler and Node.js (`tandem dev`). Then the
-# tools of tests/tools that are small.
+# Worker), the clients for Node.js (tests/clients), axe (tests/web), and two versions of wrangler and Node.js
+# (`tandem dev`). Then the tools of tests/tools that are small.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,7 +39,7 @@ if ! command -v npm >/dev/null; then
     exit 1
 fi
 # Not `npm ci`: it requires the workerd binaries of every platform, and a registry mirror may hold only ours.
-for folder in examples/worker tests/clients tests/clients/node20 tests/clients/node22; do
+for folder in examples/worker tests/clients tests/clients/node20 tests/clients/node22 tests/web; do
     npm install --prefix "$folder" --no-save --no-audit --no-fund --loglevel error
 done
 

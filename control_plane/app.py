@@ -9,9 +9,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 
 from control_plane.accounts.service import Accounts
+from control_plane.api.admin import metrics as metrics_endpoints
 from control_plane.api.admin import operations
 from control_plane.api.admin.accounts import Administration
+from control_plane.api.admin.events import EventEndpoints
 from control_plane.api.admin.usage import UsageEndpoints
+from control_plane.api.admin.workers import WorkerEndpoints
+from control_plane.api.console import routes as console
 from control_plane.api.encoders import routes as encoders
 from control_plane.api.http.authentication import AuthenticationMiddleware
 from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
@@ -20,9 +24,14 @@ from control_plane.api.http.request_guard import RequestGuard
 from control_plane.api.openai import routes as openai
 from control_plane.api.openai import tokenization
 from control_plane.api.openapi import document as openapi
+from control_plane.api.requests import RequestEndpoints
 from control_plane.api.workers_ai import binding, remote_proxy
 from control_plane.api.workers_ai import routes as workers_ai
+from control_plane.events.store import EventStore
+from control_plane.explain.store import ExplanationStore
+from control_plane.fleet.draining import WorkerDrain
 from control_plane.generation import ModelCatalog
+from control_plane.live.feed import LiveFeed
 from control_plane.text.text_service import TextService
 from tandem_runtime.errors import TandemError
 
@@ -34,6 +43,10 @@ def create_app(
     readiness: Readiness,
     settings: HttpSettings,
     accounts: Accounts | None = None,
+    live: LiveFeed | None = None,
+    explanations: ExplanationStore | None = None,
+    events: EventStore | None = None,
+    workers: WorkerDrain | None = None,
 ) -> Starlette:
     """Return the ASGI application with all routes. Call after `tracing.configure` and `metrics.configure`.
 
@@ -43,7 +56,12 @@ def create_app(
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     app = Starlette(
         routes=[
+            *console.routes(),
             *operations.routes(),
+            *metrics_endpoints.routes(),
+            *RequestEndpoints(explanations).routes(),
+            *EventEndpoints(events).routes(),
+            *WorkerEndpoints(workers).routes(),
             *openai.routes("/v1"),
             *encoders.routes("/v1"),
             encoders.COHERE_ROUTE,
@@ -76,5 +94,5 @@ def create_app(
     if accounts is not None:
         readiness = operations.ReadyWithDatabase(readiness, accounts.database)
     price_of = accounts.metering.price_of if accounts else None
-    app.state.services = Services(text, catalog, fleet, readiness, settings, price_of)
+    app.state.services = Services(text, catalog, fleet, readiness, settings, price_of, live=live)
     return app

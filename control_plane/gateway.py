@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -26,6 +27,16 @@ from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.encoding import EncodingDispatch
 from control_plane.dispatch.route_feedback import ReadinessProofs
+from control_plane.events.kinds import KINDS
+from control_plane.events.log import EventLog
+from control_plane.events.request_watch import RequestWatch
+from control_plane.events.store import EventStore
+from control_plane.events.worker_names import WorkerNames
+from control_plane.events.worker_watch import WorkerWatch
+from control_plane.explain.requests import Requests
+from control_plane.explain.store import ExplanationStore
+from control_plane.fleet import fleet_metrics
+from control_plane.fleet.draining import WorkerDrain
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.model_catalog import ModelCatalog
@@ -37,7 +48,11 @@ from control_plane.fleet.worker_links import LinkPool
 from control_plane.fleet_identity.service import FleetIdentity
 from control_plane.generation import AccountPolicies
 from control_plane.listening import allow_many_connections, listen
+from control_plane.live.cache_history import CacheHistory
+from control_plane.live.feed import LiveFeed
+from control_plane.live.fleet_rows import FleetRows
 from control_plane.readiness import Prober
+from control_plane.request_metrics import RequestMetrics
 from control_plane.routing.prefix_index import PrefixIndex
 from control_plane.routing.router import Router
 from control_plane.secrets import kv_keys, load_secret
@@ -51,6 +66,7 @@ from tandem_runtime import identity, paths
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import Draining
 from tandem_runtime.log import get_logger
+from tandem_runtime.metrics_endpoint import MetricsEndpoint
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
 from tandem_runtime.tasks import supervised
 
@@ -115,6 +131,28 @@ class Gateway:
             table_reader=TableReader(member=self.member),
         )
         gauges.export(lambda: self.auditor.report)
+        fleet_metrics.export(self.registry)
+        self.requests = Requests(incarnation, with_texts=settings.explain_texts)
+        self.requests.listen(RequestMetrics(self.requests).ended)
+        names = WorkerNames(self.registry)
+        self.events = EventLog(incarnation, lambda: round(time.time() * 1000), names.of)
+        worker_watch = WorkerWatch(self.registry, self.events.record)
+        request_watch = RequestWatch(self.events.record)
+        self.requests.listen(request_watch.ended)
+        self.events.before_flush(request_watch.flush)
+        self.events.before_flush(worker_watch.look)
+        self._event_store: EventStore | None = None
+        self._explanations: ExplanationStore | None = None
+        self.live = LiveFeed(
+            FleetRows(self.registry, self._orphan_bytes_of, self.catalog.problem_of),
+            CacheHistory(self.registry),
+            gateway=incarnation,
+            models=lambda: [model.model_id for model in self.catalog.list()],
+            requests=self.requests,
+            events=self.events,
+            event_kinds=tuple(KINDS),
+        )
+        self.metrics = MetricsEndpoint(settings.metrics_listen, self.member, insecure=settings.allows_plaintext)
 
     def make_dispatcher(self, router: Router, proofs: ReadinessProofs | None = None) -> Dispatcher:
         """Return a dispatcher over this gateway's links that takes its routes from `router`."""
@@ -141,10 +179,20 @@ class Gateway:
         accounts = Accounts(
             self._database_url, self._incarnation, prices, settings.gateway_gone_seconds, settings.report_seconds
         )
+        if settings.explain_hours:
+            self._explanations = ExplanationStore(accounts.database, settings.explain_hours, settings.explain_rows)
+            self.requests.keep_in(self._explanations)
+        self._event_store = EventStore(accounts.database, settings.events_days, settings.events_rows)
         try:
-            return await self._run(drain, accounts)
+            with self.events.tapping():
+                code = await self._run(drain, accounts)
+                log.info("gateway_stopped")
+                return code
         finally:
             await self.text_processes.close()
+            await self.events.close()
+            if self._explanations is not None:
+                await self._explanations.close()
             await accounts.close()
             if self.member is not None:
                 await self.member.close()
@@ -154,6 +202,8 @@ class Gateway:
         if self.member is not None:
             self.member.start()
         await accounts.open()
+        if self._event_store is not None:
+            await self.events.open(self._event_store)
         host = split_address(self._settings.listen)[0]
         is_local = await is_loopback(host)
         if not is_local:
@@ -173,6 +223,7 @@ class Gateway:
             insecure=self._settings.allows_plaintext,
             has_reflection=self._settings.grpc_reflection,
         )
+        await self.metrics.start()
         self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
@@ -186,6 +237,7 @@ class Gateway:
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
+        self.live.close()
         await self._drained(serving)
         for task in [draining, *background]:
             task.cancel()
@@ -196,6 +248,7 @@ class Gateway:
         await self._encoder_clients.close()
         await self._kv_clients.close()
         await grpc_server.stop(grace_seconds=1.0)
+        await self.metrics.stop()
         for task in ended:
             task.result()  # raises the error of an HTTP server that ended too early
         return 0
@@ -214,6 +267,9 @@ class Gateway:
             self._encoders.stop(why)
         await serving
 
+    def _orphan_bytes_of(self, incarnation: str) -> int:
+        return sum(orphan["num_bytes"] for orphan in self.auditor.orphans_of(incarnation))
+
     @property
     def _num_requests(self) -> int:
         return self.dispatcher.num_requests + self._encoders.num_requests
@@ -224,6 +280,10 @@ class Gateway:
             "sweep": self._sweep,
             "prober": self.prober.run,
             "auditor": self.auditor.run,
+            "live": self.live.run,
+            "live-events": self.live.run_events,
+            "events": self.events.run,
+            **({"explanations": self._explanations.run} if self._explanations is not None else {}),
             **accounts.loops,
         }
         return loops | (self._fleet.loops if self._fleet is not None else {})
@@ -273,6 +333,7 @@ class Gateway:
             meter=accounts.metering,
             preparer=self.text_processes,
             salt_of=partial(cache_salt, self._secret),
+            requests=self.requests,
         )
         http = HttpSettings(
             max_body_bytes=settings.max_body_bytes,
@@ -280,7 +341,18 @@ class Gateway:
             allowed_hosts=allowed_hosts,
         )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of)
-        app = create_app(text, self.catalog, fleet, self.prober, http, accounts)
+        app = create_app(
+            text,
+            self.catalog,
+            fleet,
+            self.prober,
+            http,
+            accounts,
+            self.live,
+            self._explanations,
+            self._event_store,
+            WorkerDrain(self.registry, self.member),
+        )
         return server_config(
             app,
             connections,

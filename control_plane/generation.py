@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, overload
 
 import msgspec
 
+from control_plane.explain.history import History
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.model_table import WireFormat
 
@@ -198,6 +199,8 @@ class TokenRequest:
     """A readiness probe: it passes every phase at any cost, and is never quarantined."""
     wire: WirePrompt | None = None
     """The same prompt, ready for the wire; None: the dispatcher computes it."""
+    history: History = field(default_factory=History, compare=False, repr=False)
+    """What the dispatcher does for the request, for its explanation."""
 
 
 @dataclass(frozen=True)
@@ -372,6 +375,8 @@ class EncodingRequest:
     pooling: str = ""
     """Of embeddings: "mean", "cls" or "last"; "": the model's."""
     reject_if_busy: bool = False
+    history: History = field(default_factory=History, compare=False, repr=False)
+    """What the dispatcher does for the request, for its explanation."""
 
 
 class EncodingDispatcher(Protocol):

@@ -27,6 +27,9 @@ _POSITIVE = (
     "head_seconds",
     "max_connections",
     "max_unfinished_heads",
+    "explain_rows",
+    "events_days",
+    "events_rows",
 )
 _MIN_CERTIFICATE_SECONDS = 10
 _MAX_CERTIFICATE_SECONDS = 30 * 86_400
@@ -215,6 +218,20 @@ class ControlPlaneSettings(HandleSettings):
         shared=True,
     )
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
+    explain_hours: float = setting(
+        24.0, "hours that explanations of requests are kept in the database; 0: only the latest, in memory"
+    )
+    explain_rows: int = setting(100_000, "rows of explanations that the database keeps at most, the newest")
+    explain_texts: bool = setting(
+        False, "explanations have the beginning of the prompt and of the answer; the database then holds users' texts"
+    )
+    events_days: float = setting(7.0, "days that the fleet's events are kept in the database")
+    events_rows: int = setting(200_000, "events that the database keeps at most, the newest")
+    metrics_listen: str = setting(
+        "127.0.0.1:0",
+        "address of the metrics (GET /metrics); port 0 takes a free one; beyond loopback over TLS; off if empty",
+        shared=True,
+    )
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     @property
@@ -244,6 +261,10 @@ class ControlPlaneSettings(HandleSettings):
             raise ValueError(
                 f"drain_seconds is {self.drain_seconds:g}, must be 0 or more; leave it out for two minutes"
             )
+        if not self.events_days < float("inf"):
+            raise ValueError(f"events_days is {self.events_days:g}, must be a number of days; leave it out for a week")
+        if not 0 <= self.explain_hours < float("inf"):
+            raise ValueError(f"explain_hours is {self.explain_hours:g}, must be 0 or more; leave it out for a day")
         PriceTable.parse(self.prices)
         if not _MIN_CERTIFICATE_SECONDS <= self.certificate_seconds <= _MAX_CERTIFICATE_SECONDS:
             raise ValueError(

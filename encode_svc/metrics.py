@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
+from tandem.v1 import types_pb2 as pb
 from tandem_engine.encoder.messages import EncoderStats
-from tandem_runtime import metrics
+from tandem_worker import device_metrics, engine_totals
 
 
-def export_metrics(stats: Callable[[], EncoderStats | None]) -> None:
-    """Export the engine's stats after its last step; costs nothing if no endpoint is configured.
+def export_metrics(stats: Callable[[], EncoderStats | None], memory: Callable[[], pb.MemoryReport]) -> None:
+    """Export the engine's stats after its last step, and its devices. Both are called in any thread."""
 
-    `stats` is called on the exporter's thread and returns a frozen value.
-    """
-    meter = metrics.meter()
+    def num_tokens() -> dict[str, float]:
+        now = stats()
+        return {"encode": now.counters["encoded_tokens"]} if now is not None else {}
 
-    def requests(options: CallbackOptions) -> Iterable[Observation]:
-        if (now := stats()) is not None:
-            yield Observation(now.num_running, {"state": "running"})
-            yield Observation(now.num_waiting, {"state": "waiting"})
-
-    def totals(options: CallbackOptions) -> Iterable[Observation]:
-        if (now := stats()) is not None:
-            for name, value in now.counters.items():
-                yield Observation(value, {"name": name})
-
-    meter.create_observable_gauge("tandem.worker.requests", [requests], "{request}", "Requests here, by state.")
-    meter.create_observable_counter("tandem.worker.totals", [totals], "1", "The engine's totals since start, by name.")
+    engine_totals.export(stats, engine_totals.ENCODER)
+    device_metrics.export(memory, num_tokens)

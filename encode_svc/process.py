@@ -27,7 +27,7 @@ class EncodeWorker(WorkerProcess):
 
     def make_front(self, engine: EngineLink, member: FleetMember | None) -> EncodeFront:
         self._front = EncodeFront(engine, self._timeout_seconds)
-        export_metrics(lambda: self._front.stats)
+        export_metrics(lambda: self._front.stats, lambda: self._front.state.memory)
         return self._front
 
     @property
@@ -35,4 +35,6 @@ class EncodeWorker(WorkerProcess):
         return "tandem.v1.EncodeService"
 
     def add_service(self, server: grpc.aio.Server, assets: AssetStore, info: Callable[[], pb.WorkerInfo]) -> None:
-        worker_pb2_grpc.add_EncodeServiceServicer_to_server(EncodeService(self._front, assets, info), server)
+        worker_pb2_grpc.add_EncodeServiceServicer_to_server(
+            EncodeService(self._front, self.incarnation, assets, info), server
+        )

@@ -8,6 +8,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kv_transfer_svc import metrics
 from kv_transfer_svc.arena import Arena
 from kv_transfer_svc.blocks.allocator import BlockAllocator
 from kv_transfer_svc.blocks.quotas import Quotas
@@ -33,6 +34,7 @@ from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.region_server import RegionServer
 from tandem_runtime.log import get_logger
 from tandem_runtime.memory import MemoryProbe
+from tandem_runtime.metrics_endpoint import MetricsEndpoint
 from tandem_runtime.paths import forget_dead_sockets, socket_path
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer, split_address
@@ -110,9 +112,12 @@ class KvProcess:
             tls=self._tls,
         )
         export_gauges(links.report)
+        self._reported = pb.LoadReport()
+        metrics.export(lambda: self._reported, lambda: [record.machine.state for record in self._store.live()])
         self._memory = MemoryProbe(lambda: [os.getpid()])
         self._info = self._describe(incarnation)
         self._registrar = Registrar(settings.control, self._info, self._load, member=self._member)
+        self._metrics = MetricsEndpoint(settings.metrics_listen, self._member, insecure=settings.allows_plaintext)
 
     @classmethod
     async def create(cls, settings: KvSettings, drain: asyncio.Event | None = None) -> KvProcess:
@@ -151,6 +156,9 @@ class KvProcess:
             bound = await self._server.start()
             self._info.address = self._settings.advertise or bound
             self._service.set_address(self._info.address)
+            await self._metrics.start()
+            self._info.metrics_address = self._metrics.address_for_others(self._info.address)
+            self._info.metrics_tls = self._metrics.is_encrypted
             await self._open_transports()
             self._registrar.update_info(self._info)
             self._registrar.start()
@@ -191,6 +199,7 @@ class KvProcess:
         await self._service.puller.close()
         await self._data.stop()
         await self._server.stop(_GRACE_SECONDS)
+        await self._metrics.stop()
         self._store.regions.close()
         if self._host_cache is not None:
             await self._host_cache.close()
@@ -223,6 +232,7 @@ class KvProcess:
     def _load(self) -> pb.LoadReport:
         report = load_report(self._store, self._arena, self._host_cache, self._service.puller.links.report())
         report.memory.CopyFrom(self._memory.report())
+        self._reported = report
         return report
 
     def _stats(self) -> pb.StatsReply:

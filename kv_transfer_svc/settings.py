@@ -79,6 +79,11 @@ class KvSettings(HandleSettings):
         shared=True,
     )
     log_json: bool | None = setting(None, "log JSON lines; decided by the terminal if unset", shared=True)
+    metrics_listen: str = setting(
+        "127.0.0.1:0",
+        "address of the metrics (GET /metrics); port 0 takes a free one; beyond loopback over TLS; off if empty",
+        shared=True,
+    )
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     @property

@@ -6,9 +6,10 @@ task that logs. Both forms have plain tracebacks (tandem_runtime.tracebacks): no
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +33,9 @@ _PACKAGES = frozenset(
 )
 
 Event = MutableMapping[str, Any]
+Listener = Callable[[Mapping[str, Any]], None]
+
+_listeners: list[Listener] = []
 
 
 def configure(
@@ -44,7 +48,12 @@ def configure(
     as_json = not sys.stderr.isatty() if json is None else json
     shared = _shared_processors({"service": service, **(fields or {})})
     structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            _tell_listeners,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # a module's logger outlives a second configure
@@ -63,6 +72,22 @@ def _is_for_the_log(record: logging.LogRecord) -> bool:
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Call `listener` with each of our lines that is logged inside the `with`, on the thread that logs it."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _tell_listeners(_: Any, __: str, event: Event) -> Event:
+    for listener in _listeners:
+        listener(event)
+    return event
 
 
 def bound(**fields: object) -> AbstractContextManager[None]:

@@ -46,6 +46,11 @@ class MemoryProbe:
         self._read_at = time.monotonic()
         return self._report
 
+    @property
+    def latest(self) -> pb.MemoryReport:
+        """The latest reading, empty before the first; from any thread. Heartbeats keep it a second old at most."""
+        return self._report
+
     def report(self) -> pb.MemoryReport:
         """Return the latest reading at once. If it is FRESH_SECONDS old, a thread takes the next one.
 

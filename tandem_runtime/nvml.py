@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.nvml_events import XidEvents
 
 RETRY_SECONDS = 10.0
 """Seconds before a failed start of NVML is tried again."""
@@ -28,6 +29,7 @@ class Nvml:
         self._started = False
         self._reason = ""
         self._retry_at = 0.0
+        self._xid_events = XidEvents()
 
     def devices(self, own_pids: Collection[int]) -> list[pb.Device]:
         """Read every visible device; raises NvmlUnavailable. Memory of processes outside `own_pids` is foreign."""
@@ -35,7 +37,9 @@ class Nvml:
         self._start(nvml)
         errors: list[Any] = []
         try:
-            return [_read_device(nvml, entry, own_pids, errors) for entry in _visible_devices(nvml)]
+            visible = _visible_devices(nvml)
+            xids = self._xid_events.poll(nvml, [entry for entry in visible if isinstance(entry, int)], errors)
+            return [_read_device(nvml, entry, own_pids, xids, errors) for entry in visible]
         except nvml.NVMLError as error:
             errors.append(error)
             raise NvmlUnavailable(f"NVML cannot list its devices: {error}") from error
@@ -66,6 +70,7 @@ class Nvml:
     def _stop(self, nvml: Any) -> None:
         """Stop NVML; the next reading starts it again."""
         self._started = False
+        self._xid_events.forget_set()
         with contextlib.suppress(nvml.NVMLError):  # NVML may be lost together with the card
             nvml.nvmlShutdown()
 
@@ -116,8 +121,14 @@ def _index_of(nvml: Any, entry: str, count: int) -> int | None:
 # ------------------------------------------------------------------------------------------------- one device
 
 
-def _read_device(nvml: Any, entry: str | int, own_pids: Collection[int], errors: list[Any]) -> pb.Device:
-    """Read all figures of a device; each failure is appended to `errors`."""
+def _read_device(
+    nvml: Any,
+    entry: str | int,
+    own_pids: Collection[int],
+    xids: Mapping[int, Mapping[int, int]],
+    errors: list[Any],
+) -> pb.Device:
+    """Read all figures of a device; each failure is appended to `errors`. `xids` are counts by device and number."""
     if isinstance(entry, str):
         return pb.Device(uuid=entry, error="MIG instances are not read")
     device = pb.Device(index=entry)
@@ -129,6 +140,8 @@ def _read_device(nvml: Any, entry: str | int, own_pids: Collection[int], errors:
             failures.append(f"{name}: {error}")
             errors.append(error)
     device.error = "; ".join(failures)
+    for xid, number in xids.get(entry, {}).items():
+        device.xid_errors[xid] = number
     return device
 
 
@@ -152,6 +165,7 @@ def _foreign(nvml: Any, handle: Any, device: pb.Device, own_pids: Collection[int
         for process in processes(handle):
             bytes_of[process.pid] = max(bytes_of.get(process.pid, 0), process.usedGpuMemory or 0)
     device.foreign_bytes = sum(used for pid, used in bytes_of.items() if pid not in own_pids)
+    device.own_bytes = sum(used for pid, used in bytes_of.items() if pid in own_pids)
 
 
 def _utilization(nvml: Any, handle: Any, device: pb.Device, _: Collection[int]) -> None:
@@ -170,6 +184,18 @@ def _throttling(nvml: Any, handle: Any, device: pb.Device, _: Collection[int]) -
     device.throttle_reasons.extend(throttle_reasons(_clock_event_reasons(nvml, handle)))
 
 
+def _energy(nvml: Any, handle: Any, device: pb.Device, _: Collection[int]) -> None:
+    with contextlib.suppress(nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):  # cards before Volta
+        device.energy_millijoules = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+def _ecc(nvml: Any, handle: Any, device: pb.Device, _: Collection[int]) -> None:
+    with contextlib.suppress(nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):  # cards without ECC
+        count, since = nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_VOLATILE_ECC
+        device.num_corrected_ecc_errors = count(handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, since)
+        device.num_uncorrected_ecc_errors = count(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, since)
+
+
 def _clock_event_reasons(nvml: Any, handle: Any) -> int:
     try:
         return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
@@ -186,6 +212,8 @@ _FIGURES: list[tuple[str, Callable[[Any, Any, pb.Device, Collection[int]], None]
     ("temperature", _temperature),
     ("power", _power),
     ("throttle_reasons", _throttling),
+    ("energy", _energy),
+    ("ecc", _ecc),
 ]
 
 _REASONS = {

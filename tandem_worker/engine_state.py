@@ -45,12 +45,13 @@ class EngineState:
         self._engine = engine
         self._num_requests = num_requests
         self._fail_all = fail_all
+        self._is_ending = False
         self._watching: asyncio.Task[None] | None = None
         self._when_changed: Callable[[], None] = lambda: None
         self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
 
     def when_changed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the engine has fallen silent, and when it answers again: `report` differs then."""
+        """Call `callback` when `report` differs: the engine fell silent or answers again, or an operator drains."""
         self._when_changed = callback
 
     def check_open(self, card: pb.ModelCard | None) -> pb.ModelCard:
@@ -130,6 +131,11 @@ class EngineState:
         """Take the first reading of GPU and host memory, off the event loop; before the first report."""
         await asyncio.to_thread(self._memory.read)
 
+    @property
+    def memory(self) -> pb.MemoryReport:
+        """The latest reading of GPU and host memory; from any thread."""
+        return self._memory.latest
+
     def report(self) -> pb.LoadReport:
         """Return a load report with all that is known of the engine here."""
         is_silent = self.watch.is_silent and self.value == pb.WORKER_STATE_READY
@@ -142,9 +148,27 @@ class EngineState:
         )
 
     def start_draining(self) -> None:
-        """Refuse new requests from now on, and report the state DRAINING."""
+        """Refuse new requests from now on, and report the state DRAINING: the process ends."""
+        self._is_ending = True
         if self.value != pb.WORKER_STATE_FAILED:
             self.value = pb.WORKER_STATE_DRAINING
+
+    def drain_by_operator(self, *, resume: bool) -> pb.WorkerState.ValueType:
+        """Drain until the operator resumes; return the state from now on. Raise InvalidRequest.
+
+        The process stays, unlike after SIGTERM: a worker that ends can no longer be resumed.
+        """
+        if self.value == pb.WORKER_STATE_LOADING:
+            raise InvalidRequest("it is still loading its model; drain it once it is ready", field="worker")
+        if self.value == pb.WORKER_STATE_FAILED:
+            raise InvalidRequest("it has failed, and accepts no requests; start it again", field="worker")
+        if resume and self._is_ending:
+            raise InvalidRequest("it is about to end and cannot be resumed; start it again", field="worker")
+        before, self.value = self.value, pb.WORKER_STATE_READY if resume else pb.WORKER_STATE_DRAINING
+        if before != self.value:
+            log.info("drain_changed", is_draining=not resume, num_requests=self._num_requests())
+            self._when_changed()
+        return self.value
 
     @property
     def exit_code(self) -> int:

@@ -269,6 +269,11 @@ class WorkerFront:
         """The engine's stats after its last step; None before it has loaded."""
         return self._stats
 
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a KV block; 0 before the engine has loaded."""
+        return self._bytes_per_block
+
     def load(self) -> pb.LoadReport:
         """Return the worker's load after the engine's last step."""
         report = self.state.report()

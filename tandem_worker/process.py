@@ -10,7 +10,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.registration import Registrar
-from tandem_worker import stats
+from tandem_worker import device_metrics, stats
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.front import WorkerFront
 from tandem_worker.kv_connector import KVConnector
@@ -45,7 +45,8 @@ class _KvWorker(WorkerProcess):
         self._front = WorkerFront(
             self.incarnation, engine, requests, connector, offload, settings.engine_timeout_seconds
         )
-        stats.export_metrics(lambda: self._front.stats)
+        stats.export_metrics(lambda: self._front.stats, lambda: self._front.bytes_per_block)
+        device_metrics.export(lambda: self._front.state.memory, lambda: stats.tokens_by_phase(self._front.stats))
         return self._front
 
     @property

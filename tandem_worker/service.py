@@ -9,9 +9,11 @@ from typing import Any
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_runtime.errors import InternalError, StaleIncarnation
 from tandem_runtime.log import get_logger
 from tandem_runtime.tracebacks import message_of
+from tandem_worker.engine_state import EngineState
 from tandem_worker.front import WorkerFront
 from tandem_worker.model_card import AssetStore
 from tandem_worker.requests import GatewayStream
@@ -48,6 +50,16 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
         return self._front.tables(request.max_rows)
+
+    async def Drain(self, request: DrainRequest, context: Any) -> DrainReply:
+        return drain(self._front.state, self._front.incarnation, request)
+
+
+def drain(state: EngineState, incarnation: str, request: DrainRequest) -> DrainReply:
+    """Answer `Drain` for a worker of any role. Raise StaleIncarnation, InvalidRequest."""
+    if request.incarnation != incarnation:
+        raise StaleIncarnation(f"the gateway means worker incarnation {request.incarnation}, this is {incarnation}")
+    return DrainReply(state=state.drain_by_operator(resume=request.resume))
 
 
 async def _read(front: WorkerFront, stream: GatewayStream, commands: AsyncIterator[pb.Command]) -> None:

@@ -71,6 +71,11 @@ class EngineSettings(PlaintextSettings):
         shared=True,
     )
     log_json: bool | None = setting(None, "log JSON lines; if unset, unless stderr is a terminal", shared=True)
+    metrics_listen: str = setting(
+        "127.0.0.1:0",
+        "address of the metrics (GET /metrics); port 0 takes a free one; beyond loopback over TLS; off if empty",
+        shared=True,
+    )
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     def __post_init__(self) -> None:

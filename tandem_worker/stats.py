@@ -12,6 +12,7 @@ from tandem.v1.tables_pb2 import RequestRow, TablesReply
 from tandem_engine.messages import EngineStats
 from tandem_runtime import metrics
 from tandem_runtime.kv import tables
+from tandem_worker import engine_totals
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.requests import ActiveRequest, RequestTable
 
@@ -75,29 +76,38 @@ def _row(request: ActiveRequest, pool: pb.KvPool) -> RequestRow:
     )
 
 
-def export_metrics(stats: Callable[[], EngineStats | None]) -> None:
-    """Export the engine's stats after its last step; costs nothing if no endpoint is configured.
+def export_metrics(stats: Callable[[], EngineStats | None], bytes_per_block: Callable[[], int]) -> None:
+    """Export the engine's stats after its last step.
 
-    `stats` is called on the exporter's thread and returns a frozen value.
+    `stats` and `bytes_per_block` are called in any thread; `stats` returns a frozen value.
     """
     meter = metrics.meter()
 
-    def requests(options: CallbackOptions) -> Iterable[Observation]:
-        if (now := stats()) is not None:
-            yield Observation(now.num_running, {"state": "running"})
-            yield Observation(now.num_waiting, {"state": "waiting"})
-
     def blocks(options: CallbackOptions) -> Iterable[Observation]:
-        if (now := stats()) is not None:
-            yield Observation(now.num_free_blocks, {"state": "free"})
-            yield Observation(now.num_cached_blocks, {"state": "cached"})
-            yield Observation(now.num_used_blocks, {"state": "used"})
+        return [Observation(number, {"state": state}) for state, number in _blocks(stats()).items()]
 
-    def totals(options: CallbackOptions) -> Iterable[Observation]:
-        if (now := stats()) is not None:
-            for name, value in now.counters.items():
-                yield Observation(value, {"name": name})
+    def sizes(options: CallbackOptions) -> Iterable[Observation]:
+        size = bytes_per_block()
+        return [Observation(number * size, {"state": state}) for state, number in _blocks(stats()).items()]
 
-    meter.create_observable_gauge("tandem.worker.requests", [requests], "{request}", "Requests here, by state.")
     meter.create_observable_gauge("tandem.worker.kv_blocks", [blocks], "{block}", "Blocks of the KV pool, by state.")
-    meter.create_observable_counter("tandem.worker.totals", [totals], "1", "The engine's totals since start, by name.")
+    meter.create_observable_gauge("tandem.worker.kv.size", [sizes], "By", "Bytes of the KV pool, by state.")
+    engine_totals.export(stats, engine_totals.GENERATION)
+
+
+def tokens_by_phase(now: EngineStats | None) -> dict[str, float]:
+    """Return the tokens of each phase since start, as labels of metrics name the phases."""
+    if now is None:
+        return {}
+    return {"prefill": now.counters["prompt_tokens_computed"], "decode": now.counters["tokens_generated"]}
+
+
+def _blocks(now: EngineStats | None) -> dict[str, int]:
+    if now is None:
+        return {}
+    return {
+        "free": now.num_free_blocks,
+        "cached": now.num_cached_blocks,
+        "used": now.num_used_blocks,
+        "held": now.num_held_blocks,
+    }

@@ -16,6 +16,7 @@ from tandem_runtime import identity, log, metrics, paths, tracing
 from tandem_runtime.certificates.membership import WORKER_ROLES, FleetMember
 from tandem_runtime.enrolment.membership import StoppedEarly, member_of_fleet
 from tandem_runtime.lifecycle import run
+from tandem_runtime.metrics_endpoint import MetricsEndpoint
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 from tandem_runtime.settings import describe
@@ -132,6 +133,8 @@ class WorkerProcess(ABC):
             self._member.start()
         bound = await server.start()
         self._address = settings.advertise or bound
+        self._metrics = MetricsEndpoint(settings.metrics_listen, self._member, insecure=settings.allows_plaintext)
+        await self._metrics.start()
         registrar = Registrar(settings.control, info(), front.load, member=self._member)
 
         def ready(asset_paths: dict[str, str]) -> None:
@@ -154,6 +157,7 @@ class WorkerProcess(ABC):
         await front.end_streams(_END_STREAMS_SECONDS)
         await registrar.stop()
         await server.stop(grace_seconds=1.0)
+        await self._metrics.stop()
         await front.close()
         await self.close()
         if self._member is not None:
@@ -174,6 +178,8 @@ class WorkerProcess(ABC):
             kv_address=front.kv_address,
             settings=describe(settings),
             version=version("tandem-serve"),
+            metrics_address=self._metrics.address_for_others(self._address),
+            metrics_tls=self._metrics.is_encrypted,
         )
 
 

@@ -42,6 +42,9 @@ class StandInEncoder(worker_pb2_grpc.EncodeServiceServicer):
             card=card,
         )
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         return pb.EncodeReply(values=self._row * len(request.inputs))
 

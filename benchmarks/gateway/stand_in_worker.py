@@ -21,6 +21,7 @@ from typing import Any
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
+from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
 from tandem_runtime.registration import Registrar
@@ -212,6 +213,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._folder = folder
         self._words = Words(folder)
         self._gateways: set[_Gateway] = set()
+        self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
             incarnation=identity.new_incarnation(),
@@ -242,10 +244,14 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
     async def Tables(self, request: TablesRequest, context: Any) -> TablesReply:
         return TablesReply(incarnation=self.info.incarnation)
 
+    async def Drain(self, request: DrainRequest, context: Any) -> DrainReply:
+        self._state = pb.WORKER_STATE_READY if request.resume else pb.WORKER_STATE_DRAINING
+        return DrainReply(state=self._state)
+
     def load(self) -> pb.LoadReport:
         pool = pb.KvPool(num_total_blocks=_NUM_BLOCKS, num_free_blocks=_NUM_BLOCKS, tokens_per_block=BLOCK_SIZE)
         num_running = sum(gateway.load() for gateway in self._gateways)
-        return pb.LoadReport(state=pb.WORKER_STATE_READY, kv=pool, num_running=num_running)
+        return pb.LoadReport(state=self._state, kv=pool, num_running=num_running)
 
 
 async def serve(control: list[str], worker: StandIn, drain: asyncio.Event) -> int:

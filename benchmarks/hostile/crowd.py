@@ -34,6 +34,9 @@ class _Crowd(worker_pb2_grpc.WorkerServiceServicer):
         async for _ in request_iterator:
             pass  # its state is LOADING: no request comes
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         (name,) = [asset.name for asset in model_card().assets if asset.digest == request.digest]
         yield pb.Chunk(data=(checkpoint_path() / name).read_bytes())

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from control_plane.accounts.limits import NO_LIMITS, Limits
 from control_plane.accounts.tokens import Token
+from control_plane.explain.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,5 @@ class Caller:
     """The authenticated identity; None without accounts: then no limit holds."""
     answer_headers: dict[str, str] = field(default_factory=dict, compare=False)
     """Headers to add to the response; the phases of a request add theirs."""
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
+    """Of the HTTP request; None: the request came from elsewhere."""

@@ -54,6 +54,9 @@ class BilledRequest:
         return cls(request_id, request.model_id, 1, num_prompt, num_positions, subject)
 
 
+OnClosed = Callable[[Closing], None]
+
+
 class LedgerEntry(Protocol):
     """The ledger entry of one request."""
 
@@ -75,8 +78,11 @@ class LedgerEntry(Protocol):
 
 
 class Meter(Protocol):
-    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
-        """Admit a request. Raise LimitReached, InvalidRequest if it exceeds a whole minute's limit, or Unavailable."""
+    async def admit(self, caller: Caller, request: BilledRequest, on_closed: OnClosed | None = None) -> LedgerEntry:
+        """Admit a request. Raise LimitReached, InvalidRequest if it exceeds a whole minute's limit, or Unavailable.
+
+        `on_closed` is called once, with what the ledger's row ends with.
+        """
 
 
 class Metering:
@@ -91,7 +97,7 @@ class Metering:
     def price_of(self, model_id: str) -> Price:
         return self._prices.of(model_id)
 
-    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
+    async def admit(self, caller: Caller, request: BilledRequest, on_closed: OnClosed | None = None) -> LedgerEntry:
         self._ledger.check()
         limits = caller.identity.limits if caller.identity else NO_LIMITS
         admission = None
@@ -113,7 +119,8 @@ class Metering:
             request.num_prompt_tokens,
         )
         written = self._ledger.open(opening)
-        return _MeteredEntry(self, caller, opening, written, self.price_of(request.model_id), admission)
+        price = self.price_of(request.model_id)
+        return _MeteredEntry(self, caller, opening, written, price, admission, on_closed)
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:
@@ -149,6 +156,7 @@ class _MeteredEntry:
         written: asyncio.Future[None],
         price: Price,
         admission: Admission | None,
+        on_closed: OnClosed | None,
     ) -> None:
         self._metering = metering
         self._headers = caller.answer_headers
@@ -156,6 +164,7 @@ class _MeteredEntry:
         self._written = written
         self._price = price
         self._admission = admission
+        self._on_closed = on_closed
         self._is_closed = False
 
     async def opened(self) -> None:
@@ -171,7 +180,7 @@ class _MeteredEntry:
         used = NOTHING_USED if usage is None else self.priced(usage)
         if status == "finished":
             self._add_price_header(used)
-        self._metering.closed(self._admission, Closing(self._opening.request_id, status, used, finish_reasons, error))
+        self._closed(Closing(self._opening.request_id, status, used, finish_reasons, error))
 
     def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
         if self._is_closed:
@@ -179,10 +188,14 @@ class _MeteredEntry:
         self._is_closed = True
 
         def close(usage: Usage) -> None:
-            closing = Closing(self._opening.request_id, status, self.priced(usage), error=error)
-            self._metering.closed(self._admission, closing)
+            self._closed(Closing(self._opening.request_id, status, self.priced(usage), error=error))
 
         self._metering.close_when_known(num_computed, close)
+
+    def _closed(self, closing: Closing) -> None:
+        self._metering.closed(self._admission, closing)
+        if self._on_closed is not None:
+            self._on_closed(closing)
 
     def _add_price_header(self, used: Usage) -> None:
         so_far = float(self._headers.get("cf-ai-neurons", 0))  # from other prompts of the same HTTP request
@@ -192,11 +205,15 @@ class _MeteredEntry:
 class Unmetered:
     """A meter without limits and ledger, for a gateway without accounts."""
 
-    async def admit(self, caller: Caller, request: BilledRequest) -> LedgerEntry:
-        return _UNMETERED_ENTRY
+    async def admit(self, caller: Caller, request: BilledRequest, on_closed: OnClosed | None = None) -> LedgerEntry:
+        return _UnmeteredEntry(request.request_id, on_closed)
 
 
 class _UnmeteredEntry:
+    def __init__(self, request_id: str, on_closed: OnClosed | None) -> None:
+        self._request_id = request_id
+        self._on_closed = on_closed
+
     async def opened(self) -> None:
         return
 
@@ -204,13 +221,12 @@ class _UnmeteredEntry:
         return usage
 
     def close(self, status: Status, usage: Usage | None, finish_reasons: str = "", error: str = "") -> None:
-        return
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed(Closing(self._request_id, status, usage or NOTHING_USED, finish_reasons, error))
 
     def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
-        return
-
-
-_UNMETERED_ENTRY = _UnmeteredEntry()
+        self.close(status, None, error=error)
 
 
 def rate_limit_headers(requests: RateLimitStatus | None, tokens: RateLimitStatus | None) -> dict[str, str]:

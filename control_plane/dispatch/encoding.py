@@ -172,6 +172,7 @@ class EncodingDispatch:
         part.num_attempts += 1
         self._tokens[worker.incarnation] += part.num_tokens
         try:
+            sent_at = time.perf_counter()
             reply = await self._clients.stub(worker).Encode(_message(part, seconds), timeout=seconds)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -184,6 +185,7 @@ class EncodingDispatch:
             if not self._tokens[worker.incarnation]:
                 del self._tokens[worker.incarnation]
         _check(worker, part, reply)
+        part.request.history.encoded(worker.worker_id, sent_at, part.num_tokens, reply.ledger)
         return bytes(reply.values)
 
     def _failed(self, worker: Worker, part: _Part, error: TandemError) -> None:

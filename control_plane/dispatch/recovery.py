@@ -102,11 +102,15 @@ class Recovery:
         if state.prefill is not call or state.handle is None:  # the request was started again meanwhile
             return
         state.avoid_worker(call.incarnation)
+        began_at = time.perf_counter()
         if isinstance(error, FINAL) or state.has_restarted or not self._another_prefill_is_sooner(state):
             await self._kv_clients.abort(state.handle, error, state.seconds_left)  # decode computes the prompt itself
+            _note_restart(state, call, began_at, error)
             return
+        state.history.restarts(call.worker_id)
         try:
             await self._starter.restart(state, call.incarnation)
+            _note_restart(state, call, began_at, error)
         except TandemError as refusal:
             state.fail(refusal)
         except Exception as exception:
@@ -160,11 +164,16 @@ class Recovery:
         self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
     ) -> None:
         """Move a choice that lost `call` to `error`; the client gets the error only if the choice cannot move."""
+        began_at = time.perf_counter()
         await state.wait_started()
         if choice.call is not call or choice.is_over:  # the request was started again meanwhile
             return
+        num_tokens = len(state.request.token_ids) + len(choice.tokens)
         try:
             await self._move_when_there_is_room(state, choice, call, error)
+            if choice.call is not None and choice.call is not call:
+                workers = call.worker_id, choice.call.worker_id
+                state.history.moved("migration", began_at, workers, error, num_tokens)
         except Cancelled:
             log.debug("migration_cancelled", request_id=state.request.request_id, choice=choice.index)
         except TandemError as refusal:
@@ -234,6 +243,14 @@ class Recovery:
     def _spawn(self, state: RequestState, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task that is cancelled when the request ends."""
         state.recovery_started(self._tasks.spawn(coroutine))
+
+
+def _note_restart(state: RequestState, lost: WorkerCall, began_at: float, error: TandemError) -> None:
+    """Note for the request's explanation who computes the prompt now."""
+    call = state.prefill if state.prefill is not None and state.prefill is not lost else state.choices[0].call
+    to_worker = call.worker_id if call is not None else ""
+    workers = lost.worker_id, to_worker
+    state.history.moved("restart", began_at, workers, error, len(state.request.token_ids))
 
 
 def _waits_for_cache(choice: ChoiceState) -> bool:

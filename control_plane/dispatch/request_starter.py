@@ -53,7 +53,7 @@ class RequestStarter:
         deadline = self._queue.deadline(state.request)
         if len(self._queue) and not state.request.reject_if_busy:
             busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
-            await self._queue.wait(busy, deadline - time.monotonic(), in_front=False)
+            await self._wait(state, busy, deadline - time.monotonic(), in_front=False)
         await self._start_when_there_is_room(state, deadline, is_first=True)
 
     async def restart(self, state: RequestState, lost: str) -> None:
@@ -77,7 +77,7 @@ class RequestStarter:
                 if state.request.reject_if_busy:
                     raise
                 until = deadline if isinstance(refusal, Overloaded) else worker_back_by
-                await self._queue.wait(refusal, until - time.monotonic(), in_front=not is_first)
+                await self._wait(state, refusal, until - time.monotonic(), in_front=not is_first)
                 is_first = False
                 state.begin_round()
             else:
@@ -85,6 +85,14 @@ class RequestStarter:
                 self._feedback.started(state)
                 self._queue.release_next()
                 return
+
+    async def _wait(self, state: RequestState, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
+        """Wait in the queue for the request's turn; its explanation has the time."""
+        state.history.waits()
+        try:
+            await self._queue.wait(refusal, seconds, in_front=in_front)
+        finally:
+            state.history.waited()
 
     async def _try_routes(self, state: RequestState) -> None:
         """Try routes until both halves are accepted; raises the error of the last attempt."""
@@ -99,6 +107,7 @@ class RequestStarter:
             description = route.describe()
             current.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
         state.route_chosen(description, self._submitter.new_handle(state, route))
+        state.history.routed(state.attempt, route)
         try:
             await self._submit_both_halves(state, route)
         except TandemError as error:
@@ -167,6 +176,7 @@ class RequestStarter:
     def _raise_if_final(self, state: RequestState, error: TandemError) -> None:
         """Raise an error that every other worker would answer too, or the last attempt's; else note the error."""
         state.attempt_failed(error)
+        state.history.refused(error)
         log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
         if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
             raise error

@@ -106,6 +106,9 @@ class RequestState:
         self.hashes = hashes
         self.traceparent = traceparent
         self.choices = tuple(ChoiceState(index) for index in range(len(request.choice_seeds)))
+        self.history = request.history
+        """What the dispatcher has done, for the request's explanation."""
+        self.history.choices = self.choices
         self.unread = EventQueue(wakeups or WakeupScheduler())
         """Tokens and errors that the client has not read."""
         self._observer = observer
@@ -216,6 +219,7 @@ class RequestState:
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""
         self._avoid.clear()
+        self.history.accepted()
         self._has_started.set()
 
     async def wait_started(self) -> None:
@@ -266,6 +270,7 @@ class RequestState:
 
     def call_started(self, call: WorkerCall) -> None:
         """Take in a call that replaces the earlier one of its choice, or of prefill."""
+        self.history.called(call)
         if call.choice_index is None:
             self._prefill = call
             self._prefill_over.clear()
@@ -299,6 +304,7 @@ class RequestState:
 
     def phase_ended(self, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         self._phases[call] = Phase(ledger, call is self._prefill, call.estimate)
+        call.ledger = ledger
 
     def choice_ledger_received(self, choice: ChoiceState, ledger: pb.PhaseLedger, *, is_fresh: bool) -> None:
         """`is_fresh`: the ledger's call began with the prompt alone."""

@@ -176,6 +176,7 @@ def _note_output(state: RequestState, call: WorkerCall, output: pb.TokenOutput, 
     """Note that the worker has the prompt's KV cache, and what the call did once it has ended."""
     if not call.has_output:
         call.output_began()
+        state.history.output_began(call)
         feedback.prompt_read(state, call)
     if output.HasField("ledger"):
         state.phase_ended(call, output.ledger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,22 @@ class WorkerCall:
     """Done once the worker has accepted the request; an error if the worker refused."""
     is_open: bool = True
     has_output: bool = False
+    sent_at: float = field(default_factory=time.perf_counter)
+    """By `time.perf_counter`, as the two times below; for explanations."""
+    accepted_at: float | None = None
+    output_at: float | None = None
+    """When the first output came; None: none has come."""
+    closed_at: float | None = None
+    ledger: pb.PhaseLedger | None = None
+    """What the worker reports of the call once it has ended."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.link.worker.worker_id
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.choice_index is None
 
     @property
     def incarnation(self) -> str:
@@ -48,6 +65,7 @@ class WorkerCall:
         if self.answered.done():
             return False
         if error is None:
+            self.accepted_at = time.perf_counter()
             self.answered.set_result(None)
         else:
             self.answered.set_exception(error)
@@ -57,6 +75,7 @@ class WorkerCall:
     def output_began(self) -> None:
         """Note the first output: a decode worker has the prompt's KV cache now."""
         self.has_output = True
+        self.output_at = time.perf_counter()
         if self.choice_index is not None:
             self.entry.prompt_read()
 
@@ -70,6 +89,7 @@ class WorkerCall:
                 on_report(None)
             return
         self.is_open = False
+        self.closed_at = time.perf_counter()
         self.entry.remove()
         if cancel:
             self.answer(Cancelled("the request ended before its worker had answered"))

@@ -13,8 +13,12 @@ from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import control_plane_pb2_grpc
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.access import is_in_plaintext
+from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.kv.keys import KvKeys
+from tandem_runtime.log import get_logger
 from tandem_runtime.shared_port import true_peer
+
+log = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_MS = 1000
 
@@ -58,7 +62,9 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
         info = request.info
         check_info(info)
         check_load(request.load, is_first=True)
-        await self._addresses.check(info.address, true_peer(context.peer()))
+        peer = true_peer(context.peer())
+        await self._addresses.check(info.address, peer)
+        await self._check_metrics_address(info, peer)
         self._registry.register(info, request.load, request.info_version)
         reply = cp.RegisterReply(
             heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
@@ -73,6 +79,15 @@ class ControlPlaneService(control_plane_pb2_grpc.ControlPlaneServiceServicer):
                 reply.handle_key = self._keys.mac_key
         self._add_news(reply, request.deny_list_number)
         return reply
+
+    async def _check_metrics_address(self, info: pb.WorkerInfo, peer: str) -> None:
+        """Forget an address of metrics that the caller may not register: Prometheus is sent there. The worker stays."""
+        try:
+            if info.metrics_address:
+                await self._addresses.check(info.metrics_address, peer, "info.metrics_address")
+        except InvalidRequest as error:
+            log.warning("metrics_address_ignored", worker=info.worker_id, reason=error.message)
+            info.metrics_address = ""
 
     async def Heartbeat(self, request: cp.HeartbeatRequest, context: Any) -> cp.HeartbeatReply:
         check_load(request.load)

@@ -42,6 +42,8 @@ class Worker:
     """What the workers of one model must share."""
     apart_for: str = ""
     """Why the worker gets no requests although it is ready: in which field its card differs from the model's."""
+    gone_for: str = ""
+    """Of a worker that is registered no longer: replaced, deregistered or silent."""
 
     @property
     def worker_id(self) -> str:
@@ -226,7 +228,7 @@ class WorkerRegistry:
         del self._ids_by_role[worker.role][worker.worker_id]
         log.info("worker_gone", worker=worker.worker_id, incarnation=worker.incarnation, reason=reason)
         also_changed = self._left(worker)
-        self._notify(worker, False)
+        self._notify(replace(worker, gone_for=reason), False)
         self._notify_all(also_changed)
 
     def _put(self, worker: Worker) -> list[Worker]:

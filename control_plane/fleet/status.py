@@ -43,20 +43,51 @@ class FleetStatus:
         ]
         return sorted(rows, key=lambda row: (row["role"], row["id"]))
 
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """Return the processes that report an address of metrics, in a stable order.
 
-def _name(info: pb.WorkerInfo) -> str:
+        https://prometheus.io/docs/prometheus/latest/http_sd/
+        """
+        found = [worker.info for worker in self._registry.workers() if worker.info.metrics_address]
+        return [_target(info) for info in sorted(found, key=lambda info: info.worker_id)]
+
+
+def worker_name(info: pb.WorkerInfo) -> str:
     """Return the worker's --worker-id, if it can be shown in a terminal; with certificates its id is another."""
     name = info.settings.get("worker_id", "")
     return name if 0 < len(name) <= _MAX_NAME_CHARACTERS and name.isprintable() else info.worker_id
+
+
+def worker_role(info: pb.WorkerInfo) -> str:
+    return _ROLES.get(info.role, "unknown")
+
+
+def worker_state(load: pb.LoadReport) -> str:
+    return pb.WorkerState.Name(load.state).removeprefix("WORKER_STATE_").lower()
+
+
+def worker_problem(worker: Worker, problem_of: Callable[[str], str]) -> str:
+    """Return why the worker gets no requests; "" if nothing is wrong. `problem_of` takes a model's id."""
+    return worker.load.error or _apart(worker) or problem_of(worker.info.card.model_id)
+
+
+def _target(info: pb.WorkerInfo) -> dict[str, Any]:
+    labels = {
+        "__scheme__": "https" if info.metrics_tls else "http",
+        "role": worker_role(info),
+        "worker": info.worker_id,
+        "host_id": info.host_id,
+    }
+    return {"targets": [info.metrics_address], "labels": labels}
 
 
 def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dict[str, Any]:
     info, load = worker.info, worker.load
     return {
         "id": info.worker_id,
-        "name": _name(info),
-        "role": _ROLES.get(info.role, "unknown"),
-        "state": pb.WorkerState.Name(load.state).removeprefix("WORKER_STATE_").lower(),
+        "name": worker_name(info),
+        "role": worker_role(info),
+        "state": worker_state(load),
         "suspected": worker.is_suspected,
         "address": info.address,
         "host_id": info.host_id,
@@ -70,7 +101,7 @@ def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dic
             "num_tokens_in_flight": load.num_tokens_in_flight,
             "load_stage": load.load_stage,
             "load_progress": round(load.load_progress, 3),
-            "error": load.error or _apart(worker) or problem_of(info.card.model_id),
+            "error": worker_problem(worker, problem_of),
             "counters": dict(load.counters),
         },
         "kv": _kv_pool(load.kv) if load.HasField("kv") else None,
@@ -118,4 +149,5 @@ def _memory(memory: pb.MemoryReport) -> dict[str, Any]:
 
 
 def _device(device: pb.Device) -> dict[str, Any]:
-    return {**_fields(device), "throttle_reasons": list(device.throttle_reasons)}
+    lists = {"throttle_reasons": list(device.throttle_reasons), "xid_errors": dict(device.xid_errors)}
+    return {**_fields(device), **lists}

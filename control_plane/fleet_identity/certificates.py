@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tandem_runtime.certificates.names import Identity
+from tandem_runtime.certificates.names import METRICS_NAME, Identity
 from tandem_runtime.enrolment.keeper import EARLIER_SECONDS
 from tandem_runtime.errors import InvalidRequest
 
@@ -66,7 +66,7 @@ def process_certificate(
     """Return a process's certificate: one URI SAN with its identity, DNS SANs for clients, for both sides of TLS."""
     now = _moment(now_ms)
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
-    names += [x509.DNSName(name) for name in identity.dns_names]
+    names += [x509.DNSName(name) for name in (*identity.dns_names, METRICS_NAME)]
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     key_of_authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     return (

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from statistics import fmean
 from typing import Any, Literal
 
+from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
     CostModel,
@@ -40,6 +43,20 @@ class Route:
     predicted_ms: dict[str, float]
     estimates: Mapping[str, PrefillEstimate] = field(default_factory=dict)
     """By incarnation, of the workers that may compute the prompt: the prefill worker, or each decode worker."""
+    comparison: Comparison = NOTHING_COMPARED
+    """What the route was compared to."""
+
+    @property
+    def prefill_id(self) -> str:
+        return self.prefill.worker_id if self.prefill else ""
+
+    @property
+    def decode_id(self) -> str:
+        return self.decodes[0].worker_id
+
+    def explained(self) -> RouteExplanation:
+        """Return the decision with its inputs, for the explanation of a request."""
+        return self.comparison.explained(self.prefill_id, self.decode_id, self.reason, self.predicted_ms)
 
     def estimate(self, worker: Worker) -> PrefillEstimate | None:
         return self.estimates.get(worker.incarnation)
@@ -47,8 +64,8 @@ class Route:
     def describe(self) -> dict[str, Any]:
         estimate = self.estimate(self.prefill or self.decodes[0])
         return {
-            "prefill": self.prefill.worker_id if self.prefill else "",
-            "decode": self.decodes[0].worker_id,
+            "prefill": self.prefill_id,
+            "decode": self.decode_id,
             "reason": self.reason,
             **{f"predicted_{name}_ms": round(value, 3) for name, value in self.predicted_ms.items()},
             **(_cached(estimate) if estimate else {}),
@@ -90,10 +107,11 @@ class Router:
         hand_over = self._hand_over(request, prefill, fitting)
         decodes = self._with_affinity(self._rank_decodes(local, request, prefill, hand_over), last_route)
         first = local[decodes[0].incarnation]
+        comparison = self._comparison(request, remote, prefill, [local[each.incarnation] for each in decodes])
         if prefill is not None and self._is_handed_over(first, prefill, hand_over):
-            return self._handed_over_route(prefill, first, decodes, len(prefills))
+            return self._handed_over_route(prefill, first, decodes, len(prefills), comparison)
         has_prefills = bool(prefills) and request.hand_over != "never"
-        return self._local_route(prefill, first, decodes, local, has_prefills=has_prefills)
+        return self._local_route(prefill, first, decodes, local, comparison, has_prefills=has_prefills)
 
     def is_busy(self, decodes: Collection[Worker]) -> bool:
         """Whether a request would have to wait at each of these decode workers."""
@@ -198,8 +216,33 @@ class Router:
 
     # --------------------------------------------------------------------------------------------- explaining a route
 
+    def _comparison(
+        self,
+        request: RoutingRequest,
+        prefills: Sequence[PrefillEstimate],
+        best: PrefillEstimate | None,
+        decodes: Sequence[PrefillEstimate],
+    ) -> Comparison:
+        """Keep what an explanation shows of the decision: a few workers of each role, with their figures of now."""
+        if len(prefills) > MAX_COMPARED:  # the session's worker may not be among the soonest
+            prefills = nsmallest(MAX_COMPARED, prefills, key=lambda each: (each is not best, each.total_ms))
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        return Comparison(
+            [ComparedPrefill(estimate, self.costs.hand_over_ms(estimate)) for estimate in prefills],
+            [
+                ComparedDecode(estimate, self.costs.local_ms(estimate), self._decode_load(estimate.worker, num_tokens))
+                for estimate in decodes[:MAX_COMPARED]
+            ],
+            may_hand_over=request.hand_over != "never",
+        )
+
     def _handed_over_route(
-        self, prefill: PrefillEstimate, local: PrefillEstimate, decodes: list[Worker], num_prefills: int
+        self,
+        prefill: PrefillEstimate,
+        local: PrefillEstimate,
+        decodes: list[Worker],
+        num_prefills: int,
+        comparison: Comparison,
     ) -> Route:
         predicted = {
             "decode_step": step_ms(decodes[0]) or ASSUMED_STEP_MS,
@@ -209,7 +252,7 @@ class Router:
         }
         reason = f"{prefill}, the soonest of {num_prefills} prefill workers; {len(decodes)} decode workers"
         estimates = {prefill.worker.incarnation: prefill}
-        return Route(prefill.worker, tuple(decodes), reason, predicted, estimates)
+        return Route(prefill.worker, tuple(decodes), reason, predicted, estimates, comparison)
 
     def _local_route(
         self,
@@ -217,6 +260,7 @@ class Router:
         first: PrefillEstimate,
         decodes: list[Worker],
         estimates: Mapping[str, PrefillEstimate],
+        comparison: Comparison,
         *,
         has_prefills: bool,
     ) -> Route:
@@ -224,10 +268,11 @@ class Router:
         predicted["local"] = self.costs.local_ms(first)
         if prefill is None or not first.worker.info.kv_address:
             why = "no KV service" if has_prefills else "no prefill worker"
-            return Route(None, tuple(decodes), f"{why}: decode computes the prompt", predicted, estimates)
+            reason = f"{why}: decode computes the prompt"
+            return Route(None, tuple(decodes), reason, predicted, estimates, comparison)
         predicted["hand_over"] = self.costs.hand_over_ms(prefill)
         reason = f"decode computes the prompt: {first}; handing over would take {predicted['hand_over']:.1f} ms"
-        return Route(None, tuple(decodes), reason, predicted, estimates)
+        return Route(None, tuple(decodes), reason, predicted, estimates, comparison)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
     text,
 )
 
@@ -111,6 +112,19 @@ ledger = Table(
     ),
 )
 
+explanations = Table(
+    "explanations",
+    metadata,
+    Column("request_id", String(80), primary_key=True),  # as in the ledger
+    Column("account", String(64), nullable=False),
+    Column("model", String(256), nullable=False),  # "" if no model was found
+    Column("state", String(16), nullable=False),  # finished, failed, cancelled
+    Column("created_ms", BigInteger, nullable=False, index=True),  # of the request's head
+    Column("summary", Text, nullable=False),  # its row of GET /v1/requests, JSON
+    Column("document", Text, nullable=False),  # GET /v1/requests/{id}/explain, JSON of 16 KiB at most
+    Index("ix_explanations_account", "account", "created_ms"),
+)
+
 authorities = Table(
     "authorities",
     metadata,
@@ -168,4 +182,17 @@ denials = Table(
     Column("identity", String(64), nullable=False, index=True),  # a URI; "" in a row that only moves the numbers on
     Column("denied_ms", BigInteger, nullable=False),
     Column("until_ms", BigInteger, nullable=False),  # then its last certificate has expired, and renews no more
+)
+
+fleet_events = Table(
+    "fleet_events",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),  # without gaps, in the order of commits
+    Column("time_ms", BigInteger, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("severity", String(8), nullable=False),
+    Column("worker", String(128), nullable=False),  # its id; "" if the event is about none
+    Column("name", String(128), nullable=False),  # the worker's --worker-id
+    Column("document", Text, nullable=False),  # control_plane.events.event.Event as JSON; its id is the number
+    *(Index(f"ix_fleet_events_{name}", name, "number") for name in ("kind", "severity", "worker", "name")),
 )

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from control_plane.explain.history import History
 from control_plane.generation import Dispatcher, Logprob, PositionLogprobs, TokenRequest, Usage
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError
@@ -68,6 +69,7 @@ async def _score_token(
                 max_tokens=1, temperature=0.0, logit_bias={target: _BIAS}, num_logprobs=num_logprobs
             ),
             choice_seeds=(0,),
+            history=History(),
         )
     )
     try:

@@ -1,56 +1,88 @@
-"""Traces and metrics of a generation.
+"""The trace of a generation, and the gaps between its tokens.
 
-Names follow OpenTelemetry's semantic conventions for generative AI. The cached part of the prompt has its own token
-type, `cached_input`. The requested model is `unknown` unless it is a name of a served model: a label must not hold a
-caller's text, and a metric's labels are bounded.
+Names follow OpenTelemetry's semantic conventions for generative AI. The requested model is `unknown` unless it is a
+name of a served model: neither an attribute nor a label may hold a caller's text.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
 from opentelemetry import trace
+from opentelemetry.metrics import Histogram
 
+from control_plane.explain.journal import Journal
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.prepared import Asked
 from tandem_runtime import metrics
 
 UNKNOWN_MODEL = "unknown"
+GAPS_PER_SAMPLE = 32
 
 
 class GenerationMeter:
-    """The metrics' instruments. Create one per process, after `metrics.configure`."""
+    """The instrument of gaps between tokens. Create one per process, after `metrics.configure`.
+
+    All else that is measured of a request is recorded from its explanation: `control_plane.request_metrics`.
+    """
 
     def __init__(self) -> None:
-        meter = metrics.meter()
-        self.durations = meter.create_histogram(
-            "gen_ai.server.request.duration", unit="s", description="From the request's start to its last token."
+        self.gaps = metrics.meter().create_histogram(
+            "tandem.inter_token_latency",
+            unit="s",
+            description="Gaps between two tokens of a stream, one of 32.",
+            explicit_bucket_boundaries_advisory=metrics.SECONDS,
         )
-        self.first_tokens = meter.create_histogram(
-            "gen_ai.server.time_to_first_token", unit="s", description="From the request's start to its first text."
-        )
-        self.later_tokens = meter.create_histogram(
-            "gen_ai.server.time_per_output_token", unit="s", description="Mean time of a token after the first."
-        )
-        self.tokens = meter.create_counter("tandem.tokens", unit="{token}", description="Tokens by type and model.")
+
+
+class GapSampler:
+    """Measures one gap in GAPS_PER_SAMPLE of a stream, the first at a random position.
+
+    To record a gap takes 5 microseconds, as long as a hundred tokens may cost here: so most are only counted.
+    """
+
+    __slots__ = ("_before", "_gaps", "_labels", "_num_left")
+
+    def __init__(self, gaps: Histogram, model_id: str, num_left: int | None = None) -> None:
+        """`num_left` arrivals until the one that begins the first measured gap."""
+        self._gaps = gaps
+        self._labels = {"model": model_id}
+        self._num_left = random.randint(1, GAPS_PER_SAMPLE) if num_left is None else num_left
+        self._before = 0.0
+
+    def arrived(self) -> None:
+        """Tokens have arrived; those that arrive together count as one."""
+        self._num_left = num_left = self._num_left - 1
+        if num_left > 0:
+            return
+        now = time.perf_counter()
+        if num_left < 0:
+            self._gaps.record(now - self._before, self._labels)
+            self._num_left = GAPS_PER_SAMPLE - 1
+        self._before = now
 
 
 class GenerationRecord:
-    """Records one generation in the attributes of the server's span and in the metrics."""
+    """Records one generation in the attributes of the server's span, and tells its journal of failures."""
 
-    def __init__(self, meter: GenerationMeter, request: Asked) -> None:
+    def __init__(self, meter: GenerationMeter, request: Asked, journal: Journal) -> None:
         """The span is the current span."""
         operation = request.operation
+        self.journal = journal
         self._meter = meter
         self._span = trace.get_current_span()
-        self._started = time.perf_counter()
-        self._first_token: float | None = None
         self._operation = operation
         self._requested_model = request.model
-        self._labels = {"gen_ai.operation.name": operation, "gen_ai.request.model": UNKNOWN_MODEL}
         self._span.update_name(operation)
-        self._span.set_attributes({**self._labels, "gen_ai.provider.name": "tandem"})
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.request.model": UNKNOWN_MODEL,
+                "gen_ai.provider.name": "tandem",
+            }
+        )
         self._describe_options(request)
 
     def _describe_options(self, request: Asked) -> None:
@@ -66,22 +98,21 @@ class GenerationRecord:
 
     def model_found(self, model: ModelDescription) -> None:
         """Take in the model that answers: its names may be labels. A fallback answers for names that nobody knows."""
-        self._labels["gen_ai.response.model"] = model.model_id
-        if self._requested_model in (model.model_id, *model.aliases):
-            self._labels["gen_ai.request.model"] = self._requested_model
+        self._span.set_attribute("gen_ai.response.model", model.model_id)
+        is_known = self._requested_model in (model.model_id, *model.aliases)
+        self.journal.model_found(model.model_id, self._requested_model if is_known else "")
+        if is_known:
+            self._span.set_attribute("gen_ai.request.model", self._requested_model)
             self._span.update_name(f"{self._operation} {self._requested_model}")
-        self._span.set_attributes(self._labels)
 
-    def text_arrived(self) -> None:
-        if self._first_token is None:
-            self._first_token = time.perf_counter()
-            self._meter.first_tokens.record(self._first_token - self._started, self._labels)
+    def new_gaps(self, model_id: str) -> GapSampler:
+        """Return the sampler of the gaps between the tokens of one stream."""
+        return GapSampler(self._meter.gaps, model_id)
 
     def failed(self, error: BaseException) -> None:
         """Record that the generation was refused, failed or was cancelled."""
-        kind = type(error).__name__
-        self._span.set_attribute("error.type", kind)
-        self._meter.durations.record(time.perf_counter() - self._started, {**self._labels, "error.type": kind})
+        self._span.set_attribute("error.type", type(error).__name__)
+        self.journal.failed(error)
 
     def finished(self, usage: Usage, finish_reasons: Sequence[str]) -> None:
         self._span.set_attributes(
@@ -92,17 +123,3 @@ class GenerationRecord:
                 "gen_ai.response.finish_reasons": list(finish_reasons),
             }
         )
-        self._meter.durations.record(time.perf_counter() - self._started, self._labels)
-        self._count_tokens(usage)
-
-    def _count_tokens(self, usage: Usage) -> None:
-        counts = {
-            "input": usage.num_computed_tokens,
-            "cached_input": usage.num_cached_tokens,
-            "output": usage.num_completion_tokens,
-        }
-        for kind, count in counts.items():
-            self._meter.tokens.add(count, {**self._labels, "gen_ai.token.type": kind})
-        if self._first_token is not None and usage.num_completion_tokens > 1:
-            seconds = time.perf_counter() - self._first_token
-            self._meter.later_tokens.record(seconds / (usage.num_completion_tokens - 1), self._labels)

@@ -19,6 +19,8 @@ import msgspec
 
 from control_plane.accounts.identity import Caller
 from control_plane.accounts.metering import BilledRequest, LedgerEntry, Meter, Unmetered
+from control_plane.explain.requests import Requests
+from control_plane.explain.timeline import Timeline
 from control_plane.generation import (
     Dispatcher,
     EncodingDispatcher,
@@ -67,12 +69,19 @@ Resolve = Callable[[Asked], Awaitable[ModelDescription]]
 
 class Preparer(Protocol):
     async def prepare(
-        self, job: TextJob, raw: bytes, account: str, parse: Parse, resolve: Resolve
+        self,
+        job: TextJob,
+        raw: bytes,
+        account: str,
+        parse: Parse,
+        resolve: Resolve,
+        on_begun: Callable[[], None] | None = None,
     ) -> tuple[PreparedBody, Vocabulary]:
         """Check, render and tokenize a body. Raise TandemError.
 
         `resolve` finds the model once the body was parsed; it may be called again with the same argument. `parse` is
-        the function that parses the body where it is prepared; a text process has its own.
+        the function that parses the body where it is prepared; a text process has its own. `on_begun` is called when
+        the body no longer waits, again if its preparation begins again.
         """
 
 
@@ -84,7 +93,13 @@ class InlinePreparer:
         self._tokenizers = tokenizers
 
     async def prepare(
-        self, job: TextJob, raw: bytes, account: str, parse: Parse, resolve: Resolve
+        self,
+        job: TextJob,
+        raw: bytes,
+        account: str,
+        parse: Parse,
+        resolve: Resolve,
+        on_begun: Callable[[], None] | None = None,
     ) -> tuple[PreparedBody, Vocabulary]:
         parsed = parse(job, raw)
         model = await resolve(parsed.asked)
@@ -107,11 +122,14 @@ class TextService:
         salt_of: Callable[[str], bytes] | None = None,
         strict_fields: bool = False,
         encoders: EncodingDispatcher | None = None,
+        requests: Requests | None = None,
     ) -> None:
         """`salt_of` returns the salt of an account's block hashes; without it, the dispatcher hashes.
 
         `strict_fields`: refuse fields that change nothing. `encoders` answers embeddings, rankings and classes.
+        `requests` follows all requests, for their explanations.
         """
+        self.requests = requests or Requests()
         self._catalog = catalog
         self._dispatcher = dispatcher
         self._default_timeout_seconds = default_timeout_seconds
@@ -155,6 +173,8 @@ class TextService:
         body, opened, vocabulary = await self._prepare_body(job, raw, caller, parse)
         if body.texts is not None:
             encoding = PreparedEncoding(opened, body.texts.form, opened.encoding(body.texts))
+            num_tokens = sum(each.num_tokens for each in body.texts.inputs)
+            opened.records[0].journal.prepared(encoding.request.history, num_tokens)
             return PreparedAnswer(body.form, [], encoding)
         return PreparedAnswer(body.form, opened.prompts(body.prompts, vocabulary))
 
@@ -164,6 +184,8 @@ class TextService:
         salt = None if self._salt_of is None else self._salt_of(caller.account)
         job = msgspec.structs.replace(job, salt=salt, strict_fields=self._strict_fields)
         opened: _Opened | None = None
+        timeline = caller.timeline or Timeline()
+        caller = replace(caller, timeline=timeline)
 
         async def resolve(asked: Asked) -> ModelDescription:
             nonlocal opened
@@ -175,9 +197,12 @@ class TextService:
             async with self._preparing() as time_left:
                 span = tracing.tracer().start_span("tokenize")  # not current: the record belongs to the request's span
                 try:
-                    body, vocabulary = await self._preparer.prepare(job, raw, caller.account, parse, resolve)
+                    body, vocabulary = await self._preparer.prepare(
+                        job, raw, caller.account, parse, resolve, timeline.text_begun
+                    )
                 finally:
                     span.end()
+                    timeline.end("text")
         except BaseException as error:
             if opened is not None:
                 opened.failed(error)
@@ -196,11 +221,16 @@ class TextService:
         computed: list[int] = []
         with _recorded(record):
             async with until(request.deadline, opened.time_left.timeout_seconds):
-                entry = await self._accounts.admit(opened.caller, BilledRequest.for_texts(request))
+                journal = record.journal
+                billed = BilledRequest.for_texts(request)
+                entry = await self._accounts.admit(opened.caller, billed, journal.closed)
+                journal.admitted()
                 try:
                     await entry.opened()
+                    journal.opened()
                     values = await self._encoders.encode(request, computed)
                 except BaseException as error:
+                    journal.stopped()
                     status, _, reasons, name = outcome(error)
                     used = Usage(sum(computed), sum(computed), 0, 0) if computed else None
                     entry.close(status, used, reasons, name)
@@ -220,8 +250,10 @@ class TextService:
         async def resolve(asked: Asked) -> ModelDescription:
             return await self._catalog.get(asked.model or _only(self._catalog.list()))
 
+        timeline = caller.timeline or Timeline()
         async with self._preparing():
-            body, _ = await self._preparer.prepare(job, raw, caller.account, parse, resolve)
+            body, _ = await self._preparer.prepare(job, raw, caller.account, parse, resolve, timeline.text_begun)
+        timeline.end("text")
         return body.converted
 
     @asynccontextmanager
@@ -239,7 +271,13 @@ class TextService:
         """Find the model of a request. Raise ModelNotFound."""
         if asked.timeout_seconds is not None:
             time_left.shorten(asked.timeout_seconds)
-        records = [GenerationRecord(self._meter, asked) for _ in range(asked.num_prompts)]
+        timeline = caller.timeline or Timeline()
+        records = [
+            GenerationRecord(
+                self._meter, asked, self.requests.open(timeline, request_id, caller.account, asked.operation)
+            )
+            for request_id in _ids(caller.request_id, asked.num_prompts)
+        ]
         try:
             model = await self._catalog.get(asked.model)
         except BaseException as error:
@@ -256,8 +294,12 @@ class TextService:
         """Admit and submit a prepared prompt. Raise TandemError."""
         with _recorded(prompt.record):
             async with until(prompt.token_request.deadline, prompt.timeout_seconds):
-                entry = await self._accounts.admit(prompt.caller, BilledRequest.for_answer(prompt.token_request))
+                journal = prompt.record.journal
+                billed = BilledRequest.for_answer(prompt.token_request)
+                entry = await self._accounts.admit(prompt.caller, billed, journal.closed)
+                journal.admitted()
                 tokens = await self._submit(prompt.token_request, entry)
+                journal.opened()
         return TextStream(tokens, prompt, entry)
 
     async def _submit(self, request: TokenRequest, entry: LedgerEntry) -> TokenStream:
@@ -285,6 +327,8 @@ class TextService:
             async with until(prompt.token_request.deadline, prompt.timeout_seconds):
                 entry = await self._accounts.admit(prompt.caller, BilledRequest.for_prompt_scores(prompt.token_request))
                 found, used = await self._score(prompt.token_request, num_logprobs, entry)
+        if prompt.caller.timeline is not None:
+            prompt.caller.timeline.end("score")
         text = ChoiceText(prompt.vocabulary)
         token_ids = tuple(prompt.token_ids)
         text.push(TokenDelta(0, token_ids[:1]))
@@ -368,8 +412,8 @@ class _Opened:
     def prompts(self, prepared: Sequence[PreparedPrompt], vocabulary: Vocabulary) -> list[Prompt]:
         """Return the prompts; each after the first has a request id of its own."""
         caller = replace(self.caller, reject_if_busy=self.asked.reject_if_busy)
-        ids = [caller.request_id, *(f"{caller.request_id}-{index}" for index in range(1, len(prepared)))]
-        return [
+        ids = _ids(caller.request_id, len(prepared))
+        prompts = [
             Prompt(
                 replace(caller, request_id=request_id),
                 self.model,
@@ -381,6 +425,14 @@ class _Opened:
             )
             for each, request_id, record in zip(prepared, ids, self.records, strict=True)
         ]
+        for prompt in prompts:
+            prompt.record.journal.prepared(prompt.token_request.history, len(prompt.token_ids), prompt)
+        return prompts
+
+
+def _ids(request_id: str, num_prompts: int) -> list[str]:
+    """Return the ids of an HTTP request's prompts; each after the first has one of its own."""
+    return [request_id, *(f"{request_id}-{index}" for index in range(1, num_prompts))]
 
 
 def _token_request(

@@ -53,6 +53,14 @@ class Prompt:
         """The prompt as text."""
         return self.vocabulary.decode(self.token_ids) if self.prepared.text is None else self.prepared.text
 
+    def beginning(self, max_tokens: int) -> str:
+        """Return the text of the prompt's first tokens, control tokens included; for explanations."""
+        return self.vocabulary.decode(self.token_ids[:max_tokens], skip_special_tokens=False)
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer's tokens; for explanations."""
+        return self.vocabulary.decode(token_ids)
+
 
 class TextStream:
     """The answer to one request, all choices, as text. Iterate once; close at any time."""
@@ -62,7 +70,10 @@ class TextStream:
         self._tokens = tokens
         self._record = prompt.record
         self._entry = entry
+        self._journal = prompt.record.journal
         self._has_tokens = False
+        self._read = self._first_texts
+        self._gaps = prompt.record.new_gaps(prompt.model.model_id)
         self._choices = [_new_choice(prompt, index) for index in range(prompt.num_choices)]
 
     @property
@@ -94,7 +105,7 @@ class TextStream:
         """Yield the same deltas in batches of all that has arrived. Read a batch to its end before the next."""
         try:
             async for batch in self._token_batches():
-                yield self._texts(batch)
+                yield self._read(batch)
             reasons = self._finish_reasons()
             self._record.finished(self.usage, reasons)
             self._entry.close("finished", self.usage, " ".join(dict.fromkeys(reasons)))
@@ -105,12 +116,18 @@ class TextStream:
         finally:
             await self.aclose()
 
+    def _first_texts(self, batch: Iterator[TokenDelta]) -> Iterator[TextDelta]:
+        """Yield a batch's texts, and note when the first one is ready; later batches are read without this."""
+        for text in self._texts(batch):
+            self._journal.text_arrived()
+            self._read = self._texts
+            yield text
+
     def _texts(self, batch: Iterator[TokenDelta]) -> Iterator[TextDelta]:
         try:
             for delta in batch:
                 text = self._push(delta)
                 if text is not None:
-                    self._record.text_arrived()
                     yield text
         except Exception as error:
             self._record.failed(error)
@@ -132,6 +149,7 @@ class TextStream:
     def _close_entry(self, error: BaseException | None) -> None:
         """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
         status, _, reasons, name = outcome(error)
+        self._journal.stopped()
         if error is not None and self._has_tokens:
             note_work(error)
         if not self._has_tokens and (status == "cancelled" or isinstance(error, DeadlineExceeded)):
@@ -150,6 +168,8 @@ class TextStream:
                 if batch is None:
                     return
                 self._has_tokens = True
+                if len(self._choices) == 1:
+                    self._gaps.arrived()
                 yield batch
         finally:
             deadline.close()

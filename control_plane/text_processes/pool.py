@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -116,14 +116,20 @@ class TextProcesses:
         return sorted(process.pid for process in self._all if process.pid)
 
     async def prepare(
-        self, job: TextJob, raw: bytes, account: str, parse: Parse, resolve: Resolve
+        self,
+        job: TextJob,
+        raw: bytes,
+        account: str,
+        parse: Parse,
+        resolve: Resolve,
+        on_begun: Callable[[], None] | None = None,
     ) -> tuple[PreparedBody, Vocabulary]:
         """Prepare a body in a text process. Raise TandemError."""
         lane = self.small if len(raw) <= SMALL_BODY_BYTES else self.large
         was_lost, may_assume = False, lane is self.small
         for _ in range(_MAX_RUNS):
             try:
-                return await self._run_in(lane, job, raw, account, resolve, may_assume=may_assume)
+                return await self._run_in(lane, job, raw, account, resolve, on_begun, may_assume=may_assume)
             except _Outdated:
                 may_assume = False
             except _NeedsTokenizer as needs:
@@ -138,7 +144,15 @@ class TextProcesses:
         raise Unavailable("the gateway's text processes are restarting; try again", retry_after_seconds=1.0)
 
     async def _run_in(
-        self, lane: Lane, job: TextJob, raw: bytes, account: str, resolve: Resolve, *, may_assume: bool
+        self,
+        lane: Lane,
+        job: TextJob,
+        raw: bytes,
+        account: str,
+        resolve: Resolve,
+        on_begun: Callable[[], None] | None,
+        *,
+        may_assume: bool,
     ) -> tuple[PreparedBody, Vocabulary]:
         arrived = time.monotonic()
         await lane.take(account, len(raw))
@@ -146,6 +160,8 @@ class TextProcesses:
         process: TextProcess | None = None
         try:
             process = self._take_idle(lane) or await self._spawn(lane)
+            if on_begun is not None:
+                on_begun()
             return await self._run(process, job, raw, resolve, may_assume=may_assume)
         finally:
             self._release(lane, account, len(raw), process)
@@ -342,10 +358,16 @@ class _TextMeter:
     def __init__(self, lanes: Iterable[Lane]) -> None:
         meter, self._lanes = metrics.meter(), tuple(lanes)
         self._waits = meter.create_histogram(
-            "tandem.text.queue.duration", unit="s", description="From a body's arrival to a text process for it."
+            "tandem.text.queue.duration",
+            unit="s",
+            description="From a body's arrival to a text process for it.",
+            explicit_bucket_boundaries_advisory=metrics.SECONDS,
         )
         self._runs = meter.create_histogram(
-            "tandem.text.duration", unit="s", description="Of one body in its text process."
+            "tandem.text.duration",
+            unit="s",
+            description="Time of one body in its text process.",
+            explicit_bucket_boundaries_advisory=metrics.SECONDS,
         )
         self._kills = meter.create_counter(
             "tandem.text.kills", unit="{process}", description="Text processes that a bound has ended, by reason."

@@ -146,6 +146,7 @@ class Link:
         self._expect = expect
         self.stats = LinkStats()
         self.note = ""
+        self.host_id = ""
         self._context = context
         self._grpc = GrpcTransport(client)
         self._transport: Transport = self._grpc
@@ -216,6 +217,7 @@ class Link:
             num_errors=stats.num_errors,
             num_fallbacks=stats.num_fallbacks,
             note=self.note or stats.slowness,
+            host_id=self.host_id,
         )
 
     async def close(self) -> None:
@@ -298,6 +300,7 @@ class Link:
     async def _open_link(self) -> kv.OpenLinkReply:
         context = self._context
         reply = await self.client.open_link(link_request(context.incarnation, self.client.address, context.keys()))
+        self.host_id = reply.host_id
         if isinstance(self._expect, Identity) and reply.identity != self._expect.uri:
             raise LinkBroken(f"{self._expect} offers data connections to {reply.identity[:64]!r} instead of itself")
         return reply

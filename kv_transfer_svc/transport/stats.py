@@ -59,28 +59,41 @@ class LinkStats:
 
 
 def export_gauges(links: Callable[[], Sequence[pb.KvLink]]) -> None:
-    """Export the links that `links` returns. Called on the exporter's thread; costs nothing without an endpoint."""
+    """Export the links that `links` returns, by host and transport. Called in any thread."""
     meter = metrics.meter()
+    for name, unit, description, pick in _GAUGES:
+        meter.create_observable_gauge(f"tandem.kv.link.{name}", [_observed(links, pick, max)], unit, description)
+    for name, unit, description, pick in _TOTALS:
+        meter.create_observable_counter(f"tandem.kv.link.{name}", [_observed(links, pick, sum)], unit, description)
 
-    def observe(pick: Callable[[pb.KvLink], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observations(options: CallbackOptions) -> Iterable[Observation]:
-            for link in links():
-                yield Observation(pick(link), {"peer": link.address, "transport": link.transport})
 
-        return observations
+Pick = Callable[[pb.KvLink], float]
 
-    gauges: tuple[tuple[str, str, str, Callable[[pb.KvLink], float]], ...] = (
-        ("bytes_per_second", "By/s", "Bytes per second of the link, a moving average.", lambda it: it.bytes_per_second),
-        ("latency", "ms", "Duration of the link's smallest transfers.", lambda it: it.latency_ms),
-        ("is_impaired", "1", "1 if the link uses a fallback or is slow.", lambda it: float(it.note != "")),
-    )
-    totals: tuple[tuple[str, str, str, Callable[[pb.KvLink], float]], ...] = (
-        ("bytes", "By", "Bytes received over the link.", lambda it: it.num_bytes),
-        ("transfers", "{transfer}", "Transfers over the link.", lambda it: it.num_transfers),
-        ("errors", "{error}", "Broken connections and corrupted transfers.", lambda it: it.num_errors),
-        ("fallbacks", "{transfer}", "Transfers over gRPC after a transport failed.", lambda it: it.num_fallbacks),
-    )
-    for name, unit, description, pick in gauges:
-        meter.create_observable_gauge(f"tandem.kv.link.{name}", [observe(pick)], unit, description)
-    for name, unit, description, pick in totals:
-        meter.create_observable_counter(f"tandem.kv.link.{name}", [observe(pick)], unit, description)
+_GAUGES: tuple[tuple[str, str, str, Pick], ...] = (
+    ("bytes_per_second", "By/s", "Bytes per second of the link, a moving average.", lambda it: it.bytes_per_second),
+    ("latency", "s", "Duration of the link's smallest transfers.", lambda it: it.latency_ms / 1000),
+    ("is_impaired", "1", "1 if the link uses a fallback or is slow.", lambda it: float(it.note != "")),
+)
+_TOTALS: tuple[tuple[str, str, str, Pick], ...] = (
+    ("bytes", "By", "Bytes received over the link.", lambda it: it.num_bytes),
+    ("transfers", "{transfer}", "Transfers over the link.", lambda it: it.num_transfers),
+    ("errors", "{error}", "Broken connections and corrupted transfers.", lambda it: it.num_errors),
+    ("fallbacks", "{transfer}", "Transfers over gRPC after a transport failed.", lambda it: it.num_fallbacks),
+)
+
+
+def _observed(
+    links: Callable[[], Sequence[pb.KvLink]], pick: Pick, merge: Callable[[Iterable[float]], float]
+) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    """A host may have several links for a while: its service was restarted at another address."""
+
+    def observations(options: CallbackOptions) -> Iterable[Observation]:
+        found: dict[tuple[str, str], list[float]] = {}
+        for link in links():
+            found.setdefault((link.host_id, link.transport), []).append(pick(link))
+        return [
+            Observation(merge(values), {"peer": peer, "transport": transport})
+            for (peer, transport), values in found.items()
+        ]
+
+    return observations

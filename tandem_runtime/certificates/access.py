@@ -59,9 +59,11 @@ RULES: dict[str, Rule] = {
     "/tandem.v1.WorkerService/GetAsset": _only("gateway"),
     "/tandem.v1.WorkerService/Stats": _OPERATORS,
     "/tandem.v1.WorkerService/Tables": _only("gateway"),
+    "/tandem.v1.WorkerService/Drain": _only("gateway"),
     "/tandem.v1.EncodeService/Encode": _only("gateway"),
     "/tandem.v1.EncodeService/GetAsset": _only("gateway"),
     "/tandem.v1.EncodeService/Stats": _OPERATORS,
+    "/tandem.v1.EncodeService/Drain": _only("gateway"),
     # A KV service serves the workers of its host, the gateways, which end handles, and other KV services.
     "/tandem.v1.KvTransferService/Reserve": _only("prefill", "encode"),
     "/tandem.v1.KvTransferService/Seal": _only("prefill", "encode"),

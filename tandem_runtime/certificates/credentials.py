@@ -146,6 +146,17 @@ class ProcessCertificate:
         _load_chain(context, files)
         return context
 
+    def listener_context(self) -> ssl.SSLContext:
+        """Return a context for a listening socket whose clients show no certificate. It follows renewals.
+
+        Call on the event loop.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        _load_chain(context, self.current.files)
+        self.listen(lambda: _load_chain(context, self.current.files))
+        return context
+
     def _changed(self) -> LoadedCertificate | None:
         try:
             version = self._version()

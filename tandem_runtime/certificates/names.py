@@ -1,11 +1,13 @@
 """Names a process of the fleet: its fleet, role and id, as they stand in its certificate.
 
-A certificate has exactly one URI SAN and two DNS SANs:
+A certificate has exactly one URI SAN and three DNS SANs:
 
     URI  spiffe://<fleet>/<role>/<id>        who the process is; servers and handlers read this one only
     DNS  <id>.<role>.tandem.internal         what a client expects that knows the id
     DNS  <role>.<fleet>.tandem.internal      what a client expects that knows the role only (a gateway's address in the
                                              settings)
+    DNS  metrics.tandem.internal             what Prometheus expects, which has one name for all processes of a job; no
+                                             process of the fleet dials with this name
 
 TLS libraries compare DNS names in the handshake, never URIs. So a client dials with the DNS name that it expects.
 """
@@ -23,6 +25,9 @@ Role = Literal["gateway", "prefill", "decode", "kv", "encode", "supervisor"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 DOMAIN = "tandem.internal"
+
+METRICS_NAME = f"metrics.{DOMAIN}"
+"""The DNS SAN of every certificate of Tandem's own authority. Certificates of others do without."""
 
 _URI = re.compile(r"spiffe://([0-9a-f]{16})/([a-z]{1,16})/([0-9a-f]{16})", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{16}", re.ASCII)

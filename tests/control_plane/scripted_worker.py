@@ -168,6 +168,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         raise KvNotFound("a scripted worker has no files")
         yield
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply(info=self.info(), load=self.load())
 

@@ -18,7 +18,10 @@ from control_plane.settings import ControlPlaneSettings
 from tandem.v1 import types_pb2 as pb
 from tests.control_plane.scripted_worker import ScriptedWorker
 
-LOOPS = ("sweep", "prober", "auditor", "gateway-heartbeats", "token-uses")
+LOOPS = (
+    *("sweep", "prober", "auditor", "gateway-heartbeats", "token-uses"),
+    *("live", "live-events", "events", "explanations"),
+)
 
 
 @asynccontextmanager

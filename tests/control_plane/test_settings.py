@@ -14,6 +14,10 @@ from control_plane.settings import ControlPlaneSettings
     [
         ({"head_seconds": 0.0}, "head_seconds is 0.0, must be above 0"),
         ({"max_connections": -1}, "max_connections is -1, must be above 0"),
+        ({"events_rows": 0}, "events_rows is 0, must be above 0"),
+        ({"events_days": 0.0}, "events_days is 0.0, must be above 0"),
+        ({"events_days": float("inf")}, "events_days is inf, must be a number of days"),
+        ({"events_days": float("nan")}, "events_days is nan, must be a number of days"),
         ({"forwarded_allow_ips": ("proxy",)}, "forwarded_allow_ips has 'proxy', which is no address or network"),
         ({"max_bodies_bytes": 1_000}, "max_bodies_bytes is 1,000, less than the 10,000,000 of one body"),
     ],

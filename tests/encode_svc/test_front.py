@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from encode_svc.front import EncodeFront
+from encode_svc.service import EncodeService
 from tandem.v1 import types_pb2 as pb
+from tandem.v1.worker_pb2 import DrainRequest
 from tandem_engine import messages
 from tandem_engine.encoder.messages import (
     CancelTexts,
@@ -30,11 +32,12 @@ from tandem_runtime.errors import (
     InternalError,
     InvalidRequest,
     Overloaded,
+    StaleIncarnation,
     TandemError,
     Unavailable,
 )
 from tandem_worker.engine_state import EXIT_CONFIG
-from tandem_worker.model_card import fingerprint
+from tandem_worker.model_card import AssetStore, fingerprint
 from tests.tandem_worker import scripted_engine
 from tests.tandem_worker.scripted_engine import ScriptedEngine
 
@@ -213,6 +216,24 @@ async def test_a_draining_worker_refuses_what_is_new_and_finishes_what_runs() ->
         await asyncio.wait_for(old, 10)
         await asyncio.wait_for(draining, 10)
         assert here.front.load().state == pb.WORKER_STATE_DRAINING
+
+
+async def test_an_operator_drains_and_resumes_an_encode_worker() -> None:
+    async with harness() as here:
+        service = EncodeService(here.front, "life-1", AssetStore(), pb.WorkerInfo)
+        running = here.call()
+        (sent,) = await here.sent(1)
+        drained = await service.Drain(DrainRequest(incarnation="life-1"), None)
+        assert drained.state == here.front.load().state == pb.WORKER_STATE_DRAINING
+        assert isinstance(await error_of(here.call()), Draining)
+        here.answer(sent)
+        await asyncio.wait_for(running, 10)
+        await service.Drain(DrainRequest(incarnation="life-1", resume=True), None)
+        after = here.call()
+        here.answer((await here.sent(2))[1])
+        await asyncio.wait_for(after, 10)
+        with pytest.raises(StaleIncarnation):
+            await service.Drain(DrainRequest(incarnation="life-0"), None)
 
 
 async def test_a_drain_that_takes_too_long_lets_calls_go_on_elsewhere() -> None:

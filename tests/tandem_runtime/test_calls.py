@@ -31,6 +31,9 @@ class Decode(WorkerServiceServicer):
     def __init__(self, stats: Stats | None = None, asset: Stream | None = None, attach: Stream | None = None) -> None:
         self._stats, self._asset, self._attach = stats, asset, attach
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Stats(self, request: Any, context: Any) -> pb.StatsReply:
         assert self._stats is not None
         return await self._stats(context)

@@ -31,6 +31,9 @@ class _Worker(WorkerServiceServicer):
     def __init__(self) -> None:
         self.encrypted: list[bool] = []
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Stats(self, request: Any, context: Any) -> pb.StatsReply:
         self.encrypted.append("x509_pem_cert" in context.auth_context())
         return pb.StatsReply()

@@ -92,7 +92,29 @@ def test_every_figure_of_a_card_is_reported() -> None:
         temperature_celsius=84,
         power_milliwatts=345678,
         throttle_reasons=["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
+        own_bytes=3 * GIB,
+        energy_millijoules=5_000_000,
+        num_corrected_ecc_errors=12,
+        num_uncorrected_ecc_errors=1,
     )
+
+
+def test_xid_errors_are_counted_by_card_and_number_and_a_reading_does_not_wait_for_one() -> None:
+    found, _ = reports(2, NVML_STUB_XIDS="0:79,1:48,0:79,0:31")
+    assert [dict(device.xid_errors) for device in found[0].devices] == [{79: 2, 31: 1}, {48: 1}]
+    assert [dict(device.xid_errors) for device in found[1].devices] == [{79: 2, 31: 1}, {48: 1}]
+
+
+def test_xid_errors_stay_counted_when_nvml_is_started_again_after_a_lost_card() -> None:
+    found, counts = reports(3, NVML_STUB_LOSE="1", NVML_STUB_XIDS="0:79")
+    assert counts == [2, 1]
+    assert [dict(report.devices[0].xid_errors) for report in found] == [{79: 1}] * 3
+
+
+def test_a_card_without_energy_counter_and_ecc_reports_neither_and_no_error_of_them() -> None:
+    card = only().devices[1]
+    assert not card.HasField("energy_millijoules") and not card.HasField("num_uncorrected_ecc_errors")
+    assert card.error == "power: Not Supported"
 
 
 def test_a_figure_that_cannot_be_read_is_zero_and_named_and_the_others_stay() -> None:

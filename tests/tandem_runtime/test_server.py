@@ -78,6 +78,9 @@ class _Worker(WorkerServiceServicer):
             tokens = len(command.submit.token_ids)
             yield pb.Event(hello=pb.AttachHello(gateway_id=str(tokens)))
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def GetAsset(self, request: Any, context: Any) -> AsyncIterator[pb.Chunk]:
         yield pb.Chunk(data=bytes(self._reply_bytes))
 

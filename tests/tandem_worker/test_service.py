@@ -12,9 +12,10 @@ import pytest
 
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
+from tandem.v1.worker_pb2 import DrainRequest
 from tandem_engine.messages import AddRequest
 from tandem_runtime.channel import open_channel
-from tandem_runtime.errors import KvNotFound, StaleIncarnation
+from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation
 from tandem_runtime.server import GrpcServer
 from tandem_worker.model_card import AssetStore
 from tandem_worker.service import WorkerService
@@ -131,3 +132,38 @@ async def test_an_asset_nobody_offered_is_not_found() -> None:
         with pytest.raises(KvNotFound, match="no asset"):
             async for _chunk in stub.GetAsset(pb.AssetRequest(digest=b"x")):
                 pass
+
+
+async def test_an_operator_drains_and_resumes_and_what_runs_goes_on() -> None:
+    async with served() as (here, stub):
+        reports = []
+        here.front.state.when_changed(lambda: reports.append(here.front.load().state))
+        call = stub.Attach()
+        await call.write(hello())
+        assert (await call.read()).HasField("hello")
+        await command(call, submit=submit("before"))
+        await until(lambda: len(here.engine.sent_of(AddRequest)) == 1)
+        for _ in range(2):  # repeating changes nothing
+            assert (await stub.Drain(DrainRequest(incarnation="worker-1"))).state == pb.WORKER_STATE_DRAINING
+        await command(call, submit=submit("during"))
+        assert error_of(await call.read()) == "Draining"
+        here.engine.emit(step([output("before.0", 3, [7])]))
+        assert list((await call.read()).step.outputs[0].token_ids) == [7]
+        assert (await stub.Drain(DrainRequest(incarnation="worker-1", resume=True))).state == pb.WORKER_STATE_READY
+        await command(call, submit=submit("after"))
+        await until(lambda: [added.request_id for added in here.engine.sent_of(AddRequest)] == ["before.0", "after.0"])
+        assert reports == [pb.WORKER_STATE_DRAINING, pb.WORKER_STATE_READY], "all gateways hear at once"
+
+
+async def test_a_drain_for_an_earlier_life_is_refused() -> None:
+    async with served() as (here, stub):
+        with pytest.raises(StaleIncarnation):
+            await stub.Drain(DrainRequest(incarnation="an earlier one"))
+        assert here.front.load().state == pb.WORKER_STATE_READY
+
+
+async def test_a_worker_that_is_about_to_end_cannot_be_resumed() -> None:
+    async with served() as (here, stub):
+        here.front.state.start_draining()
+        with pytest.raises(InvalidRequest, match="about to end"):
+            await stub.Drain(DrainRequest(incarnation="worker-1", resume=True))

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from control_plane.api.encoders import embeddings, rerank
 from control_plane.api.encoders.responses import written
 from control_plane.api.http.body import body_is_prepared, read_body
+from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import while_connected
 from control_plane.text.prepared import TextJob
@@ -56,14 +57,15 @@ async def _encoded(request: Request, job: TextJob, raw: bytes, parse: Parse) -> 
 
 async def respond(request: Request, encoded: Encoded, before: bytes = b"", after: bytes = b"") -> Response:
     """Return the answer, between `before` and `after`."""
-    pieces = written(encoded, request_id_of(request))
+    pieces, explained = written(encoded, request_id_of(request)), Explained(request)
     if len(encoded.values) <= _MAX_WHOLE_BYTES:
-        return Response(before + b"".join([piece async for piece in pieces]) + after, media_type="application/json")
+        body = before + b"".join([piece async for piece in pieces]) + after
+        return Response(explained.whole(body), media_type="application/json")
 
-    async def body() -> AsyncIterator[bytes]:
+    async def all_pieces() -> AsyncIterator[bytes]:
         yield before
         async for piece in pieces:
             yield piece
         yield after
 
-    return StreamingResponse(body(), media_type="application/json")
+    return StreamingResponse(explained.pieces(all_pieces()), media_type="application/json")

@@ -19,12 +19,16 @@ from control_plane.accounts.identity import Identity
 from control_plane.api.http.errors import NoSuchRoute, on_tandem_error
 from tandem_runtime.errors import TandemError, Unauthenticated
 
-_OPEN = frozenset({"/", "/healthz", "/docs", "/openapi.json"})
-_FLEET = "/v1/workers"
+_OPEN = re.compile(r"/|/ui/.*|/healthz|/docs|/openapi\.json")
+"""The page and its files hold no data: what the page shows, it asks for with the reader's token."""
+_OPERATOR = re.compile(r"/v1/workers(/.*)?|/v1/events|/v1/live|/metrics|/v1/metrics/targets")
+"""The fleet's state: for the operator's token and for administrators; open while no account exists."""
+_REQUESTS = re.compile(r"/v1/requests(/.*)?")
+"""The operator's token sees the requests of all accounts, as an administrator's does; another token its account's."""
 _READINESS = frozenset({"/readyz", "/health", "/ping"})
 """Open, too; a token that may see workers sees the reasons."""
 _ACCOUNT = re.compile(r"/client/v4/accounts/([^/]+)")
-_ADMIN = re.compile(r"/v1/workers|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
+_ADMIN = re.compile(_OPERATOR.pattern + r"|/admin/.*|/client/v4/accounts/[^/]+/tokens(/.*)?")
 _NOT_MODELS = re.compile(r"/admin.*|/client/v4/(?!accounts/[^/]+/ai(/|$)).*")
 """Paths that a token for inference never opens, future routes under these prefixes included."""
 _ANY_TOKEN = re.compile(r"/client/v4/user/tokens/verify|/client/v4/accounts/[^/]+/tokens/verify")
@@ -54,7 +58,7 @@ def _check_characters(path: str) -> None:
 def is_administration(path: str) -> bool:
     """Return whether the path is about accounts and tokens: closed even while no account exists."""
     is_about_them = _OWN.fullmatch(path) or _ADMIN.fullmatch(path) or _ANY_TOKEN.fullmatch(path)
-    return bool(is_about_them) and path != _FLEET
+    return bool(is_about_them) and not _OPERATOR.fullmatch(path)
 
 
 class AuthenticationMiddleware:
@@ -86,7 +90,7 @@ class AuthenticationMiddleware:
             _check_characters(scope["path"])
             if scope["path"] in _READINESS:
                 state["may_see_workers"] = await self._may_see_workers(scope)
-            elif scope["path"] not in _OPEN:
+            elif not _OPEN.fullmatch(scope["path"]):
                 state["identity"] = await self._identify(scope)
         except TandemError as error:
             if isinstance(error, Unauthenticated) and not isinstance(error, NotAllowed):
@@ -101,7 +105,7 @@ class AuthenticationMiddleware:
         named = _ACCOUNT.match(path)
         account = named.group(1) if named else None
         secret = bearer(Headers(scope=scope))
-        if path == _FLEET and self._is_operator(secret):
+        if (_OPERATOR.fullmatch(path) or _REQUESTS.fullmatch(path)) and self._is_operator(secret):
             return Identity("")
         if await self._authenticator.is_open():
             if is_administration(path):

@@ -21,7 +21,7 @@ from control_plane.api.http.bounds import (
 )
 from control_plane.api.http.connections import BodyHold
 from control_plane.api.http.errors import BodyMissing, BodyTooLarge
-from control_plane.api.http.request_context import caller_of, services_of
+from control_plane.api.http.request_context import caller_of, services_of, timeline_of
 from tandem_runtime.errors import InvalidRequest, Unsupported
 
 
@@ -105,6 +105,7 @@ async def read_body(request: Request) -> bytes:
         raw += chunk
         if len(raw) > limit_bytes:
             raise _too_large(limit_bytes)
+    timeline_of(request).end("body")
     return bytes(raw)
 
 

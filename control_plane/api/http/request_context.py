@@ -20,14 +20,21 @@ from control_plane.accounts.prices import Price
 from control_plane.api.http.bounds import MAX_ACCOUNT_CHARACTERS, MAX_SESSION_CHARACTERS
 from control_plane.api.http.errors import unhandled_exception_response
 from control_plane.api.http.route_names import method_of, name_of, route_of
+from control_plane.explain.server_timing import server_timing
+from control_plane.explain.timeline import Timeline
 from control_plane.generation import ModelCatalog
+from control_plane.live.feed import LiveFeed
 from control_plane.text.text_service import TextService
 from tandem_runtime import metrics, tracing
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.loop_lag import name_task
 
 _SESSION_HEADER = "x-session-affinity"
+EXPLAIN_HEADER = "x-tandem-explain"
+"""`1`: the answer has the request's explanation."""
 _SERVED_SECONDS = 1.0
+_BOUNDARIES = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 30, 60, 120, 300, 600)
+"""Of the durations of HTTP requests, in seconds: those of OpenTelemetry's conventions, and more for streams."""
 
 
 class Readiness(Protocol):
@@ -38,6 +45,9 @@ class Readiness(Protocol):
 class FleetView(Protocol):
     def workers(self) -> list[dict[str, Any]]:
         """Return every worker with its state, load and memory, as plain JSON values."""
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        """Return where the metrics of each worker and KV service are, in the form of Prometheus' http_sd."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class Services:
     price_of: Callable[[str], Price] | None = None
     """The price of a model, by the id that its worker serves; None without accounts."""
     served: ServedModels = field(default_factory=lambda: ServedModels())
+    live: LiveFeed | None = None
+    """Makes the stream of GET /v1/live; None: this gateway has no live page."""
 
 
 class ServedModels:
@@ -88,6 +100,14 @@ def served_models(request: Request) -> tuple[str, ...]:
     return services.served.of(services.catalog)
 
 
+def timeline_of(request: Request) -> Timeline:
+    """Return the marks of when the request reached which point."""
+    found: Timeline | None = getattr(request.state, "timeline", None)
+    if found is None:  # a test without the middleware
+        found = request.state.timeline = Timeline()
+    return found
+
+
 def request_id_of(request: Request) -> str:
     return cast(str, request.state.request_id)
 
@@ -109,6 +129,7 @@ def caller_of(request: Request) -> Caller:
         account=identity.account,
         identity=identity,
         answer_headers=getattr(request.state, "answer_headers", {}),
+        timeline=timeline_of(request),
         session_affinity=_session_of(request),
     )
 
@@ -125,7 +146,9 @@ def _session_of(request: Request) -> str:
 
 
 class RequestContext:
-    """Gives each request an id, a server span and a duration; returns the id as `cf-ai-req-id` and `x-request-id`.
+    """Gives each request an id, a server span, a timeline and a duration.
+
+    Returns the id as `cf-ai-req-id` and `x-request-id`, and what is known of the durations as `Server-Timing`.
 
     This is a plain ASGI middleware, so that endpoints see the client's disconnect directly.
     """
@@ -133,7 +156,10 @@ class RequestContext:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._durations = metrics.meter().create_histogram(
-            "http.server.request.duration", unit="s", description="From the request's head to the response's last byte."
+            "http.server.request.duration",
+            unit="s",
+            description="From the request's head to the response's last byte.",
+            explicit_bucket_boundaries_advisory=_BOUNDARIES,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,13 +169,16 @@ class RequestContext:
         request_id = str(uuid4())
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        exchange = _Exchange(request_id, send, state.get("response_starts"))
+        headers = Headers(scope=scope)
+        timeline = Timeline(state.get("head_read_at"), wants_explanation=headers.get(EXPLAIN_HEADER) in ("1", "true"))
+        state["timeline"] = timeline
+        exchange = _Exchange(request_id, send, timeline, state.get("response_starts"))
         started = time.perf_counter()
         method, name = method_of(scope), name_of(scope)
         name_task(name)
         with tracing.span(
             name,
-            context=propagate.extract(Headers(scope=scope)),
+            context=propagate.extract(headers),
             kind=SpanKind.SERVER,
             attributes={
                 "http.request.method": method,
@@ -164,6 +193,7 @@ class RequestContext:
                     raise
                 await unhandled_exception_response(Request(scope, receive), error)(scope, receive, exchange.send)
             finally:
+                timeline.left()
                 span.set_attribute("http.response.status_code", exchange.status)
                 if exchange.status >= 500:
                     span.set_status(trace.StatusCode.ERROR)
@@ -172,12 +202,13 @@ class RequestContext:
 
 
 class _Exchange:
-    """Forwards a response, adds the request's id to its headers, and keeps its status."""
+    """Forwards a response, adds the request's id and durations to its headers, and keeps its status."""
 
-    def __init__(self, request_id: str, send: Send, starts: Callable[[], None] | None) -> None:
+    def __init__(self, request_id: str, send: Send, timeline: Timeline, starts: Callable[[], None] | None) -> None:
         """`starts` is called before the response starts: the server then counts the body no longer."""
         self._request_id = request_id
         self._send = send
+        self._timeline = timeline
         self._starts = starts
         self.status = 499
         """499 (client closed the request) until a response starts."""
@@ -192,4 +223,5 @@ class _Exchange:
             headers = MutableHeaders(scope=message)
             headers["cf-ai-req-id"] = self._request_id
             headers["x-request-id"] = self._request_id
+            headers["server-timing"] = server_timing(self._timeline)
         await self._send(message)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -110,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_resuming = False
         """Whether the parser reads the head that `_resume_at_body` gives it."""
         self._refusal: TandemError | None = None
+        self._began_at = time.perf_counter()
+        """When the latest request began; the connection, before its first request."""
         self._is_deaf = False
         """Whether all further input is discarded."""
 
@@ -220,6 +223,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._is_resuming:
             return
         super().on_message_begin()
+        self._began_at = time.perf_counter()
         self._stage = "head"
         self._line_bytes = self._num_lines = 0
         self._content_length, self._is_chunked = None, False
@@ -270,6 +274,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_headers_complete()
         self._stage = "body"
         self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
+        self.scope["state"]["head_read_at"] = time.perf_counter()
         self.scope["state"]["response_starts"] = _ResponseStarts(self, self.cycle, self._body)
         if self._body is not None:
             self.scope["state"]["body_hold"] = BodyHold(self.owner, self._body)
@@ -356,6 +361,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             b"connection: close",
             f"cf-ai-req-id: {request_id}".encode(),
             f"x-request-id: {request_id}".encode(),
+            f"server-timing: total;dur={1000 * (time.perf_counter() - self._began_at):.3f}".encode(),
         ]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + content)
         self._linger()

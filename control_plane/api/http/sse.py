@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from control_plane.api.http.errors import error_event, error_format_of
-from control_plane.api.http.request_context import request_id_of
+from control_plane.api.http.request_context import request_id_of, timeline_of
 from control_plane.api.http.route_names import name_of
 from tandem_runtime.errors import Cancelled, InternalError, TandemError
 from tandem_runtime.log import get_logger
@@ -74,6 +74,11 @@ class _StreamBroken(Exception):
 async def _with_error_event(request: Request, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(frames) as pieces:
+            async for piece in pieces:
+                if piece:
+                    yield piece
+                    break
+            timeline_of(request).written()
             async for piece in pieces:
                 if piece:
                     yield piece

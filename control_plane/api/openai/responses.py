@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Meta
 
 from control_plane.api.collected_choice import CollectedChoice
+from control_plane.api.explanation_objects import ExplainedObject
 from control_plane.api.http.sse import TextFrames, frame
 from control_plane.generation import AnswerEnd, FinishReason, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs, TokenText
 from control_plane.text.tool import CallDelta
+
+ServerTiming = Annotated[str, Meta(description="In a stream's last event: the durations, as in Server-Timing.")]
 
 
 class PromptTokensDetails(TypedDict):
@@ -84,6 +87,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageObject
+    tandem: NotRequired[ExplainedObject]
 
 
 class FunctionDelta(TypedDict):
@@ -124,6 +128,8 @@ class ChatChunk(TypedDict):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[UsageObject | None]
+    server_timing: NotRequired[ServerTiming]
+    tandem: NotRequired[ExplainedObject]
 
 
 class CompletionLogprobs(TypedDict):
@@ -152,6 +158,8 @@ class Completion(TypedDict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[UsageObject | None]
+    server_timing: NotRequired[ServerTiming]
+    tandem: NotRequired[ExplainedObject]
 
 
 class ModelObject(TypedDict):
@@ -204,12 +212,18 @@ class ResponseSerializer(ABC):
         self._begun: set[int] = set()
         """Indices of choices that have had a chunk."""
         self._text_frames: dict[int, TextFrames] = {}
+        self.num_finished = 0
+        """Choices whose end is written."""
 
     id_prefix = ""
     chunk_object = ""
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
+
+    def extra_chunk(self) -> dict[str, Any]:
+        """Return a chunk without a choice, for what comes after the answer."""
+        return {**self._chunk_base, "choices": []}
 
     @abstractmethod
     def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> dict[str, Any]:
@@ -219,6 +233,11 @@ class ResponseSerializer(ABC):
     def chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a delta."""
 
+    def counted_chunks(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Return the chunks of a delta; count the choice that it ends."""
+        self.num_finished += delta.finish_reason is not None
+        return self.chunks(delta)
+
     def frames(self, delta: TextDelta) -> bytes:
         """Return the chunks of a delta as events of a stream."""
         index = delta.choice_index
@@ -226,7 +245,7 @@ class ResponseSerializer(ABC):
             delta.calls or delta.logprobs or delta.thinking or delta.finish_reason is not None
         )
         if not is_text or index not in self._begun:
-            return b"".join([frame(chunk) for chunk in self.chunks(delta)])
+            return b"".join([frame(chunk) for chunk in self.counted_chunks(delta)])
         if index not in self._text_frames:
             self._text_frames[index] = TextFrames(lambda text: next(self.chunks(TextDelta(index, text))))
         return self._text_frames[index].frame(delta.text)

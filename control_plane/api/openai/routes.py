@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from control_plane.api.collected_choice import Answer, collect
 from control_plane.api.http.body import body_is_prepared, read_body
+from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import DONE, EventStream, frame, while_connected
 from control_plane.api.multi_prompt_stream import MultiPromptStream, start_all
@@ -98,24 +99,35 @@ async def _respond(request: Request, form: AnswerForm, answer: Answer, serialize
     if not form.stream:
         async with aclosing(answer):
             choices = await while_connected(request, collect(answer))
-        return Response(msgspec.json.encode(serializer.whole(choices, answer.usage)), media_type="application/json")
+        body = Explained(request).whole(msgspec.json.encode(serializer.whole(choices, answer.usage)))
+        return Response(body, media_type="application/json")
     # The header has the price of the prompts' scores only; the last chunk has the total.
     caller_of(request).answer_headers.pop("cf-ai-neurons", None)
-    frames = _frames(answer, serializer, form)
+    frames = _frames(answer, serializer, form, Explained(request))
     ping_seconds = services_of(request).settings.ping_seconds
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
 
 
-async def _frames(answer: Answer, serializer: ResponseSerializer, form: AnswerForm) -> AsyncGenerator[bytes]:
+async def _frames(
+    answer: Answer, serializer: ResponseSerializer, form: AnswerForm, explained: Explained
+) -> AsyncGenerator[bytes]:
+    last, num_choices = b"", answer.num_choices
     async for batch in answer.batches():
         if form.with_continuous_usage:
             usage = usage_json(answer.usage)
-            chunks = [{**chunk, "usage": usage} for delta in batch for chunk in serializer.chunks(delta)]
-            yield b"".join(map(frame, chunks))
+            chunks = [{**chunk, "usage": usage} for delta in batch for chunk in serializer.counted_chunks(delta)]
+            piece = b"".join(map(frame, chunks))
         else:
-            yield b"".join([serializer.frames(delta) for delta in batch])
+            piece = b"".join([serializer.frames(delta) for delta in batch])
+        if serializer.num_finished < num_choices:
+            yield piece
+        else:  # it waits for the request's durations, which are complete when the loop ends
+            last += piece
     if form.with_usage_chunk:
-        yield frame(serializer.usage_chunk(answer.usage))
+        yield last
+        last = frame(serializer.usage_chunk(answer.usage))
+    yield explained.in_last(last)
+    yield explained.event(serializer.extra_chunk())
     yield DONE
 
 

@@ -16,6 +16,7 @@ from control_plane.api.encoders import responses as encoder_responses
 from control_plane.api.encoders.embeddings import EmbeddingsBody
 from control_plane.api.encoders.native import EncoderInputs
 from control_plane.api.encoders.rerank import RerankBody
+from control_plane.api.explanation_objects import ExplanationObject, RequestList
 from control_plane.api.http.body import Body
 from control_plane.api.http.request_context import served_models
 from control_plane.api.openai import responses as openai_responses
@@ -55,6 +56,8 @@ _ANSWERS: tuple[Any, ...] = (
     workers_ai_responses.FoundSchemas,
     workers_ai_responses.ErrorEnvelope,
     workers_ai_responses.BindingError,
+    RequestList,
+    ExplanationObject,
 )
 
 

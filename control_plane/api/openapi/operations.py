@@ -12,9 +12,13 @@ from control_plane.api.http.bounds import (
     MAX_SESSION_CHARACTERS,
 )
 from control_plane.api.http.errors import ErrorFormat
+from control_plane.api.http.request_context import EXPLAIN_HEADER
+from control_plane.api.requests import MAX_LISTED, STATES
 from control_plane.api.workers_ai.binding import MODEL_HEADER
 from control_plane.api.workers_ai.remote_proxy import PATH as PROXY_PATH
 from control_plane.api.workers_ai.search import MAX_PAGE
+from control_plane.events.kinds import KINDS, SEVERITIES
+from control_plane.events.store import MAX_PAGE as MAX_PAGE_OF_EVENTS
 
 REFERENCE = "#/components/schemas/{}"
 JSON = "application/json"
@@ -43,7 +47,11 @@ _GENERATION_ERRORS: Mapping[ErrorFormat, tuple[str, ...]] = {
 _HEAD_ERRORS = ("414", "431")
 """Of every endpoint: what the HTTP server refuses before it looks at the endpoint."""
 _READ_ERRORS = ("400", "401", "403", "404", "500", "503")
-_REQUEST_ID = {"cf-ai-req-id": {"description": "The request's id, also in the logs.", "schema": {"type": "string"}}}
+_REQUEST_ID = {
+    "cf-ai-req-id": {"description": "The request's id, also in the logs.", "schema": {"type": "string"}},
+    "x-request-id": {"description": "The same id.", "schema": {"type": "string"}},
+    "server-timing": {"description": "Durations in milliseconds so far.", "schema": {"type": "string"}},
+}
 
 
 def reference(name: str) -> dict[str, Any]:
@@ -155,6 +163,9 @@ _AFFINITY = Parameter(
     {"type": "string", "maxLength": MAX_SESSION_CHARACTERS},
     "Requests of an account for a model with the same value go to the same workers.",
 )
+_EXPLAIN = Parameter(
+    EXPLAIN_HEADER, "header", {"enum": ["1"]}, "The answer has the explanation of the request in the field `tandem`."
+)
 _HEADER_MODEL = Parameter(MODEL_HEADER, "header", {"type": "string", "minLength": 1}, "The model's name.", True)
 _PAGING = (
     Parameter(
@@ -235,13 +246,14 @@ def _openai(prefix: str, suffix: str, model: str) -> Iterator[Operation]:
     yield Operation(
         "post", f"{prefix}/chat/completions", name=f"createChatCompletion{suffix}",
         summary=f"Answer a conversation{at}", body=reference("ChatBody"), answer=reference("ChatCompletion"),
-        event="ChatChunk", parameters=(*account, _AFFINITY),
+        event="ChatChunk", parameters=(*account, _AFFINITY, _EXPLAIN),
         example={"model": model, "messages": [hello], "max_tokens": 64}, **common,
     )  # fmt: skip
     yield Operation(
         "post", f"{prefix}/completions", name=f"createCompletion{suffix}", summary=f"Continue one or more prompts{at}",
         body=reference("CompletionBody"), answer=reference("Completion"), event="Completion",
-        parameters=(*account, _AFFINITY), example={"model": model, "prompt": "Once upon", "max_tokens": 64}, **common,
+        parameters=(*account, _AFFINITY, _EXPLAIN),
+        example={"model": model, "prompt": "Once upon", "max_tokens": 64}, **common,
     )  # fmt: skip
     yield Operation(
         "get", f"{prefix}/models", name=f"listModels{suffix}", summary=f"List the models{at}", parameters=account,
@@ -265,8 +277,9 @@ def _tokens(model: str) -> Iterator[Operation]:
 
 
 def _encoders(model: str) -> Iterator[Operation]:
-    at_cloudflare: dict[str, Any] = {"parameters": (_ACCOUNT,), "error_format": "cloudflare"}
-    for prefix, name, common in (("/v1", "", {}), (f"{_ACCOUNTS}/v1", "OfAccount", at_cloudflare)):
+    here: dict[str, Any] = {"parameters": (_EXPLAIN,)}
+    at_cloudflare: dict[str, Any] = {"parameters": (_ACCOUNT, _EXPLAIN), "error_format": "cloudflare"}
+    for prefix, name, common in (("/v1", "", here), (f"{_ACCOUNTS}/v1", "OfAccount", at_cloudflare)):
         yield Operation(
             "post", f"{prefix}/embeddings", OPENAI, f"createEmbeddings{name}", "Embed texts",
             body=reference("EmbeddingsBody"), answer=reference("EmbeddingList"),
@@ -279,6 +292,7 @@ def _encoders(model: str) -> Iterator[Operation]:
         )  # fmt: skip
     yield Operation(
         "post", "/v2/rerank", OPENAI, "rerankV2", "The same as /v1/rerank, where Cohere's clients look",
+        parameters=(_EXPLAIN,),
         body=reference("RerankBody"), answer=reference("Ranking"),
         example={"model": model, "query": "What is a KV cache?", "documents": ["A cache.", "A bird."]},
     )  # fmt: skip
@@ -290,12 +304,12 @@ def _rest(model: str) -> Iterator[Operation]:
     run: dict[str, Any] = {"answer": enveloped(_RUN_ANSWERS), "event": "StreamEvent", **common}
     yield Operation(
         "post", f"{_ACCOUNTS}/run/{{model}}", name="run", summary="Run a model", body=_RUN_BODY,
-        parameters=(_ACCOUNT, _MODEL, *_RUN_QUERY, _AFFINITY), example=inputs, **run,
+        parameters=(_ACCOUNT, _MODEL, *_RUN_QUERY, _AFFINITY, _EXPLAIN), example=inputs, **run,
     )  # fmt: skip
     yield Operation(
         "post", f"{_ACCOUNTS}/run", name="runNamed", summary="Run the model that the body names",
         body=_closed("model input", model={"type": "string"}, input=_RUN_BODY),
-        parameters=(_ACCOUNT, *_RUN_QUERY, _AFFINITY), example={"model": model, "input": inputs}, **run,
+        parameters=(_ACCOUNT, *_RUN_QUERY, _AFFINITY, _EXPLAIN), example={"model": model, "input": inputs}, **run,
     )  # fmt: skip
     yield Operation(
         "get", f"{_ACCOUNTS}/models/search", name="searchModels", summary="Find models",
@@ -324,7 +338,7 @@ def _binding(model: str) -> Iterator[Operation]:
         "event": "StreamEvent",
         "example": {"inputs": {"prompt": "What is a KV cache?", "max_tokens": 64}, "options": {}},
     }
-    headers = (_HEADER_MODEL, _AFFINITY)
+    headers = (_HEADER_MODEL, _AFFINITY, _EXPLAIN)
     yield Operation(
         "post", "/run", name="bindingRun", summary="`AI.run(model, inputs, options)`", parameters=headers, **call,
         **common,
@@ -349,10 +363,98 @@ def _binding(model: str) -> Iterator[Operation]:
     )  # fmt: skip
 
 
+_REQUEST_FILTERS = (
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 50}, "Rows."),
+    Parameter("model", "query", {"type": "string"}, "Requests that this model answers."),
+    Parameter("account", "query", {"type": "string"}, "Requests of this account."),
+    Parameter("state", "query", {"enum": list(STATES)}, "Requests in this state."),
+)
+_EVENT_FILTERS = (
+    Parameter("after", "query", {"type": "integer", "minimum": 0}, "Events with a greater id, the oldest first."),
+    Parameter(
+        "limit", "query", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_OF_EVENTS, "default": 100}, "Rows."
+    ),
+    Parameter("kind", "query", {"enum": list(KINDS)}, "Events of this kind."),
+    Parameter("severity", "query", {"enum": list(SEVERITIES)}, "Events of this severity."),
+    Parameter("worker", "query", {"type": "string"}, "Events of this worker, by its id or name."),
+)
+_EVENT = _closed(
+    "id time_ms kind severity gateway role worker host model request_id cause message fields",
+    id={"type": "integer"}, time_ms={"type": "integer"}, kind={"enum": list(KINDS)},
+    severity={"enum": list(SEVERITIES)}, fields={"type": "object"},
+    **{name: {"type": "string"} for name in (
+        "gateway", "role", "worker", "host", "model", "request_id", "cause", "message",
+    )},
+)  # fmt: skip
+_EVENT_LIST = _closed("object data", object={"const": "list"}, data={"type": "array", "items": _EVENT})
+_DRAINED = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "name": {"type": "string", "description": "Its `--worker-id`."},
+        "state": {"enum": ["draining", "ready"]},
+        "num_running": {"type": "integer", "description": "Requests there, by its last heartbeat."},
+        "warning": {
+            "type": "string",
+            "description": "What clients notice: no other worker of its role takes requests for the model.",
+        },
+    },
+    "required": ["id", "name", "state", "num_running"],
+}
+_LIVE_EVENTS = {
+    "type": "object",
+    "description": "Server-sent events until the gateway drains, for 15 minutes at most.",
+    "properties": {
+        "event": {"enum": ["hello", "fleet", "requests", "cache", "event"]},
+        "data": {"anyOf": [{"type": "string", "contentMediaType": JSON, "contentSchema": {"type": "object"}}]},
+    },
+    "required": ["event", "data"],
+}
+
+
 def _operating() -> Iterator[Operation]:
     yield Operation(
         "get", "/v1/workers", OPERATING, "listWorkers", "The fleet: state, load and memory of every worker",
         answer=reference("WorkerList"),
+    )  # fmt: skip
+    yield Operation(
+        "get", "/v1/requests", OPERATING, "listRequests",
+        "Requests: those that run, then the newest; a token sees its account's, an operator's all",
+        parameters=_REQUEST_FILTERS, answer=reference("RequestList"), errors=_READ_ERRORS,
+    )  # fmt: skip
+    yield Operation(
+        "get", "/v1/requests/{request_id}/explain", OPERATING, "explainRequest",
+        "One request explained: where its time went, its route, moves and cost",
+        parameters=(Parameter("request_id", "path", {"type": "string", "minLength": 1}, "Of `x-request-id`."),),
+        answer=reference("ExplanationObject"), errors=_READ_ERRORS,
+    )  # fmt: skip
+    yield Operation(
+        "get", "/v1/events", OPERATING, "listEvents",
+        "What the fleet decided and why: the newest, or the first ones after an id; the newest is the last",
+        parameters=_EVENT_FILTERS, answer=_EVENT_LIST, errors=_READ_ERRORS,
+    )  # fmt: skip
+    for action, summary in (
+        ("drain", "Let a worker finish what runs and take nothing new"),
+        ("resume", "Let a worker that was drained take requests again"),
+    ):
+        yield Operation(
+            "post", f"/v1/workers/{{worker}}/{action}", OPERATING, f"{action}Worker", summary,
+            parameters=(Parameter("worker", "path", {"type": "string", "minLength": 1}, "Its id or its name."),),
+            answer=_DRAINED, errors=(*_READ_ERRORS, "503"),
+        )  # fmt: skip
+    yield Operation(
+        "get", "/v1/live", OPERATING, "live",
+        "What the live page shows, as it changes: events `hello`, `fleet`, `requests`, `cache` and `event`",
+        answer=_LIVE_EVENTS, media_type=EVENTS, errors=(*_READ_ERRORS, "429"),
+    )  # fmt: skip
+    yield Operation(
+        "get", "/metrics", OPERATING, "metrics", "This gateway's metrics, for Prometheus",
+        answer={"type": "string"}, media_type="text/plain",
+    )  # fmt: skip
+    yield Operation(
+        "get", "/v1/metrics/targets", OPERATING, "metricsTargets",
+        "Where Prometheus finds the metrics of each worker and KV service (HTTP service discovery)",
+        answer={"type": "array", "items": {"type": "object"}},
     )  # fmt: skip
     yield Operation("get", "/healthz", OPERATING, "health", "The process is alive")
     yield Operation(

@@ -10,11 +10,14 @@ import msgspec
 from msgspec import Meta
 
 from control_plane.api.collected_choice import Answer, CollectedCall, CollectedChoice, add_call, collect
+from control_plane.api.explanation_objects import ExplainedObject
+from control_plane.api.http.explained import Explained
 from control_plane.api.http.sse import ALL_FILLERS, DONE, FILLERS, TextFrames, frame
 from control_plane.api.openai.responses import (
     ChatSerializer,
     CompletionSerializer,
     ResponseSerializer,
+    ServerTiming,
     UsageObject,
     usage_json,
 )
@@ -38,6 +41,7 @@ class NativeResult(TypedDict):
     tool_calls: list[NativeCall]
     finish_reason: AnswerEnd | None
     usage: UsageObject
+    tandem: NotRequired[ExplainedObject]
 
 
 class NativeEvent(TypedDict):
@@ -51,6 +55,8 @@ class NativeEvent(TypedDict):
     ]
     finish_reason: NotRequired[AnswerEnd | None]
     usage: NotRequired[UsageObject]
+    server_timing: NotRequired[ServerTiming]
+    tandem: NotRequired[ExplainedObject]
 
 
 class Problem(TypedDict):
@@ -162,7 +168,7 @@ class Wire(Protocol):
     async def result(self, answer: Answer) -> Any:
         """Read `answer` to its end and return the result of `AI.run`."""
 
-    def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
+    def frames(self, answer: Answer, explained: Explained) -> AsyncGenerator[bytes]:
         """Yield the stream's events, [DONE] included; events of one batch are one piece."""
 
 
@@ -202,7 +208,7 @@ class NativeWire:
             "usage": usage_json(answer.usage),
         }
 
-    async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
+    async def frames(self, answer: Answer, explained: Explained) -> AsyncGenerator[bytes]:
         finish_reason = None
         calls: list[CollectedCall] = []
         async for batch in answer.batches():
@@ -220,7 +226,9 @@ class NativeWire:
         whole = [_event_call(index, call) for index, call in enumerate(calls) if call.is_complete]
         if whole:
             yield frame(NativeEvent(response="", tool_calls=whole, p=FILLERS.next()))
-        yield frame(NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage)))
+        last = NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage))
+        yield explained.in_last(frame(last))
+        yield explained.event(NativeEvent(response=""))
         yield DONE
 
 
@@ -236,7 +244,7 @@ class OpenAIWire:
     async def result(self, answer: Answer) -> Any:
         return self._serializer.whole(await collect(answer), answer.usage)
 
-    async def frames(self, answer: Answer) -> AsyncGenerator[bytes]:
+    async def frames(self, answer: Answer, explained: Explained) -> AsyncGenerator[bytes]:
         reported = _NO_USAGE
         async for batch in answer.batches():
             piece = []
@@ -245,7 +253,8 @@ class OpenAIWire:
                 piece.append(frame({**chunk, "p": FILLERS.next(), "usage": usage_json(added)}))
             yield b"".join(piece)
         yield frame({**self._serializer.usage_chunk(answer.usage - reported), "p": FILLERS.next()})
-        yield frame(NativeEvent(response="", usage=usage_json(answer.usage)))
+        yield explained.in_last(frame(NativeEvent(response="", usage=usage_json(answer.usage))))
+        yield explained.event(NativeEvent(response=""))
         yield DONE
 
 

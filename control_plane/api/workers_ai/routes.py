@@ -12,6 +12,7 @@ from starlette.routing import Route
 from control_plane.api.encoders import routes as encoders
 from control_plane.api.http.body import body_is_prepared, read_body
 from control_plane.api.http.bounds import check_model_name
+from control_plane.api.http.explained import Explained
 from control_plane.api.http.request_context import caller_of, request_id_of, services_of
 from control_plane.api.http.sse import EventStream, while_connected
 from control_plane.api.workers_ai import search
@@ -62,13 +63,13 @@ async def answer(request: Request, job: TextJob, *, in_envelope: bool) -> Respon
     form, stream = started
     wire = wire_of(stream.model, form, request_id_of(request))
     if form.stream:
-        return EventStream(request, wire.frames(stream), stream.aclose)
+        return EventStream(request, wire.frames(stream, Explained(request)), stream.aclose)
     async with aclosing(stream):
         result = await while_connected(request, wire.result(stream))
     if in_envelope:
         result = {"result": result, "success": True, "errors": [], "messages": []}
     # Without a charset: with one, workerd gives the Cloudflare Worker a stream of bytes instead of an object.
-    return Response(msgspec.json.encode(result), media_type="application/json")
+    return Response(Explained(request).whole(msgspec.json.encode(result)), media_type="application/json")
 
 
 async def _started(request: Request, job: TextJob, raw: bytes) -> tuple[AnswerForm, TextStream] | Encoded:

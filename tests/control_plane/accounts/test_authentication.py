@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -137,6 +138,43 @@ async def test_only_an_admin_or_who_started_it_sees_the_fleet(accounts: Accounts
     assert statuses == [401, 403, 200, 200, 401] and elsewhere.status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/v1/metrics/targets"])
+async def test_metrics_are_for_an_admin_and_for_the_operator(accounts: Accounts, path: str) -> None:
+    async with serve(accounts=accounts) as gateway:
+        assert (await gateway.client.get(path)).status_code == 200, "open while no account exists"
+    async with world(accounts, operator_token="op") as here:
+        statuses = [
+            (await here.ask(path, secret, method="GET")).status_code for secret in (None, here.mine, here.admin, "op")
+        ]
+    assert statuses == [401, 403, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/events"), ("POST", "/v1/workers/decode-0/drain"), ("POST", "/v1/workers/decode-0/resume")],
+)
+async def test_events_and_drains_are_for_an_admin_and_for_the_operator(
+    accounts: Accounts, method: str, path: str
+) -> None:
+    async with world(accounts, operator_token="op") as here:
+        statuses = [(await here.ask(path, secret, method=method)).status_code for secret in (None, here.mine)]
+        assert statuses == [401, 403]
+        for secret in (here.admin, "op"):  # permitted; this gateway has no fleet and keeps no events
+            answer = await here.ask(path, secret, method=method)
+            assert (answer.status_code, "this gateway" in answer.text) == (400, True)
+
+
+async def test_the_page_is_open_and_what_it_shows_live_is_for_operators(accounts: Accounts) -> None:
+    async with world(accounts, operator_token="op") as here:
+        page = await here.ask("/", method="GET")
+        (script,) = re.findall(r'src="(/ui/[^"]+)"', page.text)
+        assert (page.status_code, (await here.ask(script, method="GET")).status_code) == (200, 200)
+        statuses = [(await here.ask("/v1/live", secret, method="GET")).status_code for secret in (None, here.mine)]
+        assert statuses == [401, 403]
+        for secret in (here.admin, "op"):  # permitted; this gateway has no feed
+            assert (await here.ask("/v1/live", secret, method="GET")).status_code == 503
+
+
 async def test_readiness_tells_its_reasons_to_who_may_see_the_fleet(accounts: Accounts) -> None:
     async with world(accounts, operator_token="op") as here:
         reason = {"reason": "decode-0 cannot be reached at 10.0.0.7:50051", "models": ["secret"]}
@@ -175,6 +213,9 @@ async def test_no_operator_token_is_no_token(accounts: Accounts) -> None:
         ("GET", "/client/v4/user/tokens/verify", None),
         ("GET", "/admin/usage", "admin"),
         ("GET", "/v1/workers", "admin"),
+        ("POST", "/v1/workers/decode-0/drain", "admin"),
+        ("POST", "/v1/workers/decode-0/resume", "admin"),
+        ("GET", "/v1/events", "admin"),
     ],
 )
 def test_each_endpoint_needs_its_scope(method: str, path: str, scope: str | None) -> None:

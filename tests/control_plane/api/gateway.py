@@ -17,7 +17,10 @@ from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
+from control_plane.explain.requests import Requests
+from control_plane.explain.store import ExplanationStore
 from control_plane.generation import EncodingDispatcher
+from control_plane.request_metrics import RequestMetrics
 from control_plane.text.text_service import Preparer, TextService
 from tests.control_plane.api.model import OneModel, description
 from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, workers
@@ -26,6 +29,10 @@ from tests.control_plane.api.scripted_dispatcher import ScriptedDispatcher, work
 class Fleet:
     def workers(self) -> list[dict[str, Any]]:
         return workers()
+
+    def metrics_targets(self) -> list[dict[str, Any]]:
+        labels = {"__scheme__": "http", "role": "decode", "worker": "decode-1", "host_id": "host-1"}
+        return [{"targets": ["127.0.0.1:9100"], "labels": labels}]
 
 
 class Ready:
@@ -58,12 +65,16 @@ async def serve(
     strict_fields: bool = False,
     encoders: EncodingDispatcher | None = None,
     forwarded_allow_ips: Sequence[str] = (),
+    requests: Requests | None = None,
+    explanations: ExplanationStore | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
     dispatcher, readiness = dispatcher or ScriptedDispatcher(), Ready()
     catalog = OneModel(description(**model_changes))
     meter = accounts.metering if accounts else None
+    requests = requests or Requests()
+    requests.listen(RequestMetrics(requests).ended)
     text = TextService(
         catalog,
         dispatcher,
@@ -72,8 +83,9 @@ async def serve(
         preparer=preparer,
         strict_fields=strict_fields,
         encoders=encoders,
+        requests=requests,
     )
-    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts)
+    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts, explanations=explanations)
     if listener is None:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
         listener.bind(("127.0.0.1", 0))

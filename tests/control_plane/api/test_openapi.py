@@ -8,6 +8,7 @@ from typing import Any
 import cloudflare
 import pytest
 
+from control_plane.api.console.routes import FILES_PATH
 from control_plane.api.openapi.document import document
 from control_plane.api.workers_ai.remote_proxy import RemoteProxy
 from control_plane.app import create_app
@@ -16,7 +17,7 @@ from tests.control_plane.api.model import ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
 
 HELLO = [*ids_of("Hello"), 1]
-PAGES = {"/", "/docs", "/openapi.json"}
+PAGES = {"/", FILES_PATH, "/docs", "/openapi.json"}
 ANY_APP: Any = create_app(*(None,) * 5)  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ async def test_a_stream_is_chunks_whose_usage_adds_up_to_the_native_event_at_its
         status, text = await run(gateway, endpoint, {**inputs, "stream": True})
     assert status == 200 and text.endswith("data: [DONE]\n\n")
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
-    assert set(last) == {"response", "usage"} and last["response"] == ""
+    assert set(last) == {"response", "usage", "server_timing"} and last["response"] == ""
     assert all(re.fullmatch("[a-z0-9]+", chunk["p"]) for chunk in chunks)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert sum(chunk["usage"][name] for chunk in chunks) == last["usage"][name]

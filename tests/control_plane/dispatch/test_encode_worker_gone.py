@@ -25,6 +25,9 @@ class Encoder(worker_pb2_grpc.EncodeServiceServicer):
         self.is_silent = is_silent
         self.was_called = asyncio.Event()
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeReply:
         self.was_called.set()
         if self.is_silent:

@@ -35,6 +35,9 @@ class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
         raise Unsupported("nothing but assets here")
         yield
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         return pb.StatsReply()
 

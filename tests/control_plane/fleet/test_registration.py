@@ -12,6 +12,7 @@ from control_plane.fleet import registry as registry_module
 from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registration_bounds import MAX_REPORT_BYTES, check_info, check_load
 from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_addresses import WorkerAddresses, parse_networks, peer_ip
 from control_plane.secrets import kv_keys
 from tandem.v1 import control_plane_pb2 as cp
@@ -70,6 +71,30 @@ async def test_until_the_set_time_kv_services_alone_get_the_key_of_release_0_2(r
     async with control_plane(macs_until=time.time() + 60) as stub:
         reply = await stub.Register(cp.RegisterRequest(info=an_info(role=role)))
         assert reply.handle_key == (KEYS.mac_key if role == pb.WORKER_ROLE_KV else b"")
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize(
+    ("address", "kept"),
+    [("127.0.0.1:9100", "127.0.0.1:9100"), ("", ""), ("192.0.2.7:9100", ""), ("127.0.0.1:0", ""), ("nonsense", "")],
+)
+async def test_prometheus_is_sent_to_addresses_of_the_workers_own_host_only(address: str, kept: str) -> None:
+    """A worker with another address is registered all the same."""
+    registry = WorkerRegistry(3.0, 5.0)
+    service = ControlPlaneService(registry, KEYS, [])
+
+    class Context:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:4000"
+
+    info = an_info(metrics_address=address, metrics_tls=True)
+    await service.Register(cp.RegisterRequest(info=info), Context())
+    [worker] = registry.workers()
+    assert worker.info.metrics_address == kept
+    labels = {"__scheme__": "https", "role": "decode", "worker": "decode-1", "host_id": "host-a"}
+    assert FleetStatus(registry).metrics_targets() == ([{"targets": [kept], "labels": labels}] if kept else [])
 
 
 # ------------------------------------------------------------------------------------------------------------ bounds

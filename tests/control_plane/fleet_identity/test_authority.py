@@ -21,7 +21,7 @@ from control_plane.fleet_identity.certificates import MAX_REQUEST_BYTES, process
 from control_plane.fleet_identity.sealed_key import unseal
 from control_plane.storage.migrate import migrate
 from control_plane.storage.tables import accounts, authorities, certificates
-from tandem_runtime.certificates.names import Identity, identity_of
+from tandem_runtime.certificates.names import METRICS_NAME, Identity, identity_of
 from tandem_runtime.enrolment.join_token import JoinToken
 from tandem_runtime.errors import InvalidRequest, Unauthenticated
 from tests.control_plane.fleet_identity.world import SECRET, World, der, new_key, on_both, proof, request_of
@@ -86,7 +86,7 @@ async def test_a_certificate_names_its_process_and_serves_both_sides_for_a_day(w
     assert identity_of(der(certificate)) == issued.identity and issued.identity.role == "decode"
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == [issued.identity.uri]
-    assert names.get_values_for_type(x509.DNSName) == list(issued.identity.dns_names)
+    assert names.get_values_for_type(x509.DNSName) == [*issued.identity.dns_names, METRICS_NAME]
     usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca

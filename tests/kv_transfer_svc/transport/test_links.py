@@ -84,6 +84,7 @@ async def test_services_of_one_host_copy_from_each_others_regions(tmp_path: Path
         handle = await sealed(writer, SLOTS)
         event, _ = await watch_all(reader, handle, "r")
         assert (event.transport, await bytes_at(here, event.slab)) == ("shm", whole(writer))
+        assert [link.host_id for link in here.service.puller.links.report()] == ["h"], "as metrics name the peer"
         assert there.store.counters["bytes_served"] == 0
         await reader.release(handle, "r")
         await everything_is_back(here, there)

@@ -24,6 +24,9 @@ class Worker(WorkerServiceServicer):
         self.num_running = 0
         self.ended = asyncio.Event()
 
+    async def Drain(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def Stats(self, request: Any, context: Any) -> pb.StatsReply:
         self.serials.append(caller().serial)
         return pb.StatsReply()

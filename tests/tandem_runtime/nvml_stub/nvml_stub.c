@@ -3,14 +3,18 @@
  * Card 0 is shared with two foreign processes (4242 computes and draws, 4243 draws) and runs hot. Card 1 cannot tell its
  * power, nor how much memory its process holds.
  *
- *   NVML_STUB_OWN_PID       the process that is not foreign
+ *   NVML_STUB_OWN_PID       the process that is not foreign; "self" for the one that asks
  *   NVML_STUB_NO_DRIVER     nvmlInit fails
  *   NVML_STUB_LOSE          card 0 is lost from the second memory reading on, until NVML is started again
+ *   NVML_STUB_XIDS          XID errors that wait in the driver, such as 0:79,1:48,0:79 (card:number)
+ *
+ * Card 0 counts its energy, 1,000 J more with each reading since NVML was started, and has ECC. Card 1 has neither.
  */
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
+enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, TIMEOUT = 10, GPU_IS_LOST = 15 };
 
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned int gpu, memory; } utilization_t;
@@ -21,7 +25,7 @@ typedef const int *device_t;
 #define NOT_AVAILABLE (~0ULL)
 
 static const int indices[2] = {0, 1};
-static int num_memory_readings;
+static int num_memory_readings, num_energy_readings;
 int stub_num_starts;
 int stub_num_shutdowns;
 
@@ -29,7 +33,7 @@ int nvmlInitWithFlags(unsigned int flags) {
     (void)flags;
     if (getenv("NVML_STUB_NO_DRIVER")) return DRIVER_NOT_LOADED;
     stub_num_starts++;
-    num_memory_readings = 0;
+    num_memory_readings = num_energy_readings = 0;
     return OK;
 }
 
@@ -87,6 +91,7 @@ int nvmlDeviceGetMemoryInfo(device_t device, memory_t *memory) {
 
 static unsigned int own_pid(void) {
     const char *text = getenv("NVML_STUB_OWN_PID");
+    if (text && !strcmp(text, "self")) return (unsigned int)getpid();
     return text ? (unsigned int)atoi(text) : 0;
 }
 
@@ -129,6 +134,61 @@ int nvmlDeviceGetPowerUsage(device_t device, unsigned int *milliwatts) {
 
 static int reasons_of(device_t device, unsigned long long *reasons) {
     *reasons = *device ? 0x1 : 0x4 | 0x40 | 0x8000; /* idle; power cap, hot, and one no header names yet */
+    return OK;
+}
+
+int nvmlDeviceGetTotalEnergyConsumption(device_t device, unsigned long long *millijoules) {
+    if (*device) return NOT_SUPPORTED;
+    *millijoules = 5000000 + 1000000ULL * num_energy_readings++;
+    return OK;
+}
+
+int nvmlDeviceGetTotalEccErrors(device_t device, int kind, int since, unsigned long long *count) {
+    if (*device) return NOT_SUPPORTED;
+    if (since != 0) return INVALID_ARGUMENT;
+    *count = kind ? 1 : 12;
+    return OK;
+}
+
+int nvmlDeviceGetIndex(device_t device, unsigned int *index) {
+    *index = (unsigned int)*device;
+    return OK;
+}
+
+typedef struct { device_t device; unsigned long long kind, data; unsigned int gpu_instance, compute_instance; } event_t;
+typedef unsigned long long *event_set_t; /* which cards are registered, as bits */
+
+static unsigned long long registered;
+static const char *xids_left;
+
+int nvmlEventSetCreate(event_set_t *set) {
+    registered = 0;
+    if (!xids_left) xids_left = getenv("NVML_STUB_XIDS");
+    *set = &registered;
+    return OK;
+}
+
+int nvmlEventSetFree(event_set_t set) {
+    *set = 0;
+    return OK;
+}
+
+int nvmlDeviceRegisterEvents(device_t device, unsigned long long kinds, event_set_t set) {
+    if (kinds != 8) return INVALID_ARGUMENT; /* XID errors */
+    *set |= 1ULL << *device;
+    return OK;
+}
+
+int nvmlEventSetWait_v2(event_set_t set, event_t *event, unsigned int timeout_ms) {
+    if (timeout_ms) return INVALID_ARGUMENT; /* nobody may wait here */
+    if (!xids_left || !*xids_left) return TIMEOUT;
+    char *end;
+    int card = (int)strtol(xids_left, &end, 10);
+    event->data = strtoull(end + 1, &end, 10);
+    xids_left = *end ? end + 1 : end;
+    if (!(*set >> card & 1)) return INVALID_ARGUMENT;
+    event->device = &indices[card];
+    event->kind = 8;
     return OK;
 }
 

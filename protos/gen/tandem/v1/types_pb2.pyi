@@ -1563,6 +1563,26 @@ class Device(message.Message):
 
     DESCRIPTOR: descriptor.Descriptor
 
+    @typing.final
+    class XidErrorsEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INDEX_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     UUID_FIELD_NUMBER: builtins.int
@@ -1575,6 +1595,11 @@ class Device(message.Message):
     POWER_MILLIWATTS_FIELD_NUMBER: builtins.int
     THROTTLE_REASONS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    OWN_BYTES_FIELD_NUMBER: builtins.int
+    ENERGY_MILLIJOULES_FIELD_NUMBER: builtins.int
+    NUM_CORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
+    NUM_UNCORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
+    XID_ERRORS_FIELD_NUMBER: builtins.int
     index: builtins.int
     name: builtins.str
     uuid: builtins.str
@@ -1588,8 +1613,19 @@ class Device(message.Message):
     power_milliwatts: builtins.int
     error: builtins.str
     """the values that could not be read; "" if all could be read"""
+    own_bytes: builtins.int
+    """used by the worker's processes; 0 also if the driver cannot tell"""
+    energy_millijoules: builtins.int
+    """since the driver was loaded; absent: the card does not count"""
+    num_corrected_ecc_errors: builtins.int
+    """since the driver was loaded; absent: no ECC"""
+    num_uncorrected_ecc_errors: builtins.int
     @builtins.property
     def throttle_reasons(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @builtins.property
+    def xid_errors(self) -> containers.ScalarMap[builtins.int, builtins.int]:
+        """by number, since this process started"""
+
     def __init__(
         self,
         *,
@@ -1605,12 +1641,28 @@ class Device(message.Message):
         power_milliwatts: builtins.int = ...,
         throttle_reasons: abc.Iterable[builtins.str] | None = ...,
         error: builtins.str = ...,
+        own_bytes: builtins.int = ...,
+        energy_millijoules: builtins.int | None = ...,
+        num_corrected_ecc_errors: builtins.int | None = ...,
+        num_uncorrected_ecc_errors: builtins.int | None = ...,
+        xid_errors: abc.Mapping[builtins.int, builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "energy_millijoules", b"energy_millijoules", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["error", b"error", "foreign_bytes", b"foreign_bytes", "free_bytes", b"free_bytes", "index", b"index", "name", b"name", "power_milliwatts", b"power_milliwatts", "temperature_celsius", b"temperature_celsius", "throttle_reasons", b"throttle_reasons", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "energy_millijoules", b"energy_millijoules", "error", b"error", "foreign_bytes", b"foreign_bytes", "free_bytes", b"free_bytes", "index", b"index", "name", b"name", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors", "own_bytes", b"own_bytes", "power_milliwatts", b"power_milliwatts", "temperature_celsius", b"temperature_celsius", "throttle_reasons", b"throttle_reasons", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization_percent", b"utilization_percent", "uuid", b"uuid", "xid_errors", b"xid_errors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__energy_millijoules: _TypeAlias = typing.Literal["energy_millijoules"]  # noqa: Y015
+    _WhichOneofArgType__energy_millijoules: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules"]  # noqa: Y015
+    _WhichOneofReturnType__num_corrected_ecc_errors: _TypeAlias = typing.Literal["num_corrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofArgType__num_corrected_ecc_errors: _TypeAlias = typing.Literal["_num_corrected_ecc_errors", b"_num_corrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofReturnType__num_uncorrected_ecc_errors: _TypeAlias = typing.Literal["num_uncorrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofArgType__num_uncorrected_ecc_errors: _TypeAlias = typing.Literal["_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors"]  # noqa: Y015
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_millijoules) -> _WhichOneofReturnType__energy_millijoules | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_corrected_ecc_errors) -> _WhichOneofReturnType__num_corrected_ecc_errors | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_uncorrected_ecc_errors) -> _WhichOneofReturnType__num_uncorrected_ecc_errors | None: ...
 
 @typing.final
 class HostMemory(message.Message):
@@ -1905,6 +1957,8 @@ class WorkerInfo(message.Message):
     KV_ADDRESS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: builtins.int
+    METRICS_TLS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     """stable over restarts if configured; otherwise built from role, host and process id"""
     incarnation: builtins.str
@@ -1918,6 +1972,10 @@ class WorkerInfo(message.Message):
     kv_address: builtins.str
     """workers: the KV service they use, "" while there is none"""
     version: builtins.str
+    metrics_address: builtins.str
+    """host:port of the process's metrics, for other processes; "" for none"""
+    metrics_tls: builtins.bool
+    """whether the metrics are served over TLS"""
     @builtins.property
     def card(self) -> ModelCard:
         """empty while loading, and for KV services"""
@@ -1939,10 +1997,12 @@ class WorkerInfo(message.Message):
         kv_address: builtins.str = ...,
         version: builtins.str = ...,
         settings: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        metrics_address: builtins.str = ...,
+        metrics_tls: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "card", b"card", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_socket", b"kv_socket", "role", b"role", "settings", b"settings", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "card", b"card", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_socket", b"kv_socket", "metrics_address", b"metrics_address", "metrics_tls", b"metrics_tls", "role", b"role", "settings", b"settings", "version", b"version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2036,6 +2096,7 @@ class KvLink(message.Message):
     NUM_ERRORS_FIELD_NUMBER: builtins.int
     NUM_FALLBACKS_FIELD_NUMBER: builtins.int
     NOTE_FIELD_NUMBER: builtins.int
+    HOST_ID_FIELD_NUMBER: builtins.int
     address: builtins.str
     transport: builtins.str
     """"shm", "tcp", "grpc"; "" until the first transfer has ended"""
@@ -2052,6 +2113,8 @@ class KvLink(message.Message):
     """transfers over gRPC because a faster transport failed"""
     note: builtins.str
     """"fallback: <reason>" or "slow: <rate>"; "" if the link is healthy"""
+    host_id: builtins.str
+    """of the other service; "" until it has answered"""
     def __init__(
         self,
         *,
@@ -2065,9 +2128,10 @@ class KvLink(message.Message):
         num_errors: builtins.int = ...,
         num_fallbacks: builtins.int = ...,
         note: builtins.str = ...,
+        host_id: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "best_bytes_per_second", b"best_bytes_per_second", "bytes_per_second", b"bytes_per_second", "latency_ms", b"latency_ms", "note", b"note", "num_bytes", b"num_bytes", "num_errors", b"num_errors", "num_fallbacks", b"num_fallbacks", "num_transfers", b"num_transfers", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "best_bytes_per_second", b"best_bytes_per_second", "bytes_per_second", b"bytes_per_second", "host_id", b"host_id", "latency_ms", b"latency_ms", "note", b"note", "num_bytes", b"num_bytes", "num_errors", b"num_errors", "num_fallbacks", b"num_fallbacks", "num_transfers", b"num_transfers", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

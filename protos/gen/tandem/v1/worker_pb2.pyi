@@ -10,5 +10,55 @@ An encode worker returns embeddings, classes or rankings of texts.
 """
 
 from google.protobuf import descriptor as descriptor
+from google.protobuf import message as message
+from tandem.v1 import types_pb2 as types_pb2
+import builtins as builtins
+import sys
+import typing as typing
+
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
+else:
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: descriptor.FileDescriptor
+
+@typing.final
+class DrainRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    incarnation: builtins.str
+    """of the worker that is meant"""
+    resume: builtins.bool
+    """accept requests again"""
+    def __init__(
+        self,
+        *,
+        incarnation: builtins.str = ...,
+        resume: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DrainReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    state: types_pb2.WorkerState.ValueType
+    """from now on"""
+    def __init__(
+        self,
+        *,
+        state: types_pb2.WorkerState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -5,6 +5,7 @@ import warnings
 
 from tandem.v1 import tables_pb2 as tandem_dot_v1_dot_tables__pb2
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
+from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -55,6 +56,11 @@ class WorkerServiceStub:
                 request_serializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_tables__pb2.TablesReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.WorkerService/Drain',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -89,6 +95,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +124,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Tables,
                     request_deserializer=tandem_dot_v1_dot_tables__pb2.TablesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_tables__pb2.TablesReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -231,6 +249,33 @@ class WorkerService:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.WorkerService/Drain',
+            tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class EncodeServiceStub:
     """Missing associated documentation comment in .proto file."""
@@ -255,6 +300,11 @@ class EncodeServiceStub:
                 '/tandem.v1.EncodeService/Stats',
                 request_serializer=tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.EncodeService/Drain',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainReply.FromString,
                 _registered_method=True)
 
 
@@ -282,6 +332,13 @@ class EncodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """As in WorkerService.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EncodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -299,6 +356,11 @@ def add_EncodeServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=tandem_dot_v1_dot_types__pb2.StatsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_types__pb2.StatsReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -382,6 +444,33 @@ class EncodeService:
             '/tandem.v1.EncodeService/Stats',
             tandem_dot_v1_dot_types__pb2.StatsRequest.SerializeToString,
             tandem_dot_v1_dot_types__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.EncodeService/Drain',
+            tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ from collections import abc as _abc
 from grpc import aio as _aio
 from tandem.v1 import tables_pb2 as _tables_pb2
 from tandem.v1 import types_pb2 as _types_pb2
+from tandem.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -48,6 +49,8 @@ class WorkerServiceStub:
     """Returns the worker's description and its current load."""
     Tables: _grpc.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]
     """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
+    """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -62,6 +65,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Returns the worker's description and its current load."""
     Tables: _aio.UnaryUnaryMultiCallable[_tables_pb2.TablesRequest, _tables_pb2.TablesReply]  # type: ignore[assignment]
     """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
+    """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -98,6 +103,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_tables_pb2.TablesReply, _abc.Awaitable[_tables_pb2.TablesReply]]:
         """Returns the requests, handles and blocks that the worker keeps, for the auditor."""
 
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainReply, _abc.Awaitable[_worker_pb2.DrainReply]]:
+        """Finishes what runs and accepts no new requests, until `resume`. Repeating the call changes nothing."""
+
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class EncodeServiceStub:
@@ -111,6 +124,8 @@ class EncodeServiceStub:
     """Returns a file of the checkpoint, by digest, in chunks."""
     Stats: _grpc.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]
     """Returns the worker's description and its current load."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
+    """As in WorkerService."""
 
 @_typing.type_check_only
 class EncodeServiceAsyncStub(EncodeServiceStub):
@@ -121,6 +136,8 @@ class EncodeServiceAsyncStub(EncodeServiceStub):
     """Returns a file of the checkpoint, by digest, in chunks."""
     Stats: _aio.UnaryUnaryMultiCallable[_types_pb2.StatsRequest, _types_pb2.StatsReply]  # type: ignore[assignment]
     """Returns the worker's description and its current load."""
+    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
+    """As in WorkerService."""
 
 class EncodeServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -146,5 +163,13 @@ class EncodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.StatsReply, _abc.Awaitable[_types_pb2.StatsReply]]:
         """Returns the worker's description and its current load."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _worker_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DrainReply, _abc.Awaitable[_worker_pb2.DrainReply]]:
+        """As in WorkerService."""
 
 def add_EncodeServiceServicer_to_server(servicer: EncodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

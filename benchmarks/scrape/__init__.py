@@ -1,0 +1,1 @@
+"""Measures what a scrape of a gateway costs its event loop."""

@@ -1,0 +1,1 @@
+"""The live page at `/`, its files, and the stream that keeps it current."""

@@ -1,0 +1,147 @@
+"""The JSON of a request's explanation and of a row of the list, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+from control_plane.explain.explanation import MoveKind, PhaseName, ProcessName, SegmentName, State
+
+
+class RequestRow(TypedDict):
+    """One request. Milliseconds count from its head."""
+
+    id: str
+    account: str
+    model: str
+    operation: str
+    state: State
+    started_ms: int
+    ttft_ms: float | None
+    duration_ms: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    tokens_per_second: float | None
+    prefill: str
+    decode: str
+    error: str
+
+
+class RequestList(TypedDict):
+    object: Literal["list"]
+    data: list[RequestRow]
+
+
+class SegmentObject(TypedDict):
+    """A part of the time to the first token."""
+
+    name: SegmentName
+    process: ProcessName
+    worker: str
+    start_ms: float
+    duration_ms: float
+
+
+class PhaseObject(TypedDict):
+    """A part of the whole request; phases may overlap."""
+
+    name: PhaseName
+    worker: str
+    start_ms: float
+    duration_ms: float
+    num_tokens: int
+
+
+class CandidateObject(TypedDict):
+    """A worker that the router compared."""
+
+    role: Literal["prefill", "decode"]
+    worker: str
+    predicted_ms: float
+    queue_ms: float
+    load_ms: float
+    compute_ms: float
+    hand_over_ms: float | None
+    cached_tokens: dict[str, int]
+    load: float
+    is_chosen: bool
+
+
+class AttemptObject(TypedDict):
+    attempt: int
+    prefill: str
+    decode: str
+    outcome: str
+
+
+class RouteObject(TypedDict):
+    mode: Literal["handed_over", "local"]
+    prefill: str
+    decode: str
+    reason: str
+    predicted_ms: dict[str, float]
+    candidates: list[CandidateObject]
+    runner_up: CandidateObject | None
+    attempts: list[AttemptObject]
+
+
+MoveObject = TypedDict(  # `from` is a keyword
+    "MoveObject",
+    {
+        "time_ms": float,
+        "kind": MoveKind,
+        "from": str,
+        "to": str,
+        "why": str,
+        "num_bytes": int,
+        "num_tokens": int,
+        "duration_ms": float,
+        "transport": str,
+    },
+)
+
+
+class UsageParts(TypedDict):
+    """What the request cost, as the ledger has it."""
+
+    prompt_tokens: int
+    computed_tokens: int
+    cached_tokens: int
+    pool_tokens: int
+    store_tokens: int
+    remote_tokens: int
+    completion_tokens: int
+    reprefill_tokens: int
+    bytes_moved: int
+    prefill_us: int
+    decode_us: int
+    microneurons: int
+
+
+class TextsObject(TypedDict):
+    """The beginnings of prompt and answer, with --explain-texts."""
+
+    prompt: str
+    answer: str
+
+
+class ExplanationObject(RequestRow):
+    object: Literal["tandem.explanation"]
+    finish_reasons: list[str]
+    trace_id: str
+    gateway: str
+    segments: list[SegmentObject]
+    unexplained_ms: float
+    phases: list[PhaseObject]
+    route: RouteObject | None
+    moves: list[MoveObject]
+    usage: UsageParts
+    texts: TextsObject | None
+
+
+class ExplainedObject(TypedDict):
+    """With the header `x-tandem-explain: 1`."""
+
+    explanation: ExplanationObject
+    other_ids: NotRequired[list[str]]
+    """Of the request's other prompts."""

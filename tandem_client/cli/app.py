@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
 import secrets
 import sys
-import time
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 
-from tandem_client import AI, TandemAPIError, TandemConnectionError
-from tandem_client.cli import accounts, fleet, fleet_command, status
+from tandem_client import AI, TandemAPIError
+from tandem_client.cli import accounts, fleet_command, operate
 from tandem_client.cli import chat as chat_command
 from tandem_client.cli import dev as dev_command
-from tandem_client.cli import logs as logs_command
 from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
 from tandem_client.cli.chat import ChatOptions
-from tandem_client.cli.doctor import command as doctor_command
-from tandem_client.cli.doctor.command import DoctorOptions
 from tandem_client.cli.plan import UpOptions
+from tandem_client.cli.terminal import Url, fail, said, silence_stdout
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
-from tandem_client.wire import error_of
 
 app = typer.Typer(
     name="tandem",
@@ -40,24 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(accounts.account_app, name="account")
-app.add_typer(accounts.token_app, name="token")
-app.command("usage")(accounts.usage)
-
-
-class LogLevel(StrEnum):
-    """The levels of log lines."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-Url = Annotated[
-    str | None,
-    typer.Option("--url", help="Address of Tandem.", show_default=f"$TANDEM_BASE_URL or {DEFAULT_BASE_URL}"),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -147,7 +120,7 @@ def up(
     try:
         code = up_command.up(options, Console())
     except up_command.CannotStart as error:
-        _fail(str(error))
+        fail(str(error))
     raise typer.Exit(code)
 
 
@@ -171,11 +144,11 @@ def run(
         with AI(url) as ai:
             run_command.run(ai, options, sys.stdout)
     except BrokenPipeError:
-        _silence_stdout()
+        silence_stdout()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (TandemAPIError, ValueError) as error:
-        _fail(_explain(error, url))
+        fail(said(error, url))
 
 
 @app.command()
@@ -191,13 +164,13 @@ def chat(
     try:
         options = ChatOptions(model, system, temperature, max_tokens, seed)
         with AI(url) as ai:
-            code = chat_command.chat(ai, options, lambda error: _explain(error, url))
+            code = chat_command.chat(ai, options, lambda error: said(error, url))
     except BrokenPipeError:
-        _silence_stdout()
+        silence_stdout()
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (TandemAPIError, ValueError) as error:
-        _fail(_explain(error, url))
+        fail(said(error, url))
     else:
         raise typer.Exit(code)
 
@@ -227,7 +200,7 @@ def dev(
         options = dev_command.DevOptions(folder.resolve(), connection, port, environment or None)
         code = dev_command.dev(options)
     except (dev_command.CannotRun, ValueError, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     raise typer.Exit(code)
 
 
@@ -242,137 +215,17 @@ def manage_fleet(context: typer.Context) -> None:
     try:
         raise typer.Exit(fleet_command.fleet(context.args or ["--help"]))
     except fleet_command.NotInstalled as error:
-        _fail(str(error))
-
-
-@app.command("status")
-def show_status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the control plane's answer as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second, until Ctrl-C.")] = False,
-    url: Url = None,
-) -> None:
-    """Show the workers and KV services: state, load, KV blocks and memory."""
-    try:
-        if as_json:
-            typer.echo(json.dumps(_workers(url), indent=2))
-        elif watch:
-            _watch(url)
-        else:
-            _console().print(_fleet_view(url))
-    except KeyboardInterrupt:
-        return
-    except (TandemAPIError, ValueError) as error:
-        _fail(_explain(error, url))
-
-
-@app.command()
-def logs(
-    process: Annotated[
-        str | None, typer.Argument(help="Name of one process, such as decode-0.", show_default="all")
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines, until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each process.", min=0)] = 40,
-    level: Annotated[LogLevel, typer.Option(help="Leave out lines below this level.")] = LogLevel.info,
-    port: Annotated[int, typer.Option(help="HTTP port of the Tandem on this machine.", min=1, max=65535)] = 8642,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each line as JSON.")] = False,
-) -> None:
-    """Show what the processes of `tandem up` have logged on this machine."""
-    try:
-        paths = logs_command.logs_of(up_command.state_dir() / "logs", port, process)
-        options = logs_command.LogOptions(lines, level.value, as_json)
-        (logs_command.follow if follow else logs_command.show)(paths, options, _console())
-    except BrokenPipeError:
-        _silence_stdout()
-    except KeyboardInterrupt:
-        return
-    except (logs_command.NoLogs, up_command.CannotStart) as error:
-        _fail(str(error))
-
-
-@app.command()
-def doctor(
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint folder whose memory is counted.", show_default="the built-in @tandem/demo"),
-    ] = None,
-    port: Annotated[int, typer.Option(help="Port of the HTTP gateway.", min=1, max=65535)] = 8642,
-    grpc_port: Annotated[int, typer.Option(help="Port where the workers register.", min=1, max=65534)] = 8643,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    url: Url = None,
-) -> None:
-    """Examine this machine: memory, disk, compiler, limits, ports, certificates, clock and GPUs.
-
-    Names a remedy for each thing that is missing; changes nothing. Exit code 1 if Tandem cannot run.
-    """
-    if model is not None and not model.is_dir():
-        _fail(f"--model {model} is not a folder; give one with config.json and safetensors")
-    try:
-        findings = doctor_command.examine(DoctorOptions(up_command.state_dir(), model, port, grpc_port, url))
-    except (up_command.CannotStart, ValueError) as error:
-        _fail(str(error))
-    if as_json:
-        typer.echo(json.dumps(doctor_command.as_json(findings), indent=2))
-    else:
-        _console().print(doctor_command.view(findings))
-    raise typer.Exit(doctor_command.exit_code(findings))
-
-
-def _watch(url: str | None) -> None:
-    console = _console()
-    if not console.is_terminal:  # a pipe gets one table after another
-        while True:
-            console.print(_fleet_view(url))
-            time.sleep(1.0)
-    with Live(_fleet_view(url), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(1.0)
-            live.update(_fleet_view(url), refresh=True)
-
-
-def _fleet_view(url: str | None) -> Group:
-    members = fleet.parse_fleet(_workers(url))
-    return status.fleet_view(members, Connection.resolve(url, None, "default").base_url)
-
-
-def _workers(url: str | None) -> dict[str, object]:
-    connection = Connection.resolve(url, None, "default")
-    with httpx.Client(timeout=5.0, **connection.client_options) as client:
-        try:
-            answer = client.send(client.build_request(**fleet.workers_options(connection)))
-        except httpx.TransportError as error:
-            raise connection.failed(error) from error
-    if not answer.is_success:
-        raise error_of(answer.status_code, answer.headers, answer.content)
-    document: dict[str, object] = answer.json()
-    return document
-
-
-def _console() -> Console:
-    """Return the console for tables. A file or a pipe has no width, so lines are not folded."""
-    return Console() if sys.stdout.isatty() else Console(width=180)
+        fail(str(error))
 
 
 def _as_folder_or_hub_id(model: str | None, flag: str) -> str | None:
     """Make a folder's path absolute, so that the model's name does not depend on the current folder."""
     if model and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        _fail(f"{flag} {model} is not a folder; give one with config.json and safetensors, or a Hub id")
+        fail(f"{flag} {model} is not a folder; give one with config.json and safetensors, or a Hub id")
     return str(Path(model).expanduser().resolve()) if model and Path(model).expanduser().is_dir() else model
 
 
-def _silence_stdout() -> None:
-    """Discard further output, after the reader of the pipe has closed it (`| head`).
-
-    Otherwise Python prints an error when it flushes stdout at exit.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _explain(error: Exception, url: str | None) -> str:
-    if isinstance(error, TandemConnectionError) and isinstance(error.__cause__, httpx.ConnectError):
-        return f"no Tandem at {Connection.resolve(url, None, 'default').base_url}; start one with `tandem up`"
-    return str(error)
-
-
-def _fail(message: str) -> None:
-    typer.secho(f"tandem: {message}", fg="red" if sys.stderr.isatty() else None, err=True)
-    raise typer.Exit(1)
+app.add_typer(operate.app)
+app.add_typer(accounts.account_app, name="account")
+app.add_typer(accounts.token_app, name="token")
+app.command("usage")(accounts.usage)

@@ -8,14 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.text import Text
 
 from tandem_client.cli.supervisor import last_lines, readable
+from tandem_client.cli.terminal import harmless
 from tandem_client.cli.up import POLL_SECONDS, LogReader
 
 _STYLES = {"warning": "yellow", "error": "red", "critical": "red"}
+DEFAULT_PORT = 8642
 _MAX_NEW_LINES = 10_000
 _RANKS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 3}
 
@@ -42,6 +45,13 @@ class _Line:
     @property
     def level(self) -> str:
         return str(self.record.get("level", "info"))
+
+
+def port_of(folder: Path, url: str) -> int:
+    """Return the port of the gateway's address, else the only one of which there are logs."""
+    port = urlsplit(url).port or DEFAULT_PORT
+    others = [each.name for each in folder.glob("*") if each.is_dir() and each.name.isdecimal()]
+    return int(others[0]) if not (folder / str(port)).is_dir() and len(others) == 1 else port
 
 
 def logs_of(folder: Path, port: int, process: str | None) -> list[Path]:
@@ -106,4 +116,6 @@ def _print(lines: Iterator[_Line], paths: Sequence[Path], options: LogOptions, c
             continue
         moment = str(line.record.get("timestamp", ""))[11:19]
         head = Text.assemble((f"{moment:>8} ", "dim"), (f"{line.process:<{width}} │ ", "dim"))
-        console.print(head.append(readable(line.text), style=_STYLES.get(line.level, "")), soft_wrap=True)
+        event, comma, details = harmless(readable(line.text)).partition(", ")
+        head.append(event, style=_STYLES.get(line.level, "")).append(comma + details, style="dim")
+        console.print(head, soft_wrap=True)

@@ -46,6 +46,12 @@ class StubGateway:
     calls: list[Call] = field(default_factory=list)
     models: list[str] = field(default_factory=lambda: ["@tandem/demo", "@tandem/other"])
     workers: dict[str, Any] = field(default_factory=lambda: {"object": "list", "data": []})
+    requests: dict[str, Any] = field(default_factory=lambda: {"object": "list", "data": []})
+    events: dict[str, Any] = field(default_factory=lambda: {"object": "list", "data": []})
+    drained: dict[str, Any] | None = None
+    """The answer to a drain; None: there is no such worker."""
+    explanations: dict[str, Any] = field(default_factory=dict)
+    """By request id."""
     client_left: threading.Event = field(default_factory=threading.Event)
     """Set when the client of an endless stream has closed its connection."""
 
@@ -55,11 +61,33 @@ class StubGateway:
                 Route("/client/v4/accounts/{account}/ai/run/{model:path}", self._run, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/workers", self._workers),
+                Route("/v1/requests", self._requests),
+                Route("/v1/events", self._events),
+                Route("/v1/workers/{worker}/{action}", self._drain, methods=["POST"]),
+                Route("/v1/requests/{request_id}/explain", self._explanation),
             ]
         )
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]})
+
+    async def _events(self, request: Request) -> Response:
+        return JSONResponse(self.events)
+
+    async def _drain(self, request: Request) -> Response:
+        self.calls.append(Call(request.url.path, dict(request.headers), None))
+        if self.drained is None:
+            return JSONResponse({"error": {"message": "no worker has this id"}}, status_code=404)
+        return JSONResponse(self.drained)
+
+    async def _requests(self, request: Request) -> Response:
+        return JSONResponse(self.requests)
+
+    async def _explanation(self, request: Request) -> Response:
+        explained = self.explanations.get(request.path_params["request_id"])
+        if explained is None:
+            return JSONResponse({"error": {"message": "there is no such request"}}, status_code=404)
+        return JSONResponse(explained)
 
     async def _workers(self, request: Request) -> Response:
         return JSONResponse(self.workers)

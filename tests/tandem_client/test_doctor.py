@@ -7,13 +7,18 @@ import io
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -130,6 +135,55 @@ def test_a_clock_apart_from_the_gateways_is_found() -> None:
 def test_the_clock_is_compared_with_a_gateway_that_answers(gateway: StubGateway) -> None:
     assert _worst(network.clock(gateway.url)).text.startswith("agrees with the gateway")
     assert _worst(network.clock("http://127.0.0.1:1")).level == "note"
+
+
+@pytest.mark.parametrize(
+    ("date", "level", "words"),
+    [
+        (formatdate(time.time() - 3600, usegmt=True), "fail", "ahead of the gateway"),
+        (formatdate(time.time() + 60, usegmt=True), "warn", "behind the gateway"),
+        ("yesterday", "note", "no Date header"),
+        ("", "note", "no Date header"),
+    ],
+)
+def test_the_gateways_date_is_believed_or_not_there(date: str, level: str, words: str) -> None:
+    with _gateway_with_date(date) as url:
+        finding = _worst(network.clock(url))
+    assert (finding.level, words in finding.text) == (level, True)
+
+
+@contextmanager
+def _gateway_with_date(date: str) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(200)
+            if date:
+                self.send_header("Date", date)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_system_that_hides_its_listeners_is_only_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(kind: str) -> Any:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", refused)
+    assert _worst(network.ports(1, 2)).level == "note"
+
+
+def test_a_model_without_weights_fails(tmp_path: Path) -> None:
+    found = {finding.about: finding for finding in machine.memory(tmp_path, Memory(16 << 30, 16 << 30), oom_kills=0)}
+    assert (found["model"].level, "no *.safetensors" in found["model"].text) == ("fail", True)
 
 
 @pytest.mark.parametrize(

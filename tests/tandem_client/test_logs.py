@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem_client.cli.app import app
-from tandem_client.cli.logs import LogOptions, NoLogs, logs_of, show
+from tandem_client.cli.logs import LogOptions, NoLogs, follow, logs_of, port_of, show
 
 
 def _line(second: int, event: str, level: str = "info") -> str:
@@ -72,3 +73,37 @@ def test_the_command_prints_json_for_machines(folder: Path, monkeypatch: pytest.
     monkeypatch.setenv("TANDEM_STATE_DIR", str(folder.parent))
     answer = CliRunner().invoke(app, ["logs", "control-plane", "--json"])
     assert [json.loads(line)["event"] for line in answer.stdout.splitlines()] == ["listening", "worker_lost"]
+
+
+def test_the_port_is_that_of_the_gateways_address_else_the_only_one(folder: Path) -> None:
+    assert port_of(folder, "http://127.0.0.1:9000") == 8642, "there is no other"
+    (folder / "9001").mkdir()
+    assert port_of(folder, "http://127.0.0.1:9001") == 9001
+    assert port_of(folder, "http://127.0.0.1:9000") == 9000, "which one is meant is not known"
+    assert port_of(folder, "http://gateway.example") == 8642
+
+
+def test_a_line_that_would_command_the_terminal_is_shown_as_text(folder: Path) -> None:
+    hostile = _line(5, "strange \x1b[2J\x07 name") + "raw \x1b]0;title\x07\n"
+    (folder / "8642" / "decode-0.log").write_text(hostile)
+    lines = _shown(folder, "decode-0")
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+
+
+def test_following_prints_the_last_lines_and_then_each_new_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = folder / "8642" / "control-plane.log"
+    turns: list[float] = []
+
+    def turn(seconds: float) -> None:
+        turns.append(seconds)
+        if len(turns) == 3:
+            raise KeyboardInterrupt
+        with log.open("a") as file:
+            file.write(_line(10 + len(turns), f"new_{len(turns)}"))
+
+    monkeypatch.setattr("time.sleep", turn)
+    out = io.StringIO()
+    with contextlib.suppress(KeyboardInterrupt):
+        follow([log], LogOptions(num_lines=1), Console(file=out, width=180))
+    assert [line.split("│ ")[1] for line in out.getvalue().splitlines()] == ["worker lost", "new 1", "new 2"]

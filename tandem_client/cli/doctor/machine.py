@@ -34,6 +34,10 @@ def memory(model: Path | None, usable: Memory | None = None, oom_kills: int | No
     needed_bytes = BASE_BYTES + 2 * weights_bytes
     of_what = f"{model.name} needs about" if model is not None else "the built-in model needs about"
     text = f"{size(usable.available_bytes)} of {size(usable.total_bytes)} free; {of_what} {size(needed_bytes)}"
+    if model is not None and not weights_bytes:
+        yield Finding(
+            "model", "fail", f"no *.safetensors in {model}", "give a checkpoint folder with config.json and safetensors"
+        )
     if usable.available_bytes < needed_bytes:
         yield Finding(
             "memory",

@@ -13,6 +13,7 @@ from tandem_client.cli.doctor.finding import Finding, Level
 from tandem_client.connection import Connection
 
 _TIMEOUT_SECONDS = 3.0
+_LOCAL_TIMEOUT_SECONDS = 1.0
 _SKEW_SECONDS = 5.0
 """The Date header has whole seconds, and a request takes some time."""
 _BAD_SKEW_SECONDS = 300.0
@@ -22,7 +23,11 @@ _BAD_SKEW_SECONDS = 300.0
 def ports(port: int, grpc_port: int) -> Iterator[Finding]:
     """Say who listens on the HTTP port, the gRPC port and the enrolment port behind the gRPC port."""
     wanted = {port: "HTTP", grpc_port: "gRPC", grpc_port + 1: "enrolment"}
-    listeners = _listeners()
+    try:
+        listeners = _listeners()
+    except (psutil.Error, OSError) as error:
+        yield Finding("ports", "note", f"not examined: this system does not say who listens ({error})")
+        return
     running = _tandem_at(port) if port in listeners else ""
     owner = listeners.get(port)
     for number, what in wanted.items():
@@ -48,11 +53,12 @@ def clock(url: str | None) -> Iterator[Finding]:
     except httpx.TransportError:
         yield Finding("clock", "note", f"not compared: no gateway at {connection.base_url} (--url names another)")
         return
-    date = answer.headers.get("date")
-    if date is None:
+    try:
+        date = parsedate_to_datetime(answer.headers["date"])
+    except (KeyError, ValueError):
         yield Finding("clock", "note", f"not compared: {connection.base_url} sends no Date header")
         return
-    yield clock_finding(time.time() - parsedate_to_datetime(date).timestamp(), connection.base_url)
+    yield clock_finding(time.time() - date.timestamp(), connection.base_url)
 
 
 def clock_finding(seconds_ahead: float, url: str) -> Finding:
@@ -86,7 +92,7 @@ def _process(pid: int | None) -> str:
 def _tandem_at(port: int) -> str:
     """Return the version of the Tandem that answers there, "" if none does."""
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/version", timeout=_TIMEOUT_SECONDS, trust_env=False)
+        answer = httpx.get(f"http://127.0.0.1:{port}/version", timeout=_LOCAL_TIMEOUT_SECONDS, trust_env=False)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             return "(with accounts)"
         version = answer.json()["version"] if answer.is_success else ""

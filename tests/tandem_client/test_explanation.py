@@ -1,0 +1,141 @@
+"""Tests `tandem explain`: what it shows of the gateway's JSON, and in which width."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from control_plane.explain.explanation import (
+    Attempt,
+    CachedTokens,
+    Candidate,
+    Explanation,
+    Move,
+    PhaseSpan,
+    RouteExplanation,
+    Segment,
+    Summary,
+    UsageExplanation,
+)
+from tandem_client.cli.app import app
+from tandem_client.cli.explanation import explanation_view, milliseconds
+from tests.tandem_client.stub_gateway import StubGateway
+
+SUMMARY = Summary(
+    id="4f1c2d3e",
+    account="acme",
+    model="@tandem/demo",
+    operation="chat",
+    state="finished",
+    started_ms=1_795_600_000_000,
+    ttft_ms=40.0,
+    duration_ms=540.0,
+    prompt_tokens=120,
+    cached_tokens=64,
+    completion_tokens=51,
+    prefill="prefill-0",
+    decode="decode-1",
+)
+SECOND = Candidate("prefill", "prefill-1", 31.0, 12.0, 0.0, 19.0)
+EXPLANATION = Explanation(
+    SUMMARY,
+    finish_reasons=["stop"],
+    trace_id="ab" * 16,
+    segments=[
+        Segment("body", "gateway", 0.0, 0.4),
+        Segment("text", "text", 0.4, 3.6),
+        Segment("prefill", "prefill", 4.0, 35.0, "prefill-0"),
+    ],
+    phases=[PhaseSpan("prefill", "prefill-0", 4.0, 35.0, 56), PhaseSpan("decode", "decode-1", 39.0, 501.0, 50)],
+    route=RouteExplanation(
+        mode="handed_over",
+        prefill="prefill-0",
+        decode="decode-1",
+        reason="the soonest of 2 prefill workers",
+        candidates=[
+            Candidate("prefill", "prefill-0", 22.0, 0.0, 3.0, 19.0, 25.0, CachedTokens(64, 0, 0), is_chosen=True),
+            SECOND,
+        ],
+        runner_up=SECOND,
+        attempts=[Attempt(0, "prefill-0", "decode-0", "Unavailable"), Attempt(1, "prefill-0", "decode-1", "accepted")],
+    ),
+    moves=[Move("hand_over", 38.0, "prefill-0", "decode-1", "route", 3 << 20, 120, 2.5, "shm")],
+    usage=UsageExplanation(120, 56, 64, 60, 4, 0, 51, 0, 3 << 20, 35_000, 501_000, 1_500_000),
+)
+
+
+def _text(explained: dict[str, Any], width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(explanation_view(explained))
+    return console.export_text()
+
+
+def test_an_explanation_fits_a_terminal_of_80_columns() -> None:
+    assert max(map(len, _text(EXPLANATION.to_json()).splitlines())) <= 80
+
+
+def test_an_explanation_shows_time_route_moves_and_cost() -> None:
+    text = _text(EXPLANATION.to_json(), width=120)
+    assert "first token after 40.0 ms, 540.0 ms in all, 100.0 tokens/s" in text
+    assert "computing the prompt, prefill-0" in text
+    assert re.search(r"prefill-0 +chosen", text)
+    assert re.search(r"prefill-1 +runner-up", text)
+    assert "attempt 1: prefill-0 → decode-0: Unavailable" in text
+    assert "3.00 MiB over shm, 120 tokens, in 2.5 ms" in text
+    assert "56 computed, 64 cached (60 from the pool, 4 from the store)" in text
+    assert "1.500000 neurons" in text
+
+
+def test_workers_have_their_names_and_texts_of_users_stay_as_they_are() -> None:
+    explained = json.loads(json.dumps(EXPLANATION.to_json()).replace("prefill-0", "50d583690d380563"))
+    explained["route"]["reason"] = "50d583690d380563 in 4.4 ms"
+    explained["texts"] = {"prompt": "50d583690d380563", "answer": "two\nlines \x1b[2J"}
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(explanation_view(explained, {"50d583690d380563": "gpu-one"}))
+    text = console.export_text()
+    assert "gpu-one in 4.4 ms" in text
+    assert "computing the prompt, gpu-one" in text
+    assert text.count("50d583690d380563") == 1, "the prompt alone"
+    assert "two\n" in text.replace(" ", "")
+    assert "\x1b" not in text, "no text commands the terminal"
+
+
+def test_time_that_no_part_has_is_shown() -> None:
+    explained = EXPLANATION.to_json()
+    assert "unexplained" in _text(explained), "40 ms are more than 39"
+    assert "unexplained" not in _text({**explained, "unexplained_ms": 0.0})
+
+
+def test_a_refused_request_has_no_empty_parts() -> None:
+    refused = Explanation(
+        Summary("1", "acme", "", "chat", "failed", 0, None, 1.0, error="ModelNotFound"),
+    )
+    text = _text(refused.to_json())
+    assert "no model  failed (ModelNotFound)" in text
+    assert "first token" not in text
+    assert "Why it went there" not in text
+
+
+@pytest.mark.parametrize(("number", "text"), [(0.0421, "42 µs"), (41.26, "41.3 ms"), (12_345.0, "12.3 s")])
+def test_durations_have_the_unit_that_fits(number: float, text: str) -> None:
+    assert milliseconds(number) == text
+
+
+def test_the_command_prints_the_explanation_of_an_id(gateway: StubGateway) -> None:
+    gateway.explanations["4f1c2d3e"] = EXPLANATION.to_json()
+    answer = CliRunner().invoke(app, ["explain", "4f1c2d3e", "--url", gateway.url])
+    assert answer.exit_code == 0
+    assert re.search(r"prefill-0 +chosen", answer.stdout)
+    as_json = CliRunner().invoke(app, ["explain", "4f1c2d3e", "--json", "--url", gateway.url])
+    assert json.loads(as_json.stdout) == EXPLANATION.to_json()
+
+
+def test_an_unknown_id_is_an_error(gateway: StubGateway) -> None:
+    answer = CliRunner().invoke(app, ["explain", "../workers", "--url", gateway.url])
+    assert (answer.exit_code, "tandem:" in answer.output) == (1, True)

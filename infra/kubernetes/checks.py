@@ -133,7 +133,7 @@ def _ports(workload: Workload, container: Container, variables: dict[str, str]) 
     settings = _settings(container, variables)
     if settings is None:
         return
-    names = ("listen", "grpc_listen", "enrolment_address", "data_listen")
+    names = ("listen", "grpc_listen", "enrolment_address", "data_listen", "metrics_listen")
     addresses = [str(getattr(settings, name)) for name in names if getattr(settings, name, "")]
     open_ports = {int(each.rpartition(":")[2]) for each in addresses if not each.startswith("127.")}
     declared = {each["containerPort"] for each in container.raw.get("ports", [])}

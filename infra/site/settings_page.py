@@ -51,7 +51,7 @@ SERVICES: tuple[tuple[str, str, type[Any]], ...] = (
     ("Workers: `python -m prefill_svc`, `python -m decode_svc`", "{PREFILL,DECODE}", WorkerSettings),
     ("Encode worker: `python -m encode_svc`", "encode", EncodeSettings),
 )
-_UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads"}
+_UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads", "hours", "days", "rows"}
 _OTHER_UNITS = {
     "max_prefill_context_with_decodes": "tokens x tokens",
     "max_connections": "connections",

@@ -16,7 +16,8 @@ from tests.infra.commands import check_probe, check_program, load
 _FOLDER = ROOT / "infra" / "compose"
 _COMPOSE: dict[str, Any] = yaml.safe_load((_FOLDER / "compose.yaml").read_text())
 _SERVICES: dict[str, dict[str, Any]] = _COMPOSE["services"]
-_OURS = [name for name in _SERVICES if name != "postgres"]
+_OBSERVERS = ["prometheus", "tempo", "grafana"]
+_OURS = [name for name in _SERVICES if name not in ("postgres", *_OBSERVERS)]
 _DOCKERFILE = (ROOT / "infra" / "images" / "Dockerfile").read_text()
 _MODULES = {
     "control-plane": "control_plane",
@@ -107,10 +108,29 @@ def test_postgres_has_no_network_and_no_password() -> None:
     assert users == ["postgres", "gateway"]
 
 
-def test_only_the_gateway_is_published_and_on_loopback_alone() -> None:
+def test_only_the_gateway_and_the_observers_pages_are_published_and_on_loopback_alone() -> None:
     published = {name: service["ports"] for name, service in _SERVICES.items() if "ports" in service}
-    assert [_default(port) for port in published.pop("gateway")] == ["127.0.0.1:8642:8642"]
-    assert published == {}
+    assert {name: [_default(port) for port in ports] for name, ports in published.items()} == {
+        "gateway": ["127.0.0.1:8642:8642"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+        "grafana": ["127.0.0.1:3000:3000"],
+    }
+
+
+@pytest.mark.parametrize("name", _OBSERVERS)
+def test_observers_run_only_if_asked_for_and_have_no_more_rights_than_they_need(name: str) -> None:
+    service = _SERVICES[name]
+    assert service["profiles"] == ["observability"]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service["user"].startswith("0:")
+    assert "mem_limit" in service
+    assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", _default(service["image"])), "pinned by its version"
+    mounts = [each.split(":") for each in service["volumes"] if each.startswith(".")]
+    assert {mount[2] for mount in mounts} == {"ro"}
+    folders = [(_FOLDER / mount[0]).resolve() for mount in mounts if mount[0] != "./observability"]
+    assert folders and all(folder.is_dir() for folder in folders)
 
 
 @pytest.mark.parametrize("name", _OURS)

@@ -15,7 +15,7 @@ import yaml
 
 from infra.kubernetes import tools
 from infra.kubernetes.manifests import Document, parse
-from infra.kubernetes.tools import MissingTool, check_routes, check_schemas, render
+from infra.kubernetes.tools import MissingTool, check_custom, check_schemas, render
 from infra.kubernetes.validate import MANIFESTS, OVERLAYS, check, rendered, version, with_component
 
 _FILES = sorted(MANIFESTS.rglob("*.yaml"))
@@ -83,7 +83,7 @@ def test_the_services_take_every_flag_variable_and_probe(manifests: dict[str, st
 def test_kubernetes_takes_every_object(manifests: dict[str, str], name: str) -> None:
     with _skipped_where_missing():
         assert check_schemas(manifests[name]) == []
-        assert check_routes([each for each in parse(manifests[name]) if each["kind"] == "HTTPRoute"]) == []
+        assert check_custom(parse(manifests[name])) == []
 
 
 @pytest.mark.services
@@ -95,7 +95,11 @@ def test_the_schemas_refuse_what_kubernetes_would_refuse(manifests: dict[str, st
         found = check_schemas(text.replace("runAsNonRoot: true", "runAsNoRoot: true", 1))
         assert len(found) == len(tools.VERSIONS)
         assert all("'runAsNoRoot' was unexpected" in each for each in found)
-        assert "timeouts/request must match pattern" in check_routes([route])[0]
+        assert "timeouts/request must match pattern" in check_custom([route])[0]
+        monitor = _object(_parsed("production"), "PodMonitor", "fleet")
+        assert check_custom([{**monitor, "spec": {**monitor["spec"], "podMetricsEndpoints": "all"}}])
+        rule = _object(_parsed("production"), "PrometheusRule", "tandem")
+        assert check_custom([{**rule, "spec": {"groups": [{"rules": []}]}}])
 
 
 def _pod(documents: list[Document], name: str) -> dict[str, Any]:
@@ -151,7 +155,10 @@ _MISTAKES: list[tuple[str, Callable[[list[Document]], object]]] = [
         "belong together",
         lambda made: _container(made, "decode")["resources"]["limits"].update({"nvidia.com/gpu": "1"}),
     ),
-    ("it listens on [8652] beyond loopback, and declares []", lambda made: _container(made, "decode").pop("ports")),
+    (
+        "it listens on [8652, 8672] beyond loopback, and declares []",
+        lambda made: _container(made, "decode").pop("ports"),
+    ),
     (
         "its selector selects no pod",
         lambda made: _object(made, "Service", "gateway-fleet")["spec"].update(selector={"app": "gateway"}),
@@ -190,6 +197,18 @@ _MISTAKES: list[tuple[str, Callable[[list[Document]], object]]] = [
         lambda made: _object(made, "Namespace", "tandem")["metadata"].update(labels={}),
     ),
     ("there is no PersistentVolumeClaim", lambda made: made.remove(_object(made, "PersistentVolumeClaim", "models"))),
+    (
+        "0 endpoints read the port kv-metrics of decode",
+        lambda made: _object(made, "PodMonitor", "fleet")["spec"]["podMetricsEndpoints"].pop(0),
+    ),
+    (
+        "decode takes no call of Prometheus on port 8672",
+        lambda made: made.remove(_object(made, "NetworkPolicy", "metrics")),
+    ),
+    (
+        "gateway takes calls of Prometheus on port 8643",
+        lambda made: _object(made, "NetworkPolicy", "metrics")["spec"]["ingress"][0].pop("ports"),
+    ),
     (
         "which restricted pod security refuses",
         lambda made: _pod(made, "decode")["volumes"].append({"name": "x", "hostPath": {"path": "/run"}}),

@@ -29,6 +29,16 @@ _PROFILES = {
     (): ["postgres", "gateway", "kv", "prefill", "decode"],
     ("gpu",): ["postgres", "gateway", "kv", "prefill-gpu", "decode-gpu"],
     ("cpu", "encode"): ["postgres", "gateway", "kv", "prefill", "decode", "encode"],
+    ("cpu", "observability"): [
+        "postgres",
+        "gateway",
+        "kv",
+        "prefill",
+        "decode",
+        "prometheus",
+        "tempo",
+        "grafana",
+    ],
 }
 
 

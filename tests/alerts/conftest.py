@@ -11,7 +11,7 @@ from tests.alerts.promtool import require_prometheus
 from tests.alerts.scene import Scene, open_scene
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     require_prometheus("prometheus")
     async with open_scene(tmp_path_factory.mktemp("alerts")) as opened:

@@ -14,7 +14,7 @@ from tests.alerts.faults import CERTIFICATES, DEVICE_ERRORS, FAULTS, THROTTLED, 
 from tests.alerts.scene import Scene
 from tests.system.fleet import until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, pytest.mark.timeout(180)]
 
 
 async def test_metrics_beyond_loopback_are_read_over_tls_with_the_fleets_authorities(scene: Scene) -> None:

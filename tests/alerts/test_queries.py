@@ -7,7 +7,7 @@ import pytest
 from tests.alerts.names import all_expressions, dashboard_queries, filled, metric_names
 from tests.alerts.scene import Scene
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, pytest.mark.timeout(180)]
 
 _NOT_HERE = {
     "tandem_background_failures_total",  # no background loop fails

@@ -15,7 +15,7 @@ import pytest
 from tests.alerts.scene import Scene
 from tests.docs.markdown import ROOT
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, pytest.mark.timeout(120)]
 
 _PAGES = sorted((ROOT / "docs/operate/runbooks").glob("*.md"))
 _GATEWAY, _PROMETHEUS = "http://127.0.0.1:8642", "http://127.0.0.1:9090"

@@ -98,10 +98,12 @@ class World:
         return Server(name, worker.info.address, identity, _of(service, _HEALTH))
 
     def data_address(self) -> tuple[str, int]:
-        """Return where the KV service takes data connections: the port that is not its gRPC port."""
+        """Return where the KV service takes data connections: the port that is not its gRPC or its metrics port."""
         process = psutil.Process(self.fleet.services["kv-0"].process.pid)
         listening = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-        [port] = listening - {int(self.server("kv-0").address.rpartition(":")[2])}
+        worker = self.fleet.worker("kv-0")
+        assert worker is not None, "it is registered"
+        [port] = listening - {_port(worker.info.address), _port(worker.info.metrics_address)}
         return "127.0.0.1", port
 
     def kv_handle(self, signer: HandleSigner) -> pb.KvHandle:
@@ -125,6 +127,10 @@ class World:
     def signer(self) -> HandleSigner:
         """Return the gateways' signer."""
         return handle_signer(load_secret("", self.folder / "state"))
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _of(*prefixes: str) -> tuple[Method, ...]:

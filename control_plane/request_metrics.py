@@ -175,7 +175,10 @@ def _export_live(meter: Meter, live: Live) -> None:
         return [Observation(num, {"model": model or UNKNOWN_MODEL}) for (own, model), num in counts if own == state]
 
     meter.create_observable_gauge(
-        "tandem.queue.length", [lambda options: observed("queued")], "{request}", "Requests in the admission queue."
+        "tandem.queue.length",
+        [lambda options: observed("queued")],
+        "{request}",
+        "Requests that no worker has accepted yet.",
     )
     meter.create_observable_gauge(
         "tandem.requests.running", [lambda options: observed("running")], "{request}", "Requests that run."

@@ -104,7 +104,7 @@ def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dic
             "error": worker_problem(worker, problem_of),
             "counters": dict(load.counters),
         },
-        "kv": _kv_pool(load.kv) if load.HasField("kv") else None,
+        "kv": kv_pool(load.kv) if load.HasField("kv") else None,
         "kv_service": _kv_service(load.kv_service) if load.HasField("kv_service") else None,
         "memory": _memory(load.memory),
     }
@@ -119,7 +119,8 @@ def _apart(worker: Worker) -> str:
     )
 
 
-def _kv_pool(pool: pb.KvPool) -> dict[str, int]:
+def kv_pool(pool: pb.KvPool) -> dict[str, int]:
+    """Return the blocks of a worker's pool, by what they are used for."""
     return {
         "total_blocks": pool.num_total_blocks,
         "free_blocks": pool.num_free_blocks,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.status import worker_name, worker_problem, worker_role, worker_state
+from control_plane.fleet.status import kv_pool, worker_name, worker_problem, worker_role, worker_state
 from tandem.v1 import types_pb2 as pb
 
 _WORKERS_PER_TURN = 50
@@ -144,7 +144,7 @@ class FleetRows:
             "tokens_per_second": _tokens_per_second(worker, seen),
             "process_bytes": _in_steps(load.memory.host.process_bytes),
             "orphan_bytes": self._orphan_bytes_of(info.incarnation),
-            "kv": _pool(load.kv) if load.HasField("kv") else None,
+            "kv": kv_pool(load.kv) if load.HasField("kv") else None,
             "store": _store(load.kv_service) if load.HasField("kv_service") else None,
         }
 
@@ -158,18 +158,6 @@ def _tokens_per_second(worker: Worker, seen: _Seen | None) -> float | None:
     if seconds <= 0:
         return seen.row["tokens_per_second"]  # type: ignore[no-any-return]
     return round(max(0.0, made - seen.worker.load.counters.get("tokens_generated", 0.0)) / seconds, 1)
-
-
-def _pool(pool: pb.KvPool) -> dict[str, int]:
-    return {
-        "total_blocks": pool.num_total_blocks,
-        "free_blocks": pool.num_free_blocks,
-        "cached_blocks": pool.num_cached_blocks,
-        "used_blocks": pool.num_used_blocks,
-        "held_blocks": pool.num_held_blocks,
-        "tokens_per_block": pool.tokens_per_block,
-        "bytes_per_block": pool.bytes_per_block,
-    }
 
 
 def _store(service: pb.KvServiceLoad) -> dict[str, int]:

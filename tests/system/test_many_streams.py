@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from tests.system.fleet import Fleet, until
+from control_plane.routing.cost_model import InFlightEntry
+from tests.system.fleet import Fleet
 from tests.system.streams import client, run, stream, text_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -61,16 +62,25 @@ async def test_a_stream_says_what_the_whole_answer_says(demo_fleet: Fleet) -> No
 
 
 @pytest.mark.parametrize("stage", ["queued", "prefilling", "between", "decoding"])
-async def test_a_client_may_leave_at_any_stage(demo_fleet: Fleet, stage: str) -> None:
+async def test_a_client_may_leave_at_any_stage(demo_fleet: Fleet, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left before the first event, during it, right after it, and later; nothing is kept anywhere."""
-    prompt = " ".join(random.Random(2).choices(WORDS, k=300))
+    prompt = " ".join(random.Random(stage).choices(WORDS, k=300))  # no stage finds the KV of another
     inputs = {"prompt": prompt, "raw": True, "max_tokens": 200, "seed": 5}
     async with client(demo_fleet.base_url) as http:
         if stage in ("queued", "prefilling"):
+            prefills = asyncio.Event()
+            in_flight = demo_fleet.gateway.dispatcher.router.in_flight
+            add = in_flight.add
+
+            def watched_add(incarnation: str, *, num_prefill_tokens: int = 0, **others: int) -> InFlightEntry:
+                if num_prefill_tokens > 0:
+                    prefills.set()
+                return add(incarnation, num_prefill_tokens=num_prefill_tokens, **others)
+
+            monkeypatch.setattr(in_flight, "add", watched_add)
             task = asyncio.create_task(stream(http, inputs))
-            running = demo_fleet.gateway.dispatcher.router.in_flight
             if stage == "prefilling":
-                await until(lambda: running.prefill_tokens.total() > 0, 10)
+                await asyncio.wait_for(prefills.wait(), 10)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:

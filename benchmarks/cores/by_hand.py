@@ -11,10 +11,11 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.lib.served import clean_environment, free_ports
+from benchmarks.lib.served import clean_environment
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
+from tests.ports import free_ports
 
 _START_SECONDS = 240.0
 _STOP_SECONDS = 60.0

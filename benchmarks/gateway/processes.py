@@ -17,10 +17,11 @@ import httpx
 import psutil
 
 from benchmarks.gateway.sse_readers import post
-from benchmarks.lib.served import clean_environment, free_ports
+from benchmarks.lib.served import clean_environment
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
 from tandem_engine.demo import MODEL_ID
+from tests.ports import free_ports
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -25,6 +24,7 @@ from benchmarks.lib.streaming import new_client
 from benchmarks.peers import places
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
+from tests.ports import free_port
 
 _NUM_CONTROL_TOKENS = 2
 _START_SECONDS = 120.0
@@ -185,7 +185,7 @@ async def _tandem(
 async def llama_server(world: World, chunk: int) -> AsyncIterator[Answers]:
     """llama.cpp's own server: a slot per request, continuous batching, float32 cache, nothing cached."""
     model = await asyncio.to_thread(made, world.shape, "gguf_f32")
-    port = _free_port()
+    port = free_port()
     threads, context = str(len(world.cpus)), str(_MAX_NUM_SEQS * world.max_context)
     command = [str(places.LLAMA_SERVER), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--threads", threads, "--threads-batch", threads, "--threads-http", str(2 * _MAX_NUM_SEQS)]
@@ -202,7 +202,7 @@ async def llama_server(world: World, chunk: int) -> AsyncIterator[Answers]:
 async def openvino(world: World, chunk: int) -> AsyncIterator[Answers]:
     """OpenVINO GenAI's continuous batching behind a few lines of HTTP."""
     model = await asyncio.to_thread(made, world.shape, "openvino")
-    port = _free_port()
+    port = free_port()
     command = [str(places.OPENVINO_PYTHON), "-m", "benchmarks.peers.openvino_server", str(model), "--port", str(port)]
     command += ["--threads", str(len(world.cpus)), "--chunk", str(chunk)]
     command += ["--cache-bytes", str(world.kv_bytes), "--max-num-seqs", str(_MAX_NUM_SEQS)]
@@ -247,12 +247,6 @@ async def _until_healthy(http: httpx.AsyncClient, process: asyncio.subprocess.Pr
                 pass  # nobody listens yet
             await asyncio.sleep(_POLL_SECONDS)
     raise RuntimeError("the server ended with {}:\n{}".format(process.returncode, "\n".join(last_lines(log, 15))))
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

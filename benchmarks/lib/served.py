@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Collection, Mapping
 from itertools import pairwise
@@ -16,6 +15,7 @@ import httpx
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 240.0
@@ -123,14 +123,3 @@ def clean_environment(state_dir: Path, ours: Mapping[str, str]) -> dict[str, str
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "OTEL_", "OMP_"))}
     paths = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
     return {**kept, "PYTHONPATH": paths, "TANDEM_STATE_DIR": str(state_dir), **ours}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.lib.served import clean_environment, free_ports
+from benchmarks.lib.served import clean_environment
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
+from tests.ports import free_ports
 
 _MODULES = {
     "gateway": "control_plane",

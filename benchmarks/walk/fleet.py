@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.lib.served import free_ports
 from tandem_client.cli.parent_death import die_with_parent
+from tests.ports import free_ports
 
 _TRACER = Path(__file__).parent / "tracer"
 _START_SECONDS = 240.0

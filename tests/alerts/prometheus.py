@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from infra.observability.pace import PRODUCTION, SHORT
 from infra.observability.rules import groups
 from infra.observability.scraping import Scraping
 from tests.alerts.promtool import promtool, require_prometheus
+from tests.ports import free_port
 from tests.system.fleet import until
 
 INTERVAL = "200ms"
@@ -47,7 +47,7 @@ class Prometheus:
         self._log = folder / "prometheus.log"
 
     async def __aenter__(self) -> Prometheus:
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         command = [
             require_prometheus("prometheus"),
             f"--config.file={self._folder / 'prometheus.yml'}",
@@ -162,10 +162,3 @@ class Prometheus:
             "activeTargets"
         ]
         return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 _DEBIAN = Path("/usr/lib/postgresql")
 
@@ -38,7 +39,7 @@ def running_postgres() -> Iterator[Postgres]:
         folder = Path(name)
         user = pwd.getpwnam("postgres") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
         os.chown(folder, user.pw_uid, user.pw_gid)
-        server = Postgres(programs, folder / "data", user, _free_port())
+        server = Postgres(programs, folder / "data", user, free_port())
         server.make()
         server.start_where_it_can()
         try:
@@ -73,7 +74,7 @@ class Postgres:
                 if "could not bind" not in (self._folder / "log").read_text(errors="replace"):
                     raise
             (self._folder / "log").unlink()
-            self.port = _free_port()
+            self.port = free_port()
 
     def stop(self) -> None:
         self._control("stop", "--wait", "--mode", "immediate")
@@ -103,9 +104,3 @@ class Postgres:
         )
         output = ended.stdout.decode()
         assert ended.returncode == 0, f"{program} {' '.join(arguments)}: exit code {ended.returncode}: {output}"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_port
 
 _CHUNK_BYTES = 1 << 16
 _BIG_CHUNK_BYTES = 4096
@@ -58,11 +59,6 @@ def engine_pid(worker_pid: int) -> int:
     """Return the engine process of a worker's front."""
     (engine,) = psutil.Process(worker_pid).children()
     return int(engine.pid)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class BadWire:

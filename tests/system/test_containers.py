@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.ops.cpu.compile import KernelsUnavailable, compile_kernels
+from tests.ports import free_ports
 from tests.system.container import USER, Container, require_containers, running
-from tests.tandem_client.test_up import free_ports
 
 TANDEM = str(Path(sys.executable).with_name("tandem"))
 FOLDERS = {"TANDEM_STATE_DIR": "/run/state", "TANDEM_RUNTIME_DIR": "/run/sockets"}

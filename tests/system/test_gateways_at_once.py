@@ -20,10 +20,10 @@ from tandem_runtime.certificates.files import read_certificate
 from tandem_runtime.certificates.names import identity_in, parse_certificate
 from tandem_runtime.enrolment.membership import EXIT_REFUSED
 from tests.control_plane.postgres import Postgres, running_postgres
+from tests.ports import free_ports
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 from tests.system.machine import Machine
-from tests.system.test_tracing import free_ports
 
 pytestmark = pytest.mark.services
 

@@ -21,10 +21,10 @@ from tandem_runtime.certificates.files import read_certificate
 from tandem_runtime.channel import open_channel
 from tandem_runtime.enrolment.membership import EXIT_REFUSED
 from tandem_runtime.errors import Unavailable
+from tests.ports import free_ports
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 from tests.system.machine import Machine
-from tests.system.test_tracing import free_ports
 from tests.system.wall_clock import WallClock, has_compiler, require_compiler
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

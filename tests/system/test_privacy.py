@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 
 from tests.otlp_sink import OtlpSink
+from tests.ports import free_ports
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 from tests.system.streams import MODEL
-from tests.system.test_tracing import free_ports
 
 MARKS = {name: f"zq{name}qz" for name in ("prompt", "token", "header", "model", "session", "salt", "grammar", "tool")}
 BAD_TOKENS = {"authorization": f"Bearer tdm_{MARKS['token']}"}

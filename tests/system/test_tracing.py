@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.otlp_sink import OtlpSink
+from tests.ports import free_ports
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 from tests.system.streams import MODEL, stream
@@ -93,11 +93,3 @@ async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
         assert spans["kv.transfer"].attributes["tandem.kv.bytes"] > 0
         assert sink.metric_names >= {"tandem.worker.kv_blocks", "tandem.worker.requests", "tandem.worker.steps"}
         assert any("time_to_first_token" in name for name in sink.metric_names)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports

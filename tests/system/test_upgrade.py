@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from tandem_runtime.certificates.names import is_id
+from tests.ports import free_ports
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
-from tests.system.test_tracing import free_ports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RELEASE = "da99e1a09d648718156686610f4dc4b5ae98cff3"  # v0.2.0; a clone may have no tags

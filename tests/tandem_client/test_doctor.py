@@ -32,6 +32,7 @@ from tandem_client.cli.doctor import certificates, gpu, machine, network
 from tandem_client.cli.doctor.command import exit_code, view
 from tandem_client.cli.doctor.finding import Finding
 from tandem_machine.memory import Memory
+from tests.ports import free_port
 from tests.tandem_client.stub_gateway import StubGateway
 
 NOW = datetime(2026, 11, 25, 12, tzinfo=UTC)
@@ -110,19 +111,14 @@ def test_one_core_is_a_warning() -> None:
 def test_a_taken_port_names_its_process() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        finding = _worst(network.ports(port, _free_port()))
+        finding = _worst(network.ports(port, free_port()))
     assert finding.level == "fail"
     assert f"{port} (HTTP) is taken by process {os.getpid()}" in finding.text
     assert "--port" in finding.remedy
 
 
 def test_free_ports_are_fine() -> None:
-    assert _worst(network.ports(_free_port(), _free_port())).level == "ok"
-
-
-def _free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        return int(probe.getsockname()[1])
+    assert _worst(network.ports(free_port(), free_port())).level == "ok"
 
 
 def test_a_clock_apart_from_the_gateways_is_found() -> None:
@@ -317,7 +313,7 @@ def test_the_command_ends_with_1_if_something_fails(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        arguments = ["doctor", "--port", str(port), "--grpc-port", str(_free_port()), "--json"]
+        arguments = ["doctor", "--port", str(port), "--grpc-port", str(free_port()), "--json"]
         answer = CliRunner().invoke(app, [*arguments, "--url", "http://127.0.0.1:1"])
     document = json.loads(answer.stdout)
     failed = {finding["about"] for finding in document["findings"] if finding["level"] == "fail"}

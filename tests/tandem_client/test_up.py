@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,18 +16,9 @@ import pytest
 
 from tandem_client.cli.plan import UpOptions
 from tandem_client.cli.up import CannotStart, check_options, curl_line
+from tests.ports import free_ports
 from tests.tandem_client.fake_services import make_fake_services
 from tests.tandem_client.stub_gateway import StubGateway
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Up:
@@ -105,7 +95,7 @@ def test_one_that_dies_is_said_and_started_again(tmp_path: Path) -> None:
 def test_a_refused_model_ends_the_command_with_the_reason(tmp_path: Path) -> None:
     with tandem_up(tmp_path, "--model", "bad") as up:
         assert up.wait() == 1
-        assert any("refused to start: model bad: no config.json there" in line for line in up.lines)
+        assert any("refused to start: model bad: no config.json there" in line for line in up.lines), up.lines
         assert up.lines[-1] == "Stopped, because of the error above."
 
 

@@ -15,7 +15,7 @@ from tandem_client.cli.plan import UpOptions
 from tandem_client.cli.up import CannotStart, prepare_logs, up
 from tandem_machine.limits import PROCESSES_PER_SERVICE, max_processes, too_few_processes, with_remedy
 from tandem_runtime.lifecycle import run
-from tests.tandem_client.test_up import free_ports
+from tests.ports import free_ports
 from tests.tandem_machine.cgroup_tree import put_into_cgroup
 
 

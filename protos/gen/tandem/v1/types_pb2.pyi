@@ -432,6 +432,8 @@ class ModelCard(message.Message):
     CREATED_UNIX_SECONDS_FIELD_NUMBER: builtins.int
     TASK_FIELD_NUMBER: builtins.int
     ENCODER_FIELD_NUMBER: builtins.int
+    EXACTNESS_FIELD_NUMBER: builtins.int
+    TAKES_SPACES_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     block_size: builtins.int
     """tokens"""
@@ -447,6 +449,10 @@ class ModelCard(message.Message):
     created_unix_seconds: builtins.int
     task: builtins.str
     """"text-generation", "text-embedding", "text-classification" or "text-ranking" """
+    exactness: builtins.str
+    """"class": equal bits are promised; "layout": workers that differ may share blocks; "": class"""
+    takes_spaces: builtins.bool
+    """it understands Submit.space and Submit.hash_grain; release 0.2 does not"""
     @builtins.property
     def aliases(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @builtins.property
@@ -483,10 +489,12 @@ class ModelCard(message.Message):
         created_unix_seconds: builtins.int = ...,
         task: builtins.str = ...,
         encoder: EncoderCard | None = ...,
+        exactness: builtins.str = ...,
+        takes_spaces: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["encoder", b"encoder", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "encoder", b"encoder", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "encoder", b"encoder", "eos_token_ids", b"eos_token_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "takes_spaces", b"takes_spaces", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -928,6 +936,9 @@ class Submit(message.Message):
     NUM_PUBLIC_BLOCKS_FIELD_NUMBER: builtins.int
     PREFIX_SOURCE_ID_FIELD_NUMBER: builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: builtins.int
+    SPACE_FIELD_NUMBER: builtins.int
+    HASH_GRAIN_FIELD_NUMBER: builtins.int
+    HANDLE_LAYOUT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -954,6 +965,10 @@ class Submit(message.Message):
     """id in the certificate of the KV service at prefix_source"""
     time_left_ms: builtins.int
     """Until the deadline, when this was sent: needs no two clocks to agree. Absent: of release 0.2, see deadline_unix_ms."""
+    space: builtins.bytes
+    """of the worker, 16 bytes: it refuses another one; absent: block_hashes are the worker's keys"""
+    hash_grain: builtins.int
+    """tokens per entry of block_hashes, and per block of the counts above; 0: the worker's block"""
     @builtins.property
     def model(self) -> ModelRef: ...
     @builtins.property
@@ -973,6 +988,10 @@ class Submit(message.Message):
     @builtins.property
     def handle(self) -> KvHandle:
         """prefill fills the handle, decode pulls it; absent: aggregated"""
+
+    @builtins.property
+    def handle_layout(self) -> KvLayout:
+        """of the handle's blocks, if it is not the reader's own"""
 
     def __init__(
         self,
@@ -999,10 +1018,13 @@ class Submit(message.Message):
         num_public_blocks: builtins.int = ...,
         prefix_source_id: builtins.str = ...,
         time_left_ms: builtins.int | None = ...,
+        space: builtins.bytes = ...,
+        hash_grain: builtins.int = ...,
+        handle_layout: KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "handle", b"handle", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_found_blocks: _TypeAlias = typing.Literal["max_found_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015

@@ -1,7 +1,9 @@
 """Records each request that has ended in the gateway's metrics, from its explanation.
 
-Explanation, ledger and metrics have one source, so they agree. A request costs some 40 microseconds here, a token
-nothing. Labels are bounded: models are ids of served models, causes are names of error classes.
+Explanation, ledger and metrics have one source, so they agree. The time to a stream's first token is recorded when that
+token leaves: an answer may go on for minutes. A request costs some 40 microseconds here, a token nothing.
+
+Labels are bounded: models are ids of served models, causes are names of error classes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Protocol
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from control_plane.explain.explanation import Explanation, Move, RouteExplanation, UsageExplanation
+from control_plane.explain.journal import Journal
 from tandem_runtime import metrics
 
 UNKNOWN_MODEL = "unknown"
@@ -75,18 +78,24 @@ class RequestMetrics:
         self._hits = Tally(
             meter, "tandem.cache.hit_tokens", "{token}", "Prompt tokens found in caches.", "model", "tier"
         )
+        self._begun: set[str] = set()
+        """Ids of the requests that run and whose first token is recorded."""
         if live is not None:
             _export_live(meter, live)
+
+    def first_token_left(self, journal: Journal) -> None:
+        """Record the time to the first token of a stream; `ended` records that of other answers."""
+        ttft = journal.ttft_seconds
+        if ttft is None or journal.is_over or journal.request_id in self._begun:
+            return
+        self._begun.add(journal.request_id)
+        self._first_tokens.record(ttft, _labels(journal.operation, journal.requested_model, journal.model))
 
     def ended(self, explanation: Explanation) -> None:
         """Record a request that has ended, whatever its outcome."""
         summary = explanation.summary
         model = summary.model or UNKNOWN_MODEL
-        labels = {
-            "gen_ai.operation.name": summary.operation,
-            "gen_ai.request.model": explanation.requested_model or UNKNOWN_MODEL,
-            "gen_ai.response.model": model,
-        }
+        labels = _labels(summary.operation, explanation.requested_model, model)
         error = {"error.type": summary.error} if summary.error else {}
         self._durations.record(summary.duration_ms / 1000, labels | error)
         self._record_tokens(explanation, labels)
@@ -100,9 +109,12 @@ class RequestMetrics:
 
     def _record_tokens(self, explanation: Explanation, labels: Labels) -> None:
         summary = explanation.summary
+        has_begun = summary.id in self._begun
+        self._begun.discard(summary.id)
         if summary.ttft_ms is None:
             return
-        self._first_tokens.record(summary.ttft_ms / 1000, labels)
+        if not has_begun:
+            self._first_tokens.record(summary.ttft_ms / 1000, labels)
         if summary.completion_tokens > 1:
             seconds = (summary.duration_ms - summary.ttft_ms) / 1000
             self._later_tokens.record(seconds / (summary.completion_tokens - 1), labels)
@@ -135,6 +147,14 @@ class RequestMetrics:
             self._predicted.add(predicted, model)
             self._actual.add(actual, model)
             self._ratios.record(actual / predicted, {"model": model})
+
+
+def _labels(operation: str, requested_model: str, model: str) -> Labels:
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": requested_model or UNKNOWN_MODEL,
+        "gen_ai.response.model": model or UNKNOWN_MODEL,
+    }
 
 
 def predicted_seconds(route: RouteExplanation) -> float:

@@ -69,7 +69,7 @@ def _texts(journal: Journal) -> Texts | None:
 def summary_of(journal: Journal) -> Summary:
     """Return the row of a request in the list; of a running one so far."""
     timeline, history, closing = journal.timeline, journal.history, journal.closing
-    first, prefill, decode = journal.first_token_at, "", ""
+    ttft, prefill, decode = journal.ttft_seconds, "", ""
     for call in history.calls:
         if call.is_prefill:
             prefill = call.worker_id
@@ -86,7 +86,7 @@ def summary_of(journal: Journal) -> Summary:
         operation=journal.operation,
         state=journal.state,
         started_ms=int(timeline.started_unix * 1000),
-        ttft_ms=None if first is None else 1000 * (first - timeline.started),
+        ttft_ms=None if ttft is None else 1000 * ttft,
         duration_ms=1000 * ((journal.ended_at or time.perf_counter()) - timeline.started),
         prompt_tokens=usage.num_prompt_tokens if usage else 0 if is_counted else journal.num_prompt_tokens,
         cached_tokens=usage.num_cached_tokens if usage else 0,

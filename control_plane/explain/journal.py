@@ -45,6 +45,8 @@ class PromptText(Protocol):
 class Owner(Protocol):
     """Takes a journal that has ended."""
 
+    def first_token_left(self, journal: Journal) -> None: ...
+
     def ended(self, journal: Journal) -> Explanation: ...
 
 
@@ -123,6 +125,13 @@ class Journal:
         """The first text is ready to be sent."""
         if self.text_at is None:
             self.text_at = time.perf_counter()
+            if self.timeline.written_at is not None:  # a piece without text was written before
+                self._owner.first_token_left(self)
+
+    def written(self) -> None:
+        """The first piece of the stream was handed to the connection, with this prompt's first text or without."""
+        if self.text_at is not None:
+            self._owner.first_token_left(self)
 
     def stopped(self) -> None:
         """The answer has ended; the ledger row may end later."""
@@ -160,6 +169,12 @@ class Journal:
         if self.ended_at is not None:
             return "cancelled" if self.error in ("", "Cancelled", "CancelledError", "GeneratorExit") else "failed"
         return "queued" if self.history.accepted_at is None else "running"
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From the HTTP request's arrival to the first token's departure; None: there is none."""
+        at = self.first_token_at
+        return None if at is None else at - self.timeline.started
 
     @property
     def first_token_at(self) -> float | None:

@@ -21,6 +21,7 @@ log = get_logger(__name__)
 _MAX_LATEST = 256
 
 Ended = Callable[[Explanation], None]
+FirstTokenLeft = Callable[[Journal], None]
 
 
 class Keeper(Protocol):
@@ -46,6 +47,7 @@ class Requests:
         self._gateway = gateway
         self._keeper: Keeper | None = None
         self._on_ended: list[Ended] = []
+        self._on_first_token: list[FirstTokenLeft] = []
         self._running: dict[Journal, None] = {}
         """As an ordered set: two requests may have the same id, if a caller of this package gives none."""
         self._latest: OrderedDict[str, Explanation] = OrderedDict()
@@ -60,11 +62,23 @@ class Requests:
         """Have `ended` called with the explanation of each request that ends. It must be fast."""
         self._on_ended.append(ended)
 
+    def listen_to_first_tokens(self, first_token_left: FirstTokenLeft) -> None:
+        """Have `first_token_left` called when the first token of a stream has left. It must be fast."""
+        self._on_first_token.append(first_token_left)
+
     def open(self, timeline: Timeline | None, request_id: str, account: str, operation: str) -> Journal:
         """Begin to follow one prompt of an HTTP request; without `timeline`, from now on."""
         journal = Journal(self, timeline or Timeline(), request_id, account, operation)
         self._running[journal] = None
         return journal
+
+    def first_token_left(self, journal: Journal) -> None:
+        """Tell who wants to know that the first token of a stream has left."""
+        for listener in self._on_first_token:
+            try:
+                listener(journal)
+            except Exception:  # what only watches a request must not fail it
+                log.exception("explanation_listener_failed", request_id=journal.request_id)
 
     def ended(self, journal: Journal) -> Explanation:
         """Take a journal that has ended; return its explanation."""

@@ -39,6 +39,9 @@ class Laps:
 class Part(Protocol):
     """One prompt of an HTTP request."""
 
+    def written(self) -> None:
+        """The first piece of the HTTP answer was handed to the connection."""
+
     def left(self) -> None:
         """The HTTP request has ended, and nothing more is done for it."""
 
@@ -71,6 +74,8 @@ class Timeline:
         """The first text was handed to the connection."""
         if self.written_at is None:
             self.written_at = time.perf_counter()
+            for part in self.parts:
+                part.written()
 
     def left(self) -> None:
         """The HTTP request has ended: end the parts that nobody else ends."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from control_plane.accounts.ledger import Closing
 from control_plane.explain.explanation import (
     CachedTokens,
     Candidate,
@@ -20,6 +21,9 @@ from control_plane.explain.explanation import (
     Summary,
     UsageExplanation,
 )
+from control_plane.explain.requests import Requests
+from control_plane.explain.timeline import Timeline
+from control_plane.generation import Usage
 from control_plane.request_metrics import RequestMetrics
 from tandem_runtime import metrics
 from tandem_runtime.metrics_endpoint import MetricsEndpoint
@@ -116,6 +120,47 @@ def test_a_finished_request_is_in_every_metric_with_the_numbers_of_its_explanati
     assert found.value("tandem_hand_over_size_bytes_total", transport="shm", **model) == 4096
     assert found.value("tandem_hand_over_duration_seconds_sum", transport="shm", **model) == pytest.approx(0.03)
     assert found.series("tandem_refusals_total") == found.series("tandem_migrations_total") == []
+
+
+@pytest.mark.parametrize("order", ["text first", "role first", "not a stream"])
+def test_the_time_to_a_streams_first_token_is_recorded_once_when_that_token_leaves(
+    recorder: RequestMetrics, order: str
+) -> None:
+    requests = Requests()
+    requests.listen(recorder.ended)
+    requests.listen_to_first_tokens(recorder.first_token_left)
+    timeline = Timeline()
+    journal = requests.open(timeline, "r-1", "team-a", "chat")
+    journal.model_found(MODEL, "demo")
+    journal.admitted()
+    marks = {
+        "text first": [journal.text_arrived, timeline.written],
+        "role first": [timeline.written, journal.text_arrived],
+        "not a stream": [journal.text_arrived],
+    }
+    for mark in marks[order]:
+        assert not scrape().series("gen_ai_server_time_to_first_token_seconds_count")
+        mark()
+    if order != "not a stream":
+        assert scrape().value("gen_ai_server_time_to_first_token_seconds_count") == 1
+    journal.closed(Closing("r-1", "finished", Usage(1, 1, 0, 2)))
+    found = scrape()
+    assert found.value("gen_ai_server_time_to_first_token_seconds_count", gen_ai_request_model="demo") == 1
+    assert journal.ttft_seconds is not None
+    assert found.value("gen_ai_server_time_to_first_token_seconds_sum") == pytest.approx(journal.ttft_seconds)
+
+
+def test_a_stream_that_ends_before_its_first_token_has_left_counts_once(recorder: RequestMetrics) -> None:
+    requests = Requests()
+    requests.listen(recorder.ended)
+    requests.listen_to_first_tokens(recorder.first_token_left)
+    timeline = Timeline()
+    journal = requests.open(timeline, "r-1", "team-a", "chat")
+    journal.admitted()
+    journal.text_arrived()
+    journal.closed(Closing("r-1", "cancelled", Usage(1, 1, 0, 1)))
+    timeline.written()
+    assert scrape().value("gen_ai_server_time_to_first_token_seconds_count") == 1
 
 
 @pytest.mark.parametrize("median_ms", [12.0, 80.0, 600.0, 4_000.0, 25_000.0])

@@ -74,7 +74,9 @@ async def serve(
     catalog = OneModel(description(**model_changes))
     meter = accounts.metering if accounts else None
     requests = requests or Requests()
-    requests.listen(RequestMetrics(requests).ended)
+    request_metrics = RequestMetrics(requests)
+    requests.listen(request_metrics.ended)
+    requests.listen_to_first_tokens(request_metrics.first_token_left)
     text = TextService(
         catalog,
         dispatcher,

@@ -186,8 +186,9 @@ def _add_first_token(path: _Path, call: Call, journal: Journal) -> None:
     if call.sent_at > path.at:
         lost = [move for move in journal.history.moves if path.at <= move.began_at < call.sent_at]
         path.to(call.sent_at, "prefill" if lost else "submit", "gateway", lost[-1].from_worker if lost else "")
-    process: ProcessName = "prefill" if call.is_prefill else "decode"
     end = call.output_at or path.at
+    call = _prompt_call(call, journal)
+    process: ProcessName = "prefill" if call.is_prefill else "decode"
     stretches = _stretches(call, path.at, end, journal)
     if stretches is None:
         path.to(_before(call.accepted_at, end), "submit")
@@ -197,6 +198,17 @@ def _add_first_token(path: _Path, call: Call, journal: Journal) -> None:
     path.to(path.at + stretches.queue, "worker_queue", process, call.worker_id)
     path.to(path.at + stretches.work, "prefill", process, call.worker_id)
     path.to(end, "transport")
+
+
+def _prompt_call(first: Call, journal: Journal) -> Call:
+    """Return the call that computed the prompt. `first`: the one whose first token came first.
+
+    A decode worker that pulled the prompt's cache repeats the first token, and may be here sooner than prefill.
+    """
+    if first.is_prefill or first.ledger is None or not first.ledger.transfer_end_ns:
+        return first
+    prefills = [each for each in journal.history.calls if each.is_prefill and each.ledger is not None]
+    return prefills[-1] if prefills else first
 
 
 def _add_encoding(path: _Path, part: PartEncoded, journal: Journal) -> None:

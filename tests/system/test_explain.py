@@ -129,14 +129,23 @@ async def _while_dies(fleet: Fleet, http: httpx.AsyncClient, name: str, num: int
     worker = fleet.worker(name)
     assert worker is not None
     history = fleet.gateway.requests
-    asking = [asyncio.create_task(_long(http, random.Random(f"{name}-{seed}"), 150)) for seed in range(num)]
+    asking: list[asyncio.Task[Asked]] = []
 
     def has_some() -> bool:
         running = [journal.history for journal in history.running]
         calls = [call for each in running for call in each.calls if call.worker_id == name]
         return any(call.accepted_at and call.is_prefill != (call.output_at is not None) for call in calls)
 
-    await until(has_some, 30, lambda: fleet.tails([name]))
+    def has_some_or_none_runs() -> bool:
+        return has_some() or all(task.done() for task in asking)
+
+    for _ in range(20):
+        seeds = range(len(asking), len(asking) + num)
+        asking += [asyncio.create_task(_long(http, random.Random(f"{name}-{seed}"), 150)) for seed in seeds]
+        await until(has_some_or_none_runs, 30, lambda: fleet.tails([name]))
+        if has_some():
+            break  # else all ended between two looks
+    assert has_some(), f"{name} got none of {len(asking)} requests: {fleet.tails([name])}"
     fleet.services[name].kill(signal.SIGKILL)
     await fleet.ended(fleet.services.pop(name))
     return list(await asyncio.gather(*asking))

@@ -133,6 +133,28 @@ def test_without_a_ledger_the_time_at_the_worker_is_prefill_after_its_acceptance
     assert (parts["submit"], parts["prefill"]) == pytest.approx((10.0, 30.0), abs=0.5)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_decode_worker_whose_first_token_overtakes_prefills_is_not_named_for_prefills_time(recomputes: bool) -> None:
+    journal = opened(Requests())
+    journal.history.routed(0, Route())
+    now, unix = time.perf_counter(), time.time()
+    decode = Call("decode-0", False, now, ledger=ledger(unix + 0.003, 0.031, 0.001))
+    assert decode.ledger is not None
+    decode.ledger.transfer_end_ns = 0 if recomputes else decode.ledger.scheduled_ns
+    prefill = Call("prefill-0", True, now, ledger=ledger(unix + 0.003, 0.010, 0.020))
+    for call in (decode, prefill):
+        journal.history.called(call)
+    told(journal, decode, 0.040)
+    found = explained(journal)
+    work = [segment for segment in found.segments if segment.name in ("worker_queue", "prefill")]
+    assert abs(found.unexplained_ms) < 0.001
+    if recomputes:
+        assert {segment.worker for segment in work} == {"decode-0"}
+        return
+    assert {(segment.process, segment.worker) for segment in work} == {("prefill", "prefill-0")}
+    assert [segment.duration_ms for segment in work] == pytest.approx([10.0, 20.0], abs=0.1)
+
+
 def test_waits_and_refused_attempts_are_segments_of_their_own() -> None:
     journal = opened(Requests())
     history = journal.history

@@ -22,6 +22,17 @@ class Scrape:
             for sample in family.samples:
                 self._samples.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
 
+    def since(self, earlier: Scrape) -> Scrape:
+        """Return what was counted after an earlier scrape of the process; for counters and histograms."""
+        grown = Scrape(b"")
+        grown.types = self.types
+        for name, samples in self._samples.items():
+            before = {tuple(sorted(labels.items())): value for labels, value in earlier.series(name)}
+            grown._samples[name] = [
+                (labels, value - before.get(tuple(sorted(labels.items())), 0.0)) for labels, value in samples
+            ]
+        return grown
+
     def series(self, name: str) -> list[tuple[Labels, float]]:
         return self._samples.get(name, [])
 

@@ -63,6 +63,7 @@ _NUM_SHORT_TOKENS = 4
 _NUM_WARM_UPS = 50
 _GATEWAY_REQUESTS = {"native": native_request, "chat": chat_request}
 _TURN_SECONDS = 1.6
+_TURNS_PER_START = 4
 _AFTER_TURN_SECONDS = 0.5
 _TEXT = re.compile(rb'"content":"[^"]')
 _ENGINE_CORES = (0, 1)
@@ -94,25 +95,27 @@ async def gateway(roots: Roots, turns: Turns, folder: Path, progress: Progress) 
     """Return tokens per CPU second of 256 streams; a turn is 1.6 seconds of new streams.
 
     Streams of both sides that stay open, with the idle side's worker stopped by a signal, gave rates between 6,000 and
-    100,000: the stop changes how many tokens the gateway takes at once.
+    100,000: the stop changes how many tokens the gateway takes at once. Two starts of one checkout differ by up to 7 %,
+    so both sides start anew after every `_TURNS_PER_START` turns.
     """
     values = _no_values()
     number = turns.number or 40
     requests = {name: body for name, body in _GATEWAY_REQUESTS.items() if turns.wants(name)}
-    with _gateways(roots, folder) as up:
-        for name, request in requests.items():
-            for turn, sides in enumerate(_orders(roots, number), 1):
-                if turn % 10 == 0:
-                    progress(f"{name}, turn {turn} of {number}")
-                for side in sides:
-                    processes, server, worker = up[side]
-                    with Readers(processes.address, request(ENDLESS_TOKENS), NUM_STREAMS) as readers:
-                        begin(readers)
-                        rate = rate_of(readers, [server], worker, _TURN_SECONDS)
-                    if not rate.num_events:
-                        raise RuntimeError(f"{name}, turn {turn}: the streams of the {side} side have stopped")
-                    values[f"{name}.per_cpu_second"][side].append(rate.per_cpu_second)
-                    await asyncio.sleep(_AFTER_TURN_SECONDS)  # for what the streams' end leaves to do
+    for start in range(0, number, _TURNS_PER_START):
+        (at := folder / f"start-{start}").mkdir()
+        with _gateways(roots, at) as up:
+            progress(f"turns {start + 1} to {min(number, start + _TURNS_PER_START)} of {number}")
+            for name, request in requests.items():
+                for sides in _orders(roots, min(number - start, _TURNS_PER_START)):
+                    for side in sides:
+                        processes, server, worker = up[side]
+                        with Readers(processes.address, request(ENDLESS_TOKENS), NUM_STREAMS) as readers:
+                            begin(readers)
+                            rate = rate_of(readers, [server], worker, _TURN_SECONDS)
+                        if not rate.num_events:
+                            raise RuntimeError(f"{name}: the streams of the {side} side have stopped")
+                        values[f"{name}.per_cpu_second"][side].append(rate.per_cpu_second)
+                        await asyncio.sleep(_AFTER_TURN_SECONDS)  # for what the streams' end leaves to do
     return values
 
 

@@ -12,6 +12,8 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -35,6 +37,9 @@ _NUM_WORDS = 509
 _NUM_TURNS = 16
 """With a pace, a sixteenth of the requests has a token in each step."""
 _CHUNK_BYTES = 1 << 20
+FIRST_TOKEN_SIGMA = 0.35
+"""Of the logarithm of the time to the first token."""
+MIN_FIRST_TOKEN_SECONDS = 0.005
 _ASSETS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -132,8 +137,9 @@ class _Answer:
 class _Gateway:
     """One Attach stream: its requests, and the steps that report them."""
 
-    def __init__(self, words: Words, token_seconds: float) -> None:
+    def __init__(self, words: Words, token_seconds: float, first_token_seconds: float = 0.0) -> None:
         self._words = words
+        self._first_token_seconds = first_token_seconds
         self._num_turns = _NUM_TURNS if token_seconds else 1
         self._pause_seconds = token_seconds / self._num_turns
         self._running: list[dict[tuple[str, int], _Answer]] = [{} for _ in range(self._num_turns)]
@@ -173,8 +179,17 @@ class _Gateway:
 
     def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
         self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
+        answer = _Answer(submit, self._words, num_shared_tokens)
+        if not self._first_token_seconds:
+            self._begin(submit, answer)
+            return
+        seconds = random.lognormvariate(math.log(self._first_token_seconds), FIRST_TOKEN_SIGMA)
+        asyncio.get_running_loop().call_later(max(MIN_FIRST_TOKEN_SECONDS, seconds), self._begin, submit, answer)
+        self._asked.set()
+
+    def _begin(self, submit: pb.Submit, answer: _Answer) -> None:
         turn = min(self._running, key=len)
-        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
+        turn[submit.request_id, submit.attempt] = answer
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
@@ -208,8 +223,10 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         model_id: str = MODEL_ID,
         worker_id: str = "stand-in",
         context_length: int = CONTEXT_LENGTH,
+        first_token_seconds: float = 0.0,
     ) -> None:
         self._token_seconds = token_seconds
+        self._first_token_seconds = first_token_seconds
         self._folder = folder
         self._words = Words(folder)
         self._gateways: set[_Gateway] = set()
@@ -223,7 +240,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        gateway = _Gateway(self._words, self._token_seconds)
+        gateway = _Gateway(self._words, self._token_seconds, self._first_token_seconds)
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
@@ -281,13 +298,23 @@ def main() -> int:
     options.add_argument(
         "--token-seconds", type=float, default=0.0, help="how often each request has a token; 0: at once"
     )
+    options.add_argument(
+        "--first-token-seconds", type=float, default=0.0, help="median of the time to the first token; 0: at once"
+    )
     options.add_argument("--model", default=MODEL_ID, help="what clients call the model")
     options.add_argument("--folder", type=Path, default=checkpoint_path(), help="of the model's tokenizer and template")
     options.add_argument("--worker-id", default="stand-in")
     options.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, help="in tokens")
     given = options.parse_args()
     log.configure("tandem-stand-in", level="warning")
-    worker = StandIn(given.token_seconds, given.folder, given.model, given.worker_id, given.context_length)
+    worker = StandIn(
+        given.token_seconds,
+        given.folder,
+        given.model,
+        given.worker_id,
+        given.context_length,
+        given.first_token_seconds,
+    )
     return lifecycle.run(lambda drain: serve(given.control, worker, drain))
 
 

@@ -174,7 +174,7 @@ class Auditor:
             log.error(
                 "kv_orphan",
                 kind=finding.suspicion.kind,
-                service=finding.suspicion.service,
+                worker=finding.suspicion.service,
                 name=finding.suspicion.name,
                 num_bytes=finding.num_bytes,
                 seconds=round(finding.seconds, 1),
@@ -182,7 +182,7 @@ class Auditor:
             )
         for key in self._known.keys() - found.keys():
             suspicion = self._known[key].suspicion
-            log.info("kv_orphan_gone", kind=suspicion.kind, service=suspicion.service, name=suspicion.name)
+            log.info("kv_orphan_gone", kind=suspicion.kind, worker=suspicion.service, name=suspicion.name)
         self._known = found
 
 

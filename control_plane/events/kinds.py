@@ -100,8 +100,8 @@ _ALL = (
     Kind("request_quarantined", "error", "a request that ended several workers is refused from now on"),
     Kind("client_too_slow", "warning", "an answer was ended: its client reads too slowly"),
     # KV memory
-    Kind("kv_orphan", "error", "KV memory has no user: {num_bytes} bytes at {service}", "kind"),
-    Kind("kv_orphan_gone", "info", "KV memory without a user is free again at {service}", "kind"),
+    Kind("kv_orphan", "error", "KV memory has no user: {num_bytes} bytes at {worker}", "kind"),
+    Kind("kv_orphan_gone", "info", "KV memory without a user is free again at {worker}", "kind"),
     # identity
     Kind("fleet_made", "info", "the fleet {fleet} was made"),
     Kind("member_joined", "info", "a {role} process has joined the fleet as {id}"),

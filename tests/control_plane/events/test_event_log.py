@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import string
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,20 @@ async def test_a_writer_that_is_cancelled_repeats_no_event(database: Database) -
 def test_every_kind_makes_a_sentence_of_whatever_it_gets() -> None:
     for kind in KINDS:
         assert new_event(kind, 1, {}).message
+
+
+def test_no_message_names_a_field_that_lines_of_the_log_use_for_themselves() -> None:
+    """A line's `service` is the name of the process that wrote it: `{service}` in a message would stay empty."""
+    for kind in KINDS.values():
+        named = {name for _, name, _, _ in string.Formatter().parse(kind.message) if name}
+        assert not named & event_log._NOT_FIELDS, kind.name
+
+
+def test_an_orphan_in_the_log_becomes_an_event_that_names_where_it_is() -> None:
+    logs.configure("tandem-control", json=True)
+    log = EventLog("g1", lambda: NOW_MS)
+    with log.tapping():
+        logs.get_logger("audit").error("kv_orphan", kind="orphaned_region", worker="kv-0", name="r", num_bytes=4096)
+    (event,) = log._waiting
+    assert (event.message, event.worker) == ("KV memory has no user: 4,096 bytes at kv-0", "kv-0")
+    assert event.cause == "orphaned_region"

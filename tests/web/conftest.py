@@ -30,7 +30,7 @@ OTHER_MODEL = "@tests/tiny"
 EMBEDDER = "@tests/embedder"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
     path = chromium()
     async with async_playwright() as playwright:
@@ -39,13 +39,13 @@ async def browser() -> AsyncIterator[Browser]:
         await found.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small random model that writes text, with a tokenizer."""
     return make_checkpoint(tmp_path_factory.mktemp("page-model"), "llama")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def web_fleet(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, browser: Browser
 ) -> AsyncIterator[Fleet]:
@@ -81,7 +81,7 @@ async def stand_in(fleet: Fleet, token_seconds: float) -> AsyncIterator[StandIn]
         await serving
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def slow_fleet(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> AsyncIterator[Slow]:
     """A worker that writes a token every 20 ms."""
     async with Fleet(tmp_path_factory.mktemp("slow-fleet")) as fleet, stand_in(fleet, 0.02) as worker:
@@ -124,7 +124,7 @@ async def large(folder: Path, num_workers: int) -> AsyncIterator[Large]:
         await server.stop(0)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def large_fleet(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> AsyncIterator[Large]:
     async with large(tmp_path_factory.mktemp("large-fleet"), 200) as fleet:
         yield fleet

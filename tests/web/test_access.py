@@ -19,7 +19,7 @@ from tests.system.streams import MODEL, client
 from tests.web.browser import opened
 from tests.web.conftest import stand_in
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.services]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
 OPERATOR = "the-operators-own-token"
 REFUSED = ["401 (Unauthorized)", "403 (Forbidden)"]
@@ -45,7 +45,7 @@ class Guarded:
             return str(answer.headers["x-request-id"])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def guarded(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> AsyncIterator[Guarded]:
     """A gateway with accounts and a worker whose answers are made of stand-in words."""
     folder = tmp_path_factory.mktemp("guarded")

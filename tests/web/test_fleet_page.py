@@ -16,7 +16,7 @@ from tests.system.fleet import Fleet
 from tests.web.browser import opened
 from tests.web.conftest import OTHER_MODEL, Large, large
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.services]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
 
 def row(page: Page, name: str) -> Locator:

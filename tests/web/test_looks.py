@@ -19,7 +19,7 @@ from tests.system.streams import MODEL, client
 from tests.web.browser import DESKTOP, PHONE, findings, opened, picture
 from tests.web.conftest import Large
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.services]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
 PROMPT = "A KV cache holds the attention keys and values of the tokens computed so far. " * 12
 
@@ -107,7 +107,7 @@ async def looked_at(page: Page, name: str) -> list[str]:
     return found
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def busy_fleet(web_fleet: Fleet) -> Fleet:
     """A fleet that has answered requests, one with a hand-over and one from a cache."""
     async with client(web_fleet.base_url) as http:

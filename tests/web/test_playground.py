@@ -16,7 +16,7 @@ from tests.system.streams import MODEL
 from tests.web.browser import opened
 from tests.web.conftest import OTHER_MODEL, Slow
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.services]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
 QUESTION = "What is a KV cache?"
 TABS = ["Chat", "Completion", "JSON Schema", "Tools", "Embeddings"]

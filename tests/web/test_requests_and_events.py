@@ -14,7 +14,7 @@ from tests.system.streams import MODEL, client
 from tests.web.browser import opened
 from tests.web.conftest import Slow
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.services]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.services]
 
 LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 100_000, "stream": True}
 LONG_PROMPT = "A KV cache holds the attention keys and values of the tokens computed so far. " * 12

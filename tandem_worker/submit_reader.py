@@ -16,7 +16,7 @@ class SubmitReader:
 
     def __init__(self, card: pb.ModelCard) -> None:
         self._card = card
-        self._space = space_of(card)
+        self.space = space_of(card)
         self._layout_digest = layout_digest(card.layout)
 
     def read(self, submit: pb.Submit) -> ChainEnd | None:
@@ -26,7 +26,7 @@ class SubmitReader:
         FingerprintMismatch, InvalidRequest.
         """
         check_model(self._card, submit.model)
-        chain = take_hashes(submit, self._space, self._card.block_size)
+        chain = take_hashes(submit, self.space, self._card.block_size)
         if submit.HasField("handle"):
             self._check_handle(submit)
         return chain
@@ -38,7 +38,7 @@ class SubmitReader:
         states that both share a space; a writer with another layout is refused until readers convert.
         """
         handle, own = submit.handle, self._card.fingerprint.digest
-        is_shared = self._card.exactness == "layout" and submit.space == self._space
+        is_shared = self._card.exactness == "layout" and submit.space == self.space
         if handle.model.fingerprint != own and not is_shared:
             raise FingerprintMismatch(
                 f"the KV handle is for fingerprint {handle.model.fingerprint.hex()}, this worker has {own.hex()}; "

@@ -118,6 +118,14 @@ def test_a_finished_request_is_in_every_metric_with_the_numbers_of_its_explanati
     assert found.series("tandem_refusals_total") == found.series("tandem_migrations_total") == []
 
 
+def test_seams_are_counted_by_model(recorder: RequestMetrics) -> None:
+    recorder.ended(REQUEST)
+    assert scrape().series("tandem_class_seams_total") == []
+    for _ in range(2):
+        recorder.ended(replace(REQUEST, usage=replace(REQUEST.usage, seams=3)))
+    assert scrape().series("tandem_class_seams_total") == [({"model": MODEL}, 6)]
+
+
 @pytest.mark.parametrize("median_ms", [12.0, 80.0, 600.0, 4_000.0, 25_000.0])
 async def test_percentiles_of_a_real_scrape_are_within_five_percent_of_those_of_the_requests(
     recorder: RequestMetrics, median_ms: float

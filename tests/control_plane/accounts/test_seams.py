@@ -79,9 +79,7 @@ async def test_the_column_can_be_taken_back_and_added_again(accounts: Accounts) 
     assert [row.num_seams for row in await rows(accounts)] == [2]
     await to_revision(accounts, "0004")
     async with accounts.database.each() as connection:
-        names = await connection.run_sync(
-            lambda sync: [each["name"] for each in sa.inspect(sync).get_columns("ledger")]
-        )
+        columns = await connection.run_sync(lambda sync: sa.inspect(sync).get_columns("ledger"))
         num_tokens = await connection.scalar(sa.text("SELECT num_completion_tokens FROM ledger"))
     assert "num_seams" not in [column["name"] for column in columns] and num_tokens == 5
     await migrate(accounts.database)

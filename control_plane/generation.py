@@ -249,6 +249,8 @@ class Usage:
     """The price, in millionths of a neuron; None: not priced."""
     num_thinking_tokens: int = 0
     """The part of the completion tokens that came before the answers, over choices."""
+    num_seams: int = 0
+    """Places where the tokens of another numerics class begin, over choices."""
 
     @property
     def num_pool_tokens(self) -> int:
@@ -265,6 +267,7 @@ class Usage:
             self.work + other.work,
             sum(prices) if prices else None,
             self.num_thinking_tokens + other.num_thinking_tokens,
+            self.num_seams + other.num_seams,
         )
 
     def __post_init__(self) -> None:

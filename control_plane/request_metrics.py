@@ -65,6 +65,9 @@ class RequestMetrics:
         self._migrations = Tally(
             meter, "tandem.migrations", "{migration}", "Requests that went on at another worker.", "model", "cause"
         )
+        self._seams = Tally(
+            meter, "tandem.class.seams", "{seam}", "Places where an answer changed its numerics class.", "model"
+        )
         self._hand_over_bytes = Tally(
             meter, "tandem.hand_over.size", "By", "KV bytes moved from prefill to decode.", "model", "transport"
         )
@@ -123,6 +126,7 @@ class RequestMetrics:
         self._tokens.add(usage.computed_tokens, model, "input")
         self._tokens.add(usage.cached_tokens, model, "cached_input")
         self._tokens.add(usage.completion_tokens, model, "output")
+        self._seams.add(usage.seams, model)
         self._prompt_tokens.add(usage.prompt_tokens, model)
         self._hits.add(usage.pool_tokens, model, "pool")
         self._hits.add(usage.store_tokens, model, "store")

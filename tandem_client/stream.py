@@ -27,6 +27,7 @@ class _Progress:
         self.on_thinking: Callable[[str], object] | None = None
         self.usage: dict[str, Any] | None = None
         self.finish_reason: str | None = None
+        self.seams: list[dict[str, Any]] = []
         self.done = False
         self._calls: dict[int, tuple[str, str]] = {}
         self._thinking: list[str] = []
@@ -44,6 +45,7 @@ class _Progress:
     def _note(self, event: StreamEvent) -> None:
         self.usage = event.usage or self.usage
         self.finish_reason = event.finish_reason or self.finish_reason
+        self.seams.extend(event.seams)
         for part in event.calls:
             name, arguments = self._calls.get(part.index, ("", ""))
             self._calls[part.index] = part.name or name, arguments + part.arguments
@@ -114,6 +116,14 @@ class TokenStream(Iterator[str]):
         """`stop`, `length` or `tool_calls`; None until the stream has ended, or if the server sends none."""
         return self._progress.finish_reason
 
+    @property
+    def seams(self) -> list[dict[str, Any]]:
+        """`{"choice", "position", "from", "to"}` of each place where the tokens of another numerics class begin.
+
+        Empty until the stream has ended, and for almost every answer.
+        """
+        return self._progress.seams
+
     def __next__(self) -> str:
         return next(self._pieces)
 
@@ -181,6 +191,14 @@ class AsyncTokenStream(AsyncIterator[str]):
     def finish_reason(self) -> str | None:
         """`stop`, `length` or `tool_calls`; None until the stream has ended, or if the server sends none."""
         return self._progress.finish_reason
+
+    @property
+    def seams(self) -> list[dict[str, Any]]:
+        """`{"choice", "position", "from", "to"}` of each place where the tokens of another numerics class begin.
+
+        Empty until the stream has ended, and for almost every answer.
+        """
+        return self._progress.seams
 
     async def __anext__(self) -> str:
         return await anext(self._pieces)

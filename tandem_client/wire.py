@@ -65,7 +65,7 @@ class CallPart:
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """One event of a token stream: text, thinking, parts of tool calls, the finish reason, the usage, or the end."""
+    """One event of a token stream: text, thinking, parts of tool calls, the finish reason, usage, seams, or the end."""
 
     text: str = ""
     thinking: str = ""
@@ -73,6 +73,7 @@ class StreamEvent:
     usage: dict[str, Any] | None = None
     done: bool = False
     calls: tuple[CallPart, ...] = ()
+    seams: tuple[dict[str, Any], ...] = ()
 
 
 def stream_event(data: str) -> StreamEvent:
@@ -92,6 +93,7 @@ def stream_event(data: str) -> StreamEvent:
         finish_reason=_finish_reason(document),
         usage=usage,
         calls=tuple(_calls(document)),
+        seams=tuple(document.get("seams") or ()),
     )
 
 

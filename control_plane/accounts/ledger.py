@@ -66,6 +66,7 @@ class Closing:
             "num_pool_tokens": usage.num_pool_tokens,
             "num_completion_tokens": usage.num_completion_tokens,
             "microneurons": usage.microneurons or 0,
+            "num_seams": usage.num_seams,
             **vars(usage.work),
         }
 

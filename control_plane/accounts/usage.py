@@ -59,7 +59,7 @@ class UsageReport:
         return await self._database.report(read)
 
 
-_SUMMED = [*(ledger.c[f"num_{name}_tokens"] for name in _COUNTS), ledger.c.microneurons]
+_SUMMED = [*(ledger.c[f"num_{name}_tokens"] for name in _COUNTS), ledger.c.num_seams, ledger.c.microneurons]
 
 
 def _json(row: Any) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def _json(row: Any) -> dict[str, Any]:
         "model": row["model"],
         "requests": row["num_requests"],
         **{f"{name}_tokens": row[f"num_{name}_tokens"] for name in _COUNTS},
+        "seams": row["num_seams"],
         "neurons": neurons,
         "cost_usd": round(neurons * DOLLARS_PER_NEURON, 9),
     }

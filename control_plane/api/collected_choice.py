@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from control_plane.explain.history import History
 from control_plane.generation import AnswerEnd, ModelDescription, Usage
 from control_plane.text.choice import TextDelta, TextLogprobs
 from control_plane.text.tool import CallDelta
@@ -22,6 +23,10 @@ class Answer(Protocol):
 
     @property
     def usage(self) -> Usage: ...
+
+    @property
+    def histories(self) -> Sequence[History]:
+        """What the dispatcher has done, by prompt."""
 
     def __aiter__(self) -> AsyncIterator[TextDelta]: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
+from control_plane.api.answer_classes import SeamObject
 from control_plane.explain.explanation import MoveKind, PhaseName, ProcessName, SegmentName, State
 
 
@@ -85,6 +86,14 @@ class RouteObject(TypedDict):
     attempts: list[AttemptObject]
 
 
+class CrossingObject(TypedDict):
+    """Where the answer goes on with the tokens of another numerics class."""
+
+    position: int
+    from_class: str
+    to_class: str
+
+
 MoveObject = TypedDict(  # `from` is a keyword
     "MoveObject",
     {
@@ -97,6 +106,7 @@ MoveObject = TypedDict(  # `from` is a keyword
         "num_tokens": int,
         "duration_ms": float,
         "transport": str,
+        "seam": CrossingObject | None,
     },
 )
 
@@ -116,6 +126,7 @@ class UsageParts(TypedDict):
     prefill_us: int
     decode_us: int
     microneurons: int
+    seams: int
 
 
 class TextsObject(TypedDict):
@@ -140,8 +151,9 @@ class ExplanationObject(RequestRow):
 
 
 class ExplainedObject(TypedDict):
-    """With the header `x-tandem-explain: 1`."""
+    """What Tandem adds: the explanation with the header `x-tandem-explain: 1`, and seams if the answer has any."""
 
-    explanation: ExplanationObject
+    explanation: NotRequired[ExplanationObject]
     other_ids: NotRequired[list[str]]
     """Of the request's other prompts."""
+    seams: NotRequired[list[SeamObject]]

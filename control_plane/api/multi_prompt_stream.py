@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 
+from control_plane.explain.history import History
 from control_plane.generation import ModelDescription, Usage
 from control_plane.text.choice import TextDelta
 from control_plane.text.text_stream import TextStream
@@ -34,6 +35,10 @@ class MultiPromptStream:
     @property
     def num_choices(self) -> int:
         return sum(stream.num_choices for stream in self.streams)
+
+    @property
+    def histories(self) -> Sequence[History]:
+        return [history for stream in self.streams for history in stream.histories]
 
     @property
     def usage(self) -> Usage:

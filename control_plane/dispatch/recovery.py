@@ -33,13 +33,13 @@ from control_plane.dispatch.admission import (
     Quarantine,
     RetryBudget,
 )
+from control_plane.dispatch.class_seams import is_exact_move
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
 from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.routing.router import Router
-from tandem_engine.scheduling.numerics import gives_equal_bits
 from tandem_runtime.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -208,41 +208,53 @@ class Recovery:
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
-        """Try the decode workers of one route; raises the last refusal.
-
-        Flags the move in the log and the trace: without `is_exact` the next tokens are valid, but may differ from those
-        that the lost worker would have sampled.
-        """
+        """Try the decode workers of one route; raises the last refusal."""
         state.next_attempt()
-        is_exact = gives_equal_bits(state.card.fingerprint.numerics_class)
+        began_ns = time.time_ns()
         log.warning(
             "migration_started",
             request_id=state.request.request_id,
             choice=choice.index,
             num_tokens=len(choice.tokens),
-            is_exact=is_exact,
             error=error.log_text,
         )
-        now_ns = time.time_ns()
-        attributes = {"tandem.choice": choice.index, "tandem.tokens": len(choice.tokens), "tandem.is_exact": is_exact}
-        record_span("migrate", state.traceparent, now_ns, now_ns, attributes)
         last_refusal: TandemError = error
         route = self._router.choose(routing_request_for(state, choice), state.avoid)
         for worker in route.decodes:
             if choice.is_over:
                 return
             try:
-                await self._submitter.wait_accepted(state, self._submitter.submit_choice(state, choice, worker, route))
+                call = self._submitter.submit_choice(state, choice, worker, route)
+                await self._submitter.wait_accepted(state, call)
             except (Overloaded, Unavailable) as refusal:
                 log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
                 last_refusal = refusal
             else:
+                _report_move(state, call, began_ns)
                 return
         raise last_refusal
 
     def _spawn(self, state: RequestState, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task that is cancelled when the request ends."""
         state.recovery_started(self._tasks.spawn(coroutine))
+
+
+def _report_move(state: RequestState, call: WorkerCall, began_ns: int) -> None:
+    """Flag an accepted move in the log and the trace.
+
+    Without `is_exact` the next tokens are valid, but may differ from those that the lost worker would have sampled.
+    """
+    num_tokens, is_exact = len(call.submit.token_ids), is_exact_move(state, call)
+    log.warning(
+        "migration_accepted",
+        request_id=state.request.request_id,
+        choice=call.choice_index,
+        num_tokens=num_tokens,
+        worker=call.worker_id,
+        is_exact=is_exact,
+    )
+    attributes = {"tandem.choice": call.choice_index, "tandem.tokens": num_tokens, "tandem.is_exact": is_exact}
+    record_span("migrate", state.traceparent, began_ns, time.time_ns(), attributes)
 
 
 def _note_restart(state: RequestState, lost: WorkerCall, began_at: float, error: TandemError) -> None:

@@ -362,6 +362,7 @@ class RequestState:
             self._prefill_ledger or self.choices[0].prompt_ledger or pb.PhaseLedger(),
             self._num_prompt_tokens,
             sum(choice.num_delivered for choice in self.choices),
+            len(self.history.seams),
         )
 
     # --------------------------------------------------------------------------------------------------- tokens

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 
+from control_plane.dispatch.class_seams import note_decode, note_prefill
 from control_plane.dispatch.request_state import GRACE_SECONDS, ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.worker_call import WorkerCall
@@ -124,6 +125,8 @@ class PrefillSink:
         choice = state.choices[output.choice_index]
         if not choice.tokens:  # else decode was faster and computed the prompt itself
             state.receive(choice, output)
+            if choice.tokens:
+                note_prefill(state, choice, self._call)
         if output.token_ids:
             _note_output(state, self._call, output, self._feedback)
         if output.HasField("ledger"):
@@ -177,6 +180,8 @@ def _note_output(state: RequestState, call: WorkerCall, output: pb.TokenOutput, 
     if not call.has_output:
         call.output_began()
         state.history.output_began(call)
+        if not call.is_prefill:
+            note_decode(state, call)
         feedback.prompt_read(state, call)
     if output.HasField("ledger"):
         state.phase_ended(call, output.ledger)

@@ -109,7 +109,11 @@ class Phase:
 
 
 def usage_of(
-    phases: Iterable[Phase], prompt: pb.PhaseLedger, num_prompt_tokens: int, num_completion_tokens: int
+    phases: Iterable[Phase],
+    prompt: pb.PhaseLedger,
+    num_prompt_tokens: int,
+    num_completion_tokens: int,
+    num_seams: int = 0,
 ) -> Usage:
     """Return a request's usage; `prompt` is the ledger of the call that computed the prompt."""
     num_cached_tokens = min(prompt.num_cached_tokens, num_prompt_tokens)
@@ -119,6 +123,7 @@ def usage_of(
         num_cached_tokens=num_cached_tokens,
         num_completion_tokens=num_completion_tokens,
         work=work_of(phases, prompt, num_cached_tokens),
+        num_seams=num_seams,
     )
 
 

@@ -94,6 +94,13 @@ _ALL = (
         "cause",
         source="requests",
     ),
+    Kind(
+        "stream_crossed_class",
+        "warning",
+        "an answer went on at {to} in another numerics class than {worker}'s",
+        "cause",
+        source="requests",
+    ),
     Kind("request_failed", "error", "{count} requests failed", "cause", source="requests"),
     Kind("requests_refused", "warning", "{count} requests were refused", "cause", source="requests"),
     Kind("migration_failed", "error", "an answer could not go on: {error}"),

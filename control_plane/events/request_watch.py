@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
-from control_plane.explain.explanation import Explanation
+from control_plane.explain.explanation import Explanation, Move
 
 _WINDOW_SECONDS = 10.0
 _MAX_SINGLE = 20
@@ -27,6 +28,7 @@ _REFUSALS = frozenset(
     }
 )
 """Errors that refuse a request before work. Other errors are failures."""
+CROSSED = "stream_crossed_class"
 _MOVES = {"migration": "request_migrated", "restart": "request_restarted"}
 
 
@@ -49,7 +51,9 @@ class RequestWatch:
             self._count(kind, summary.error, summary.model)
         for move in explanation.moves:
             if (moved := _MOVES.get(move.kind)) is not None:
-                self._moved(moved, explanation, move.why, move.from_worker, move.to_worker, move.num_tokens)
+                self._moved(moved, explanation, move, num_tokens=move.num_tokens)
+                if move.seam is not None:  # not of a hand-over: where it crosses, it crosses in every request
+                    self._moved(CROSSED, explanation, move, **move.seam.to_json())
 
     def flush(self, is_last: bool = False) -> None:
         """Record the sums once their window has ended, or at once for the last time."""
@@ -59,22 +63,20 @@ class RequestWatch:
         for (kind, cause, model), count in sums.items():
             self._record(kind, cause=cause, model=model, count=count)
 
-    def _moved(
-        self, kind: str, explanation: Explanation, why: str, from_worker: str, to_worker: str, num_tokens: int
-    ) -> None:
+    def _moved(self, kind: str, explanation: Explanation, move: Move, **figures: Any) -> None:
         summary = explanation.summary
         self._num_single += 1
         if self._num_single > _MAX_SINGLE:
-            self._count(kind, why, summary.model)
+            self._count(kind, move.why, summary.model)
             return
         self._record(
             kind,
-            cause=why,
-            worker=from_worker,
-            to=to_worker,
+            cause=move.why,
+            worker=move.from_worker,
+            to=move.to_worker,
             model=summary.model,
             request_id=summary.id,
-            num_tokens=num_tokens,
+            **figures,
         )
 
     def _count(self, kind: str, cause: str, model: str) -> None:

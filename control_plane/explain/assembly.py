@@ -8,12 +8,13 @@ the way there and the way back, uses both clocks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from control_plane.explain.explanation import (
     Attempt,
+    ClassCrossing,
     Explanation,
     Move,
     PhaseName,
@@ -112,6 +113,7 @@ def _usage(used: Any) -> UsageExplanation:
         prefill_us=work.prefill_us,
         decode_us=work.decode_us,
         microneurons=used.microneurons or 0,
+        seams=used.num_seams,
     )
 
 
@@ -364,7 +366,7 @@ def _num_handed_over(ledger: Any) -> int:
 
 def _moves(journal: Journal) -> list[Move]:
     """Return hand-overs, migrations and restarts in the order that they began."""
-    origin = journal.timeline.started
+    origin, crossings = journal.timeline.started, _crossings(journal)
     moves = [
         Move(
             kind=move.kind,
@@ -374,14 +376,25 @@ def _moves(journal: Journal) -> list[Move]:
             why=move.why,
             num_tokens=move.num_tokens,
             duration_ms=1000 * (move.ended_at - move.began_at),
+            seam=crossings.get((move.to_worker, move.num_tokens - journal.num_prompt_tokens)),
         )
         for move in journal.history.moves
     ]
-    moves += _hand_overs(journal)
+    moves += _hand_overs(journal, crossings)
     return sorted(moves, key=lambda move: move.time_ms)[:_MAX_MOVES]
 
 
-def _hand_overs(journal: Journal) -> Iterator[Move]:
+def _crossings(journal: Journal) -> dict[tuple[str, int], ClassCrossing]:
+    """Return the seams of all choices, by the worker and the position at which the other class begins."""
+    return {
+        (seam.after.worker_id, seam.position): ClassCrossing(
+            seam.position, seam.before.numerics_class, seam.after.numerics_class
+        )
+        for seam in journal.history.seams
+    }
+
+
+def _hand_overs(journal: Journal, crossings: Mapping[tuple[str, int], ClassCrossing]) -> Iterator[Move]:
     calls = journal.history.calls
     prefill = next((call.worker_id for call in reversed(calls) if call.is_prefill), "")
     for call in calls:
@@ -398,6 +411,7 @@ def _hand_overs(journal: Journal) -> Iterator[Move]:
             num_tokens=_num_handed_over(ledger),
             duration_ms=max(0, ledger.transfer_end_ns - ledger.transfer_start_ns) / 1e6,
             transport=ledger.transport,
+            seam=crossings.get((call.worker_id, 1)),  # after prefill's token
         )
 
 

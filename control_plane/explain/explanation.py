@@ -230,6 +230,19 @@ class RouteExplanation:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassCrossing:
+    """Where the answer goes on with the tokens of another numerics class: they may differ from the class before."""
+
+    position: int
+    """Completion tokens before it."""
+    from_class: str
+    to_class: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"position": self.position, "from_class": self.from_class, "to_class": self.to_class}
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """A move of the request between workers, or of its KV cache."""
 
@@ -244,6 +257,8 @@ class Move:
     duration_ms: float = 0.0
     transport: str = ""
     """shm, tcp or grpc; "" if no bytes moved."""
+    seam: ClassCrossing | None = None
+    """None: the move stays in its numerics class."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -256,6 +271,7 @@ class Move:
             "num_tokens": self.num_tokens,
             "duration_ms": round(self.duration_ms, _DECIMALS),
             "transport": self.transport,
+            "seam": None if self.seam is None else self.seam.to_json(),
         }
 
 
@@ -275,6 +291,8 @@ class UsageExplanation:
     prefill_us: int = 0
     decode_us: int = 0
     microneurons: int = 0
+    seams: int = 0
+    """Places in the answer where the tokens of another numerics class begin."""
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from control_plane.explain.class_seams import ClassRuns, Seam
 from control_plane.explain.timeline import Laps
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class PartEncoded:
 class History:
     """What happened to one request in the dispatcher."""
 
-    __slots__ = ("accepted_at", "attempts", "calls", "choices", "first_call", "laps", "moves", "parts")
+    __slots__ = ("accepted_at", "attempts", "calls", "choices", "classes", "first_call", "laps", "moves", "parts")
 
     def __init__(self) -> None:
         self.laps = Laps()
@@ -110,6 +111,8 @@ class History:
         self.moves: deque[Moved] = deque(maxlen=_MAX_MOVES)
         self.parts: deque[PartEncoded] = deque(maxlen=_MAX_PARTS)
         self.choices: Sequence[Choice] = ()
+        self.classes = ClassRuns()
+        """Which numerics class produced which tokens."""
         self.first_call: Call | None = None
         """The call that brought the first token."""
         self.accepted_at: float | None = None
@@ -168,3 +171,8 @@ class History:
     def num_delivered(self) -> int:
         """Tokens that the client has."""
         return sum(choice.num_delivered for choice in self.choices)
+
+    @property
+    def seams(self) -> list[Seam]:
+        """Places in what the client has where the tokens of another numerics class begin."""
+        return self.classes.seams(self.choices)

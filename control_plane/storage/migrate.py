@@ -13,7 +13,7 @@ from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest revision in migrations/versions."""
 
 _LOCK_KEY = 0x74616E64656D  # "tandem"

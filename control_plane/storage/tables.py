@@ -97,6 +97,7 @@ ledger = Table(
             "prefill_us",
             "decode_us",
             "microneurons",
+            "num_seams",  # places in the answer where the tokens of another numerics class begin
         )
     ),
     CheckConstraint("num_prompt_tokens = num_computed_tokens + num_cached_tokens", name="prompt"),

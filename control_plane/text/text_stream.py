@@ -12,6 +12,7 @@ import anyio
 from control_plane.accounts.identity import Caller
 from control_plane.accounts.ledger import Status
 from control_plane.accounts.metering import LedgerEntry
+from control_plane.explain.history import History
 from control_plane.generation import ModelDescription, TokenDelta, TokenRequest, TokenStream, Usage
 from control_plane.text.choice import ChoiceText, TextDelta
 from control_plane.text.deadline import Deadline
@@ -90,6 +91,10 @@ class TextStream:
         used = self._entry.priced(self._tokens.usage)
         num_thinking_tokens = sum(choice.num_thinking_tokens for choice in self._choices)
         return replace(used, num_thinking_tokens=num_thinking_tokens) if num_thinking_tokens else used
+
+    @property
+    def histories(self) -> Sequence[History]:
+        return (self.prompt.token_request.history,)
 
     @property
     def route(self) -> Mapping[str, Any]:

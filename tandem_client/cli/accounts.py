@@ -167,7 +167,11 @@ def usage(
         (entry["date"], entry["model"], *(f"{entry[name]:,}" for name in names), f"{entry['neurons']:,.3f}")
         for entry in entries
     ]
-    _table(("day", "model", "requests", "prompt", "cached", "completion", "neurons"), rows)
+    titles: tuple[str, ...] = ("day", "model", "requests", "prompt", "cached", "completion", "neurons")
+    if any(entry.get("seams") for entry in entries):  # else a column of zeros
+        titles = (*titles, "seams")
+        rows = [(*row, f"{entry.get('seams', 0):,}") for row, entry in zip(rows, entries, strict=True)]
+    _table(titles, rows)
 
 
 def _limits(requests: str | None, tokens: str | None, concurrent: str | None) -> dict[str, int | None]:

@@ -180,6 +180,10 @@ def _moves(moves: Sequence[Mapping[str, Any]]) -> Table:
             details.append(f"{each['num_tokens']:,} tokens")
         if each["duration_ms"]:
             details.append(f"in {milliseconds(each['duration_ms'])}")
+        if seam := each.get("seam"):
+            details.append(
+                f"other numerics from token {seam['position']:,} on: {seam['from_class']} → {seam['to_class']}"
+            )
         what.append(f"  {', '.join(details)}", style="dim")
         kind = _KINDS.get(each["kind"], each["kind"])
         table.add_row(kind, Text(f"at {milliseconds(each['time_ms'])}", style="dim"), what)

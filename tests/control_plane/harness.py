@@ -74,10 +74,9 @@ class Harness:
             proofs=self.proofs,
         )
         self.workers: list[ScriptedWorker] = []
-        self.numerics_class = "cpu/float32/lean"
 
     def card(self, name: str) -> pb.ModelCard:
-        fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class=self.numerics_class)
+        fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class="cpu/float32/lean")
         return pb.ModelCard(model_id=MODEL, fingerprint=fingerprint, block_size=16, context_length=512)
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:

@@ -121,7 +121,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         behave: Behaviour = serve,
         life: int = 0,
         member: FleetMember | None = None,
+        numerics_class: str = "",
     ) -> None:
+        self.numerics_class = numerics_class
         self.worker_id = worker_id
         self._member = member
         self.incarnation = f"{worker_id}-life-{life}"
@@ -182,8 +184,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             await self.changed.wait_for(lambda: condition(self))
 
     def info(self, **changes: Any) -> pb.WorkerInfo:
+        fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class=self.numerics_class)
         card = pb.ModelCard(
-            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
+            model_id=MODEL, fingerprint=fingerprint, block_size=16, context_length=512, exactness="layout"
         )
         fields = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
         return pb.WorkerInfo(

@@ -163,6 +163,14 @@ def test_a_stream_that_ends_before_its_first_token_has_left_counts_once(recorder
     assert scrape().value("gen_ai_server_time_to_first_token_seconds_count") == 1
 
 
+def test_seams_are_counted_by_model(recorder: RequestMetrics) -> None:
+    recorder.ended(REQUEST)
+    assert scrape().series("tandem_class_seams_total") == []
+    for _ in range(2):
+        recorder.ended(replace(REQUEST, usage=replace(REQUEST.usage, seams=3)))
+    assert scrape().series("tandem_class_seams_total") == [({"model": MODEL}, 6)]
+
+
 @pytest.mark.parametrize("median_ms", [12.0, 80.0, 600.0, 4_000.0, 25_000.0])
 async def test_percentiles_of_a_real_scrape_are_within_five_percent_of_those_of_the_requests(
     recorder: RequestMetrics, median_ms: float

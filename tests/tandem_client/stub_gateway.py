@@ -150,6 +150,16 @@ async def _echo(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
+SEAM = {"choice": 0, "position": 2, "from": "fp_0102", "to": "fp_0304"}
+
+
+async def _crossing(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
+    """An answer that went on at a worker of another numerics class."""
+    yield _event({"response": "One two three"})
+    yield _event({"response": "", "finish_reason": "stop", "usage": USAGE, "seams": [SEAM]})
+    yield b"data: [DONE]\n\n"
+
+
 async def _calling(gateway: StubGateway, body: Any) -> AsyncIterator[bytes]:
     yield _event({"response": "I look."})
     calls = [{"index": 0, "name": "get", "arguments": {"city": "Oslo"}}, {"index": 1, "name": "put", "arguments": {}}]
@@ -211,6 +221,7 @@ async def _openai_shaped(gateway: StubGateway, body: Any) -> AsyncIterator[bytes
 
 
 _STREAMS = {
+    "crossing": _crossing,
     "echo": _echo,
     "truncated": _truncated,
     "broken": _broken,

@@ -19,7 +19,7 @@ from tandem_client import (
 )
 from tandem_client.connection import Connection, retry_delay_seconds
 from tandem_client.wire import error_of
-from tests.tandem_client.stub_gateway import USAGE, StubGateway
+from tests.tandem_client.stub_gateway import SEAM, USAGE, StubGateway
 
 STREAM = {"prompt": "count", "stream": True}
 
@@ -75,6 +75,13 @@ def test_a_stream_gives_tokens_then_usage(gateway: StubGateway) -> None:
         assert list(stream) == ["One", " two", " three"]
         assert stream.usage == USAGE
         assert stream.finish_reason == "stop"
+
+
+def test_a_stream_tells_where_its_numerics_class_changed(gateway: StubGateway) -> None:
+    with AI(gateway.url) as ai:
+        stream, plain = stream_of(ai, "crossing"), stream_of(ai, "@tandem/demo")
+        assert stream.seams == [] and list(stream) == ["One two three"] and stream.seams == [SEAM]
+        assert list(plain) == ["One", " two", " three"] and plain.seams == []
 
 
 def test_thinking_is_beside_the_answers_tokens(gateway: StubGateway) -> None:

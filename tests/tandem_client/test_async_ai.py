@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tandem_client import AsyncAI, NotFoundError, RateLimitError, StreamTruncated
-from tests.tandem_client.stub_gateway import USAGE, StubGateway
+from tests.tandem_client.stub_gateway import SEAM, USAGE, StubGateway
 
 
 async def test_a_result_is_what_the_envelope_carries(gateway: StubGateway) -> None:
@@ -23,6 +23,12 @@ async def test_a_stream_gives_tokens_then_usage(gateway: StubGateway) -> None:
         assert await anext(stream) == "One"
         assert [token async for token in stream] == [" two", " three"]
         assert stream.usage == USAGE
+
+
+async def test_a_stream_tells_where_its_numerics_class_changed(gateway: StubGateway) -> None:
+    async with AsyncAI(gateway.url) as ai:
+        stream = await ai.run("crossing", {"prompt": "count", "stream": True})
+        assert [token async for token in stream] == ["One two three"] and stream.seams == [SEAM]
 
 
 async def test_thinking_is_beside_the_answers_tokens(gateway: StubGateway) -> None:

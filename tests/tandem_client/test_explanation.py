@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from control_plane.explain.explanation import (
     Attempt,
     CachedTokens,
     Candidate,
+    ClassCrossing,
     Explanation,
     Move,
     PhaseSpan,
@@ -90,6 +92,14 @@ def test_an_explanation_shows_time_route_moves_and_cost() -> None:
     assert "3.00 MiB over shm, 120 tokens, in 2.5 ms" in text
     assert "56 computed, 64 cached (60 from the pool, 4 from the store)" in text
     assert "1.500000 neurons" in text
+
+
+def test_a_move_to_another_numerics_class_is_shown_with_both_classes() -> None:
+    seam = ClassCrossing(17, "torch-2.13/cpu/cpp/float32", "torch-2.13/cuda-sm90/torch/bfloat16")
+    moved = Move("migration", 90.0, "decode-1", "decode-0", "Draining", num_tokens=137, seam=seam)
+    text = _text(replace(EXPLANATION, moves=[moved]).to_json(), width=200)
+    assert f"other numerics from token 17 on: {seam.from_class} → {seam.to_class}" in text
+    assert "other numerics" not in _text(EXPLANATION.to_json(), width=200)
 
 
 def test_workers_have_their_names_and_texts_of_users_stay_as_they_are() -> None:

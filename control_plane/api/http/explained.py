@@ -1,18 +1,20 @@
-"""Adds a request's explanation, and the full Server-Timing line of a stream, to the answer.
+"""Adds a request's explanation, its seams, and the full Server-Timing line of a stream, to the answer.
 
 A whole answer and a stream get the explanation if the request has the header `x-tandem-explain: 1`: a field `tandem` of
 the JSON object, or one more event before [DONE]. The line is in a field of a stream's last event, since its header has
-only what was known when the stream began. Clients skip fields that they do not know.
+only what was known when the stream began. Seams, which few answers have, are in a field `tandem` too: of the whole
+answer, or of a stream's last ordinary event. Clients skip fields that they do not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
+from control_plane.api.answer_classes import SeamObject
 from control_plane.api.http.request_context import timeline_of
 from control_plane.explain.journal import Journal
 from control_plane.explain.server_timing import server_timing
@@ -28,12 +30,13 @@ class Explained:
     def __init__(self, request: Request) -> None:
         self._timeline = timeline_of(request)
 
-    def in_last(self, frames: bytes) -> bytes:
-        """Return frames whose last one, an object, has the durations in the field `server_timing`."""
+    def in_last(self, frames: bytes, seams: Sequence[SeamObject] = ()) -> bytes:
+        """Return frames whose last one, an object, has the durations in the field `server_timing`, and the seams."""
         if not frames.endswith(_FRAME_END):
             return frames
         line = _encode(server_timing(self._timeline))
-        return b'%b,"server_timing":%b%b' % (frames[: -len(_FRAME_END)], line, _FRAME_END)
+        found = b',"tandem":' + _encode({"seams": seams}) if seams else b""
+        return b'%b,"server_timing":%b%b%b' % (frames[: -len(_FRAME_END)], line, found, _FRAME_END)
 
     def event(self, base: Mapping[str, Any]) -> bytes:
         """Return the event with the explanation, b"" if the request does not want one; `base` are its other fields."""
@@ -42,9 +45,13 @@ class Explained:
             return b""
         return self.in_last(b"data: " + _encode({**base, "tandem": wanted}) + b"\n\n")
 
-    def whole(self, body: bytes) -> bytes:
-        """Return an answer, a JSON object, with the explanation in it if the request wants one; a list as it is."""
-        wanted = self._wanted() if body.endswith(b"}") else None
+    def whole(self, body: bytes, seams: Sequence[SeamObject] = ()) -> bytes:
+        """Return an answer, a JSON object, with its seams, and the explanation if it is wanted; a list as it is."""
+        if not body.endswith(b"}"):
+            return body
+        wanted = self._wanted()
+        if seams:
+            wanted["seams"] = seams
         return b'%b,"tandem":%b}' % (body[:-1], _encode(wanted)) if wanted else body
 
     async def pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -6,11 +6,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
+from control_plane.api.answer_classes import system_fingerprint
 from control_plane.api.collected_choice import CollectedChoice
 from control_plane.api.explanation_objects import ExplainedObject
 from control_plane.api.http.sse import TextFrames, frame
@@ -200,11 +200,12 @@ class ResponseSerializer(ABC):
     """Writes one answer as OpenAI's JSON objects; subclasses differ between chat and plain completions."""
 
     def __init__(self, request_id: str, model_name: str, model: ModelDescription, *, with_usage_chunk: bool) -> None:
+        fingerprint = system_fingerprint(model)
         self._base = {
             "id": f"{self.id_prefix}-{request_id.replace('-', '')}",
             "created": int(time.time()),
             "model": model_name,
-            "system_fingerprint": system_fingerprint(model),
+            "system_fingerprint": fingerprint,
         }
         self._chunk_base = {**self._base, "object": self.chunk_object}
         if with_usage_chunk:
@@ -212,11 +213,19 @@ class ResponseSerializer(ABC):
         self._begun: set[int] = set()
         """Indices of choices that have had a chunk."""
         self._text_frames: dict[int, TextFrames] = {}
+        """By choice, with the present system fingerprint."""
+        self._frames_by_class = {fingerprint: self._text_frames}
         self.num_finished = 0
         """Choices whose end is written."""
 
     id_prefix = ""
     chunk_object = ""
+
+    def in_class(self, fingerprint: str) -> None:
+        """Write this system fingerprint from now on."""
+        if self._base["system_fingerprint"] != fingerprint:
+            self._base["system_fingerprint"] = self._chunk_base["system_fingerprint"] = fingerprint
+            self._text_frames = self._frames_by_class.setdefault(fingerprint, {})
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._chunk_base, "choices": [], "usage": usage_json(usage)}
@@ -364,12 +373,6 @@ def _call_delta(call: CallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
-
-
-def system_fingerprint(model: ModelDescription) -> str:
-    """Return a digest of weights and numerics class: while it is equal, the same request gives the same tokens."""
-    digest = blake2b(f"{model.fingerprint} {model.numerics_class}".encode(), digest_size=6)
-    return f"fp_{digest.hexdigest()}"
 
 
 def _chat_choice(

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from control_plane.api.answer_classes import AnswerClasses
 from control_plane.api.collected_choice import Answer, collect
 from control_plane.api.http.body import body_is_prepared, read_body
 from control_plane.api.http.explained import Explained
@@ -96,23 +97,29 @@ async def get_model(request: Request) -> Response:
 
 
 async def _respond(request: Request, form: AnswerForm, answer: Answer, serializer: ResponseSerializer) -> Response:
+    classes = AnswerClasses(answer)
     if not form.stream:
         async with aclosing(answer):
             choices = await while_connected(request, collect(answer))
-        body = Explained(request).whole(msgspec.json.encode(serializer.whole(choices, answer.usage)))
+        if classes.is_mixed:
+            serializer.in_class(classes.first)
+        whole = msgspec.json.encode(serializer.whole(choices, answer.usage))
+        body = Explained(request).whole(whole, classes.seams)
         return Response(body, media_type="application/json")
     # The header has the price of the prompts' scores only; the last chunk has the total.
     caller_of(request).answer_headers.pop("cf-ai-neurons", None)
-    frames = _frames(answer, serializer, form, Explained(request))
+    frames = _frames(answer, serializer, form, Explained(request), classes)
     ping_seconds = services_of(request).settings.ping_seconds
     return EventStream(request, frames, answer.aclose, ping_seconds=ping_seconds)
 
 
 async def _frames(
-    answer: Answer, serializer: ResponseSerializer, form: AnswerForm, explained: Explained
+    answer: Answer, serializer: ResponseSerializer, form: AnswerForm, explained: Explained, classes: AnswerClasses
 ) -> AsyncGenerator[bytes]:
     last, num_choices = b"", answer.num_choices
     async for batch in answer.batches():
+        if classes.is_mixed:
+            batch = classes.marked(batch, serializer.in_class)
         if form.with_continuous_usage:
             usage = usage_json(answer.usage)
             chunks = [{**chunk, "usage": usage} for delta in batch for chunk in serializer.counted_chunks(delta)]
@@ -126,7 +133,7 @@ async def _frames(
     if form.with_usage_chunk:
         yield last
         last = frame(serializer.usage_chunk(answer.usage))
-    yield explained.in_last(last)
+    yield explained.in_last(last, classes.seams)
     yield explained.event(serializer.extra_chunk())
     yield DONE
 

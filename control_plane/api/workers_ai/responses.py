@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired, Protocol, TypedDict
 import msgspec
 from msgspec import Meta
 
+from control_plane.api.answer_classes import AnswerClasses, SeamObject
 from control_plane.api.collected_choice import Answer, CollectedCall, CollectedChoice, add_call, collect
 from control_plane.api.explanation_objects import ExplainedObject
 from control_plane.api.http.explained import Explained
@@ -41,6 +42,7 @@ class NativeResult(TypedDict):
     tool_calls: list[NativeCall]
     finish_reason: AnswerEnd | None
     usage: UsageObject
+    seams: NotRequired[list[SeamObject]]
     tandem: NotRequired[ExplainedObject]
 
 
@@ -55,6 +57,7 @@ class NativeEvent(TypedDict):
     ]
     finish_reason: NotRequired[AnswerEnd | None]
     usage: NotRequired[UsageObject]
+    seams: NotRequired[list[SeamObject]]
     server_timing: NotRequired[ServerTiming]
     tandem: NotRequired[ExplainedObject]
 
@@ -206,6 +209,7 @@ class NativeWire:
             "tool_calls": [{"name": call.name, "arguments": _raw(call.arguments)} for call in choice.calls],
             "finish_reason": choice.finish_reason,
             "usage": usage_json(answer.usage),
+            **_seams(AnswerClasses(answer)),
         }
 
     async def frames(self, answer: Answer, explained: Explained) -> AsyncGenerator[bytes]:
@@ -227,7 +231,7 @@ class NativeWire:
         if whole:
             yield frame(NativeEvent(response="", tool_calls=whole, p=FILLERS.next()))
         last = NativeEvent(response="", finish_reason=finish_reason, usage=usage_json(answer.usage))
-        yield explained.in_last(frame(last))
+        yield explained.in_last(frame({**last, **_seams(AnswerClasses(answer))}))
         yield explained.event(NativeEvent(response=""))
         yield DONE
 
@@ -242,20 +246,32 @@ class OpenAIWire:
         self._serializer = serializer
 
     async def result(self, answer: Answer) -> Any:
-        return self._serializer.whole(await collect(answer), answer.usage)
+        classes, choices = AnswerClasses(answer), await collect(answer)
+        if classes.is_mixed:
+            self._serializer.in_class(classes.first)
+        return {**self._serializer.whole(choices, answer.usage), **_seams(classes)}
 
     async def frames(self, answer: Answer, explained: Explained) -> AsyncGenerator[bytes]:
-        reported = _NO_USAGE
+        reported, classes = _NO_USAGE, AnswerClasses(answer)
         async for batch in answer.batches():
+            if classes.is_mixed:
+                batch = classes.marked(batch, self._serializer.in_class)
             piece = []
             for chunk in (chunk for delta in batch for chunk in self._serializer.chunks(delta)):
                 added, reported = answer.usage - reported, answer.usage
                 piece.append(frame({**chunk, "p": FILLERS.next(), "usage": usage_json(added)}))
             yield b"".join(piece)
         yield frame({**self._serializer.usage_chunk(answer.usage - reported), "p": FILLERS.next()})
-        yield explained.in_last(frame(NativeEvent(response="", usage=usage_json(answer.usage))))
+        last = NativeEvent(response="", usage=usage_json(answer.usage))
+        yield explained.in_last(frame({**last, **_seams(classes)}))
         yield explained.event(NativeEvent(response=""))
         yield DONE
+
+
+def _seams(classes: AnswerClasses) -> dict[str, list[SeamObject]]:
+    """Return the fields beside the usage of an answer that crosses numerics classes; {} for almost every answer."""
+    seams = classes.seams
+    return {"seams": seams} if seams else {}
 
 
 def _cut(choice: CollectedChoice) -> InvalidRequest:

@@ -241,7 +241,7 @@ function Moves({ moves }) {
           <thead><tr><th scope="col">Move</th><th scope="col">From</th><th scope="col">To</th><th scope="col">Why</th><th scope="col" class="number">At</th>
             <th scope="col" class="number">Took</th><th scope="col" class="number">Tokens</th><th scope="col" class="number">Bytes</th><th scope="col">By</th></tr></thead>
           <tbody>${moves.map((each, place) => html`<tr key=${place}><th scope="row">${MOVES[each.kind] ?? each.kind}</th><td>${nameOf(each.from)}</td><td>${nameOf(each.to)}</td>
-            <td>${each.why}</td><td class="number">${milliseconds(each.time_ms)}</td><td class="number">${milliseconds(each.duration_ms)}</td>
+            <td>${each.why}${each.seam && html`<small class="problem" title=${`${each.seam.from_class} → ${each.seam.to_class}`}>other numerics from token ${count(each.seam.position)} on</small>`}</td><td class="number">${milliseconds(each.time_ms)}</td><td class="number">${milliseconds(each.duration_ms)}</td>
             <td class="number">${count(each.num_tokens)}</td><td class="number">${count(each.num_bytes)}</td><td>${each.transport}</td></tr>`)}</tbody>
         </table></div>`}
   </section>`;

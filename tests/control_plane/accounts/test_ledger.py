@@ -246,6 +246,7 @@ async def test_usage_is_summed_by_day_account_and_model(accounts: Accounts) -> N
         "computed_tokens": 60,
         "cached_tokens": 40,
         "completion_tokens": 7,
+        "seams": 0,
         "neurons": 0.123456,
         "cost_usd": 0.000001358,
     }

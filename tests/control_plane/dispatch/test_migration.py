@@ -49,12 +49,12 @@ async def test_a_lost_decode_worker_costs_no_token() -> None:
     ("numerics_class", "is_exact"), [("cpu/float32/lean", True), ("cpu/float32/transformers-5-batch-dependent", False)]
 )
 async def test_a_move_is_flagged_where_rounding_depends_on_the_batch(numerics_class: str, is_exact: bool) -> None:
-    dying, heir = ScriptedWorker("a", behave=lose_after(3)), ScriptedWorker("b")
+    dying = ScriptedWorker("a", behave=lose_after(3), numerics_class=numerics_class)
+    heir = ScriptedWorker("b", numerics_class=numerics_class)
     async with harness(dying, heir) as here:
-        here.numerics_class = numerics_class
         with structlog.testing.capture_logs() as lines:
             assert await tokens_of(await here.dispatcher.submit(new_request())) == [answer()]
-        moves = [line for line in lines if line["event"] == "migration_started"]
+        moves = [line for line in lines if line["event"] == "migration_accepted"]
         assert [(line["num_tokens"], line["is_exact"]) for line in moves] == [(3, is_exact)]
 
 

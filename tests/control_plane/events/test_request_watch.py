@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from control_plane.events.request_watch import RequestWatch
-from control_plane.explain.explanation import Explanation, Move, State, Summary
+from control_plane.explain.explanation import ClassCrossing, Explanation, Move, State, Summary
 
 
 class Recorded:
@@ -58,6 +58,29 @@ def test_a_migration_is_an_event_with_its_request_and_reason() -> None:
     assert kind == "request_migrated"
     assert (values["cause"], values["worker"], values["to"]) == ("Unavailable", "d0", "d1")
     assert (values["request_id"], values["num_tokens"]) == ("r1", 7)
+
+
+def test_a_migration_to_another_class_is_two_events_and_a_hand_over_none() -> None:
+    recorded, seam = Recorded(), ClassCrossing(7, "one", "other")
+    recorded.watch.ended(_ended("finished", moves=(Move("hand_over", 1.0, "p", "d", "route", seam=seam),)))
+    assert recorded.events == []
+    recorded.watch.ended(_ended("finished", moves=(Move("migration", 1.0, "d0", "d1", "Draining", seam=seam),)))
+    kinds = [kind for kind, _ in recorded.events]
+    assert kinds == ["request_migrated", "stream_crossed_class"]
+    values = recorded.events[-1][1]
+    assert (values["cause"], values["worker"], values["to"], values["request_id"]) == ("Draining", "d0", "d1", "r1")
+    assert (values["position"], values["from_class"], values["to_class"]) == (7, "one", "other")
+
+
+def test_a_storm_of_crossings_is_bounded_like_other_moves() -> None:
+    recorded = Recorded()
+    crossing = Move("migration", 1.0, "d0", "d1", "Draining", seam=ClassCrossing(7, "one", "other"))
+    for _ in range(1_000):
+        recorded.watch.ended(_ended("finished", moves=(crossing,)))
+    recorded.now += 10.0
+    recorded.watch.flush()
+    assert len(recorded.events) == 22
+    assert [values["count"] for _, values in recorded.events[-2:]] == [990, 990]
 
 
 def test_a_storm_of_migrations_becomes_a_sum() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from control_plane.accounts.ledger import Closing
-from control_plane.explain.explanation import CachedTokens, Candidate, Explanation, RouteExplanation
+from control_plane.explain.explanation import CachedTokens, Candidate, ClassCrossing, Explanation, RouteExplanation
 from control_plane.explain.history import History
 from control_plane.explain.journal import Journal
 from control_plane.explain.requests import Requests
@@ -249,6 +249,31 @@ def test_a_hand_over_is_a_move_with_its_bytes_and_a_phase() -> None:
     names = {(phase.name, phase.worker): phase.num_tokens for phase in found.phases}
     assert names[("prefill", "prefill-0")] == 8 and names[("decode", "decode-0")] == 4
     assert ("hand_over", "decode-0") in names and ("text", "") in names
+
+
+def test_the_move_that_crosses_numerics_classes_says_so() -> None:
+    journal = opened(Requests())
+    history = journal.history
+    now = time.perf_counter()
+    history.routed(0, Route())
+    pulled = ledger(time.time(), 0.004, 0.001, num_prompt_tokens=10)
+    pulled.transfer_start_ns, pulled.transfer_end_ns = pulled.submitted_ns, pulled.submitted_ns + 3_000_000
+    history.called(Call("prefill-0", True, now))
+    history.called(Call("decode-0", False, now, ledger=pulled))
+    history.moved("migration", now, ("decode-0", "decode-1"), Unavailable("lost"), 10 + 5)
+    history.moved("migration", now + 1.0, ("decode-1", "decode-2"), Unavailable("lost"), 10 + 8)
+    history.choices = [Choice(num_delivered=20)]
+    one, other = (pb.Fingerprint(numerics_class=name) for name in ("one", "other"))
+    runs = (0, "prefill-0", one), (1, "decode-0", other), (5, "decode-1", other), (8, "decode-2", one)
+    for position, worker, fingerprint in runs:
+        history.classes.begin(0, position, worker, fingerprint)
+    told(journal, Call("decode-2", False, now), 0.010)
+    found = {move.to_worker: move.seam for move in explained(journal).moves}
+    assert found == {
+        "decode-0": ClassCrossing(1, "one", "other"),
+        "decode-1": None,
+        "decode-2": ClassCrossing(8, "other", "one"),
+    }
 
 
 def test_the_list_and_the_explanation_of_a_running_request_have_what_is_known() -> None:

@@ -105,7 +105,11 @@ class Gateway:
         self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
         self._encoder_clients = EncoderClients(self.registry, self.member)
         self._encoders = EncodingDispatch(
-            self.registry, self._encoder_clients, settings.queue_seconds, settings.max_waiting
+            self.registry,
+            self._encoder_clients,
+            settings.queue_seconds,
+            settings.max_waiting,
+            settings.max_waiting_per_account,
         )
         proofs = ReadinessProofs(self.registry)
         router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
@@ -166,6 +170,7 @@ class Gateway:
             self._settings.accept_seconds,
             self._settings.queue_seconds,
             self._settings.max_waiting,
+            self._settings.max_waiting_per_account,
             accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
             max_unread_tokens=self._settings.max_unread_tokens,
             proofs=proofs,
@@ -202,6 +207,8 @@ class Gateway:
         if self.member is not None:
             self.member.start()
         await accounts.open()
+        for queue in (self.dispatcher.queue, self._encoders.queue):
+            queue.bound_accounts_while(accounts.authenticator.has_accounts)
         if self._event_store is not None:
             await self.events.open(self._event_store)
         host = split_address(self._settings.listen)[0]

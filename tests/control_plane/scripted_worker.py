@@ -129,6 +129,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.takes_choices = True
+        self.model_id = MODEL
         self.num_prompts_read = 0
         """How many prompts came, of one or several requests each."""
         self.cancels: list[pb.Cancel] = []
@@ -183,7 +184,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def info(self, **changes: Any) -> pb.WorkerInfo:
         card = pb.ModelCard(
-            model_id=MODEL, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
+            model_id=self.model_id, fingerprint=pb.Fingerprint(digest=FINGERPRINT), block_size=16, context_length=512
         )
         fields = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
         return pb.WorkerInfo(

@@ -97,12 +97,20 @@ class Gateway:
         self._links = LinkPool(self.registry, gateway_id, incarnation, self.member)
         self._kv_clients = KvClients(incarnation, self.member)
         self.registry.listen(self._kv_clients.changed)
-        self.catalog = ModelCatalog(
-            self.registry, models=settings.models, fallback_model=settings.fallback_model, member=self.member
-        )
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
-        self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
+        self.text_processes = TextProcesses(
+            _text_limits(settings), self._public_prefixes, settings.tokenizer_cache_bytes
+        )
+        self.catalog = ModelCatalog(
+            self.registry,
+            models=settings.models,
+            fallback_model=settings.fallback_model,
+            member=self.member,
+            loader=self.text_processes.zygote,
+            max_gone_bytes=settings.tokenizer_cache_bytes,
+        )
+        self.text_processes.zygote.keep(self.catalog.served_text_keys)
         self._encoder_clients = EncoderClients(self.registry, self.member)
         self._encoders = EncodingDispatch(
             self.registry,
@@ -285,6 +293,7 @@ class Gateway:
         """Return what runs beside the servers, by name; supervised: no failure of these ends the gateway."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "sweep": self._sweep,
+            "catalog": self.catalog.run,
             "prober": self.prober.run,
             "auditor": self.auditor.run,
             "live": self.live.run,

@@ -73,20 +73,14 @@ class Prober:
         return self._check_model(model) if model else self._check_gateway()
 
     async def run(self) -> None:
-        """Describe and probe models until cancelled."""
+        """Probe models until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._describe())
             while True:
                 self._look()
                 for model_id in self._due():
                     self._probing.add(model_id)
                     tasks.create_task(self._probe(model_id))
                 await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _describe(self) -> None:
-        while True:
-            await self._catalog.prefetch()
-            await asyncio.sleep(_RETRY_SECONDS)
 
     # ---------------------------------------------------------------------------------------------------- readiness
 

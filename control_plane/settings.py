@@ -126,6 +126,11 @@ class ControlPlaneSettings(HandleSettings):
     text_account_mb: int = setting(
         10, "megabytes of one account's bodies that are prepared at a time; a larger body is prepared alone"
     )
+    tokenizer_cache_bytes: int = setting(
+        256 * 1024 * 1024,
+        "bytes of tokenizer files that are kept of models that no worker serves any more; the least recently used are "
+        "dropped first; those of served models are always kept",
+    )
     text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
     text_max_waiting_mb: int = setting(
         128, "megabytes of bodies that may wait to be prepared; more are refused with 429"
@@ -262,7 +267,7 @@ class ControlPlaneSettings(HandleSettings):
                 f"{name} is {getattr(self, name):,}, less than the {self.max_body_bytes:,} of one body; "
                 "raise it, or lower max_body_bytes"
             )
-        for name in ("max_waiting", "max_waiting_per_account"):
+        for name in ("max_waiting", "max_waiting_per_account", "tokenizer_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more; leave it out for the default")
         if not 0 <= self.drain_seconds < float("inf"):

@@ -20,7 +20,7 @@ from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
 from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
-from tandem_runtime.errors import InternalError, ModelNotFound, TandemError, Unsupported
+from tandem_runtime.errors import InternalError, ModelNotFound, TandemError, Unavailable, Unsupported
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.tracebacks import message_of
@@ -218,8 +218,8 @@ class ModelCatalog:
         self._files.keep_only({described.digest for described in self._described.values()})
 
     def list(self) -> list[ModelDescription]:
-        """Return the descriptions that are cached; `prefetch` fetches those of all served models."""
-        keys = {self._find(model_id).key for model_id in self._served_ids()}
+        """Return the descriptions of served models that can be used, as far as they are known."""
+        keys = {self._find(model_id).key for model_id in self._served_ids() if model_id not in self._problems}
         known = [self._described[key].description for key in keys if key in self._described]
         return sorted(known, key=lambda description: description.model_id)
 
@@ -272,6 +272,8 @@ class ModelCatalog:
                     await self._loader.load(description)
                 except InternalError as error:
                     raise BrokenFile(error.message) from error
+                except Unavailable:  # the text processes begin anew, which tells nothing of the file
+                    return
         except TandemError as error:
             if self._is_new_problem(model_id, error.message):
                 log.warning("model_unusable", model=model_id, error=error.message)

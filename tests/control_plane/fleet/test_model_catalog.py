@@ -298,8 +298,10 @@ async def test_a_file_that_is_too_large_is_fetched_less_and_less_often(
     catalog = ModelCatalog(registry, clock=lambda: now)
     async with serving() as (assets, address):
         assets.others[digest_of(huge)] = huge
-        files = {"tokenizer": huge} if name == "tokenizer.json" else {"config": huge}
-        register(registry, "w", address, **files)
+        if name == "tokenizer.json":
+            register(registry, "w", address, tokenizer=huge)
+        else:
+            register(registry, "w", address, config=huge)
         fetched_at = []
         for _ in range(200):
             before = assets.num_fetches
@@ -332,11 +334,14 @@ class Loader:
     def __init__(self, *refused: bytes) -> None:
         self.refused = refused
         self.loaded: list[str] = []
+        self.is_away = False
 
     def is_loaded(self, model: ModelDescription) -> bool:
         return model.text_key in self.loaded
 
     async def load(self, model: ModelDescription) -> None:
+        if self.is_away:
+            raise Unavailable("the gateway's text processes have ended")
         if model.tokenizer_json in self.refused:
             raise InternalError(f"the tokenizer.json of {model.model_id} cannot be read")
         self.loaded.append(model.text_key)
@@ -351,7 +356,7 @@ async def test_a_worker_with_a_broken_tokenizer_gives_way_to_a_good_one_and_take
         with structlog.testing.capture_logs() as lines:
             for _ in range(3):
                 await catalog.prefetch()
-            assert catalog.problem_of("m") == "the tokenizer.json of m cannot be read"
+            assert (catalog.problem_of("m"), catalog.list()) == ("the tokenizer.json of m cannot be read", [])
             register(registry, "good", address)
             apart = {worker.worker_id: worker.apart_for for worker in registry.workers()}
             assert apart == {"bad": "assets", "good": ""}
@@ -364,6 +369,20 @@ async def test_a_worker_with_a_broken_tokenizer_gives_way_to_a_good_one_and_take
         registry.deregister("good", "good")
         await catalog.prefetch()
         assert catalog.problem_of("m") == "the tokenizer.json of m cannot be read"
+
+
+async def test_text_processes_that_begin_anew_are_no_models_fault() -> None:
+    registry, loader = WorkerRegistry(3.0, 5.0), Loader()
+    catalog = ModelCatalog(registry, loader=loader)
+    async with serving() as (_, address):
+        register(registry, "w", address)
+        loader.is_away = True
+        with structlog.testing.capture_logs() as lines:
+            await catalog.prefetch()
+        assert (lines, catalog.problem_of("m"), len(catalog.list())) == ([], "", 1)
+        loader.is_away = False
+        await catalog.prefetch()
+        assert len(loader.loaded) == 1
 
 
 async def test_every_served_model_is_loaded_before_a_request_needs_it_and_again_once_the_loader_has_lost_it() -> None:

@@ -24,6 +24,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
+from tandem_runtime.errors import Overloaded
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 
@@ -132,8 +133,9 @@ class _Answer:
 class _Gateway:
     """One Attach stream: its requests, and the steps that report them."""
 
-    def __init__(self, words: Words, token_seconds: float) -> None:
+    def __init__(self, words: Words, token_seconds: float, max_running: int = 0) -> None:
         self._words = words
+        self._max_running = max_running
         self._num_turns = _NUM_TURNS if token_seconds else 1
         self._pause_seconds = token_seconds / self._num_turns
         self._running: list[dict[tuple[str, int], _Answer]] = [{} for _ in range(self._num_turns)]
@@ -172,10 +174,15 @@ class _Gateway:
         return sum(map(len, self._running))
 
     def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        self._asked.set()
+        if self._max_running and self.load() >= self._max_running:
+            full = Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0).to_proto()
+            refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=full)
+            self._replies.append(pb.Event(refused=refused))
+            return
         self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
         turn = min(self._running, key=len)
         turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
-        self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
         self._step += 1
@@ -208,7 +215,10 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         model_id: str = MODEL_ID,
         worker_id: str = "stand-in",
         context_length: int = CONTEXT_LENGTH,
+        max_running: int = 0,
     ) -> None:
+        """`max_running` requests of each gateway run, others are refused; 0: any number."""
+        self._max_running = max_running
         self._token_seconds = token_seconds
         self._folder = folder
         self._words = Words(folder)
@@ -223,7 +233,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        gateway = _Gateway(self._words, self._token_seconds)
+        gateway = _Gateway(self._words, self._token_seconds, self._max_running)
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
@@ -285,9 +295,12 @@ def main() -> int:
     options.add_argument("--folder", type=Path, default=checkpoint_path(), help="of the model's tokenizer and template")
     options.add_argument("--worker-id", default="stand-in")
     options.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, help="in tokens")
+    options.add_argument("--max-running", type=int, default=0, help="requests of each gateway; more are refused")
     given = options.parse_args()
     log.configure("tandem-stand-in", level="warning")
-    worker = StandIn(given.token_seconds, given.folder, given.model, given.worker_id, given.context_length)
+    worker = StandIn(
+        given.token_seconds, given.folder, given.model, given.worker_id, given.context_length, given.max_running
+    )
     return lifecycle.run(lambda drain: serve(given.control, worker, drain))
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, cast, get_args
 
-from control_plane.fleet.model_files import BrokenFile, ModelFiles
+from control_plane.fleet.model_files import BrokenFile, ModelFiles, TooLarge
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
 from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
+from control_plane.pauses import Pauses
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import InternalError, ModelNotFound, TandemError, Unavailable, Unsupported
@@ -50,15 +51,6 @@ class TextLoader(Protocol):
 
     async def load(self, model: ModelDescription) -> None:
         """Load the model's tokenizer and chat template. Raise TandemError if they cannot be used."""
-
-
-@dataclass
-class _Failure:
-    """Why a model could not be described, and until when it is not tried again."""
-
-    error: TandemError
-    pause_seconds: float
-    until: float
 
 
 @dataclass(frozen=True)
@@ -102,9 +94,11 @@ class ModelCatalog:
         self._described: dict[Key, _Described] = {}
         self._kept: KeptBytes[Key] = KeptBytes(max_gone_bytes)
         self._describing: dict[Key, asyncio.Task[ModelDescription]] = {}
-        self._failures: dict[Key, _Failure] = {}
+        self._failures: Pauses[Key] = Pauses(clock)
         self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
+        self._to_try_again: list[tuple[str, Variant]] = []
+        """Variants that may be usable after all, since another worker offers their files."""
         registry.listen(self._changed)
 
     @property
@@ -171,9 +165,7 @@ class ModelCatalog:
         if (kept := self._described.get(key)) is not None:
             self._kept.use(key)
             return kept.description
-        failure = self._failures.get(key)
-        if failure is not None and self._clock() < failure.until:
-            raise failure.error.with_traceback(None)
+        self._failures.raise_if_paused(key)
         describing = self._describing.get(key)
         if describing is None:
             describing = self._describing[key] = asyncio.create_task(self._describe_and_keep(known), name="describe")
@@ -190,9 +182,11 @@ class ModelCatalog:
         try:
             description = await self._describe(known.card)
         except TandemError as error:
-            self._failed(key, error)
+            is_broken = isinstance(error, BrokenFile)
+            pauses = (_BROKEN_SECONDS, _MAX_BROKEN_SECONDS) if is_broken else (_RETRY_SECONDS, _MAX_PAUSE_SECONDS)
+            self._failures.failed(key, error, *pauses)
             raise
-        self._failures.pop(key, None)
+        self._failures.forget(key)
         assets = {asset.name: asset for asset in known.card.assets}
         digest = assets["tokenizer.json"].digest
         self._described[key] = _Described(description, digest)
@@ -200,15 +194,6 @@ class ModelCatalog:
         self._kept.put(key, len(description.tokenizer_json) + len(description.chat_template) + _DESCRIPTION_BYTES)
         self._drop_what_is_gone()
         return description
-
-    def _failed(self, key: Key, error: TandemError) -> None:
-        is_broken = isinstance(error, BrokenFile)
-        first, most = (_BROKEN_SECONDS, _MAX_BROKEN_SECONDS) if is_broken else (_RETRY_SECONDS, _MAX_PAUSE_SECONDS)
-        before = self._failures.pop(key, None)
-        pause = first if before is None else min(max(first, 2 * before.pause_seconds), most)
-        self._failures[key] = _Failure(error, pause, self._clock() + pause)
-        while len(self._failures) > _MAX_GONE:
-            del self._failures[next(iter(self._failures))]
 
     def _drop_what_is_gone(self) -> None:
         """Drop what is not served, beyond the bound, the least recently used first."""
@@ -246,6 +231,9 @@ class ModelCatalog:
 
     def _unprepared(self) -> tuple[_Known, ...]:
         """Return what is to be prepared now of each served model, and note that it is being prepared."""
+        for model_id, variant in self._to_try_again:
+            self._registry.set_unusable(model_id, variant, False)
+        self._to_try_again.clear()
         preferred: dict[str, _Known] = {}
         for known in self._known_of_workers():
             preferred.setdefault(known.card.model_id, known)
@@ -321,8 +309,10 @@ class ModelCatalog:
             return
         known = _Known.of(worker)
         if is_here:
-            if (failure := self._failures.get(known.key)) and not isinstance(failure.error, BrokenFile):
-                del self._failures[known.key]  # this worker may have what the others did not give
+            error = self._failures.last(known.key)
+            if error is not None and (isinstance(error, TooLarge) or not isinstance(error, BrokenFile)):
+                self._failures.forget(known.key)  # this worker may have what the others did not give
+                self._to_try_again.append((known.card.model_id, worker.variant))
             return
         self._gone.pop(known.card.model_id, None)
         self._gone[known.card.model_id] = self._clock(), known

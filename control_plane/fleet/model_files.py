@@ -36,6 +36,10 @@ class BrokenFile(Unavailable):
     """A worker's file cannot be used, whoever sends it: only another file can."""
 
 
+class TooLarge(BrokenFile):
+    """Every worker that has offered the file so far sends too much. Another worker may have the file itself."""
+
+
 class ModelFiles:
     """The tokenizer.json files of models that are described, by digest."""
 
@@ -71,7 +75,7 @@ class ModelFiles:
         self._kept = {digest: content for digest, content in self._kept.items() if digest in digests}
 
     async def _fetch_from_any(self, asset: pb.Asset, max_bytes: int) -> bytes:
-        reason, kind = "no worker offers it", Unavailable
+        reason, errors = "no worker offers it", []
         for worker in self._registry.workers():
             if not any(other.digest == asset.digest for other in worker.info.card.assets):
                 continue
@@ -80,7 +84,8 @@ class ModelFiles:
                     return await _fetch(worker, asset, self._member, max_bytes)
             except TandemError as error:
                 reason = error.message
-                kind = BrokenFile if isinstance(error, BrokenFile) else kind
+                errors.append(error)
+        kind = TooLarge if errors and all(isinstance(error, TooLarge) for error in errors) else Unavailable
         raise kind(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
 
 
@@ -103,7 +108,7 @@ async def _fetch(worker: Worker, asset: pb.Asset, member: FleetMember | None, ma
         async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS):
             content += chunk.data
             if len(content) > max_bytes:
-                raise BrokenFile(
+                raise TooLarge(
                     f"worker {worker.worker_id} sends more than {max_bytes:,} bytes as {asset.name}; "
                     "check the model's folder there"
                 )

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from control_plane.generation import ModelDescription
 from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
+from control_plane.pauses import Pauses
 from control_plane.text.vocabulary import Vocabulary
 from control_plane.text_processes.tokenizer_load import Candidate, Generation, crashed, try_load
 from control_plane.text_processes.wire import AsyncChannel, Begin, Ended, Spawn, anonymous_file, encode
@@ -28,7 +28,6 @@ _FAILED_SECONDS = 10.0
 _MAX_FAILED_SECONDS = 320.0
 """A file that could not be loaded is not tried again for this long, twice as long after each failure: a load may take a
 minute, and other models wait for it."""
-_MAX_FAILURES = 1024
 _MAX_LOADS = 2
 """Forks at a time that try a tokenizer: a file that takes a minute until it fails must not delay all others."""
 _MAX_TRIES = 3
@@ -37,23 +36,6 @@ _END_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 10.0
 """Between two starts of a root that ends at once; each pause is twice as long as the one before."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a tokenizer could not be loaded, and until when it is not tried again."""
-
-    reason: str
-    pause_seconds: float
-    until: float
-
-
-@dataclass
-class _Known:
-    """What is known of the tokenizers, over all generations."""
-
-    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
-    failures: dict[str, _Failure] = field(default_factory=dict)
 
 
 class ZygoteLink:
@@ -70,8 +52,9 @@ class ZygoteLink:
         self._root: AsyncChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._generation: Generation | None = None
-        self._known = _Known()
-        self._clock = clock
+        self._vocabularies: dict[str, Vocabulary] = {}
+        """Of the tokenizers of all generations, by text key."""
+        self._failures: Pauses[str] = Pauses(clock)
         self._kept: KeptBytes[str] = KeptBytes(max_gone_bytes)
         self._served: Callable[[], Container[str]] = frozenset
         self._trying = asyncio.Semaphore(_MAX_LOADS)
@@ -142,12 +125,12 @@ class ZygoteLink:
         return frozenset() if self._generation is None else self._generation.keys
 
     def is_loaded(self, model: ModelDescription) -> bool:
-        return model.text_key in self.keys and model.text_key in self._known.vocabularies
+        return model.text_key in self.keys and model.text_key in self._vocabularies
 
     def vocabulary_if_loaded(self, generation: Generation, model: ModelDescription) -> Vocabulary | None:
         """Return the vocabulary of a model, if the text processes of a generation have its tokenizer."""
         key = model.text_key
-        vocabulary = self._known.vocabularies.get(key) if key in generation.keys else None
+        vocabulary = self._vocabularies.get(key) if key in generation.keys else None
         if vocabulary is not None:
             self._kept.use(key)
         return vocabulary
@@ -155,7 +138,7 @@ class ZygoteLink:
     async def load(self, model: ModelDescription) -> None:
         """Have a model's tokenizer loaded, so that new text processes have it. Raise InternalError if it cannot be."""
         key = model.text_key
-        self._raise_if_failed(key)
+        self._failures.raise_if_paused(key)
         loading = self._loads.get(key)
         if loading is None:
             loading = self._loads[key] = asyncio.create_task(self._load(key, model), name="text-tokenizer")
@@ -165,17 +148,17 @@ class ZygoteLink:
     async def _load(self, key: str, model: ModelDescription) -> None:
         async with self._trying:
             await self._ready.wait()
-            if key in self._current().keys and key in self._known.vocabularies:
+            if key in self._current().keys and key in self._vocabularies:
                 return
-            self._raise_if_failed(key)
+            self._failures.raise_if_paused(key)
             started = time.monotonic()
             try:
                 await self._take_over(key, model, await self._try(key, model))
             except InternalError as error:
-                self._failed(key, error.message)
+                self._failures.failed(key, error, _FAILED_SECONDS, _MAX_FAILED_SECONDS)
                 log.warning("tokenizer_failed", model=model.model_id, error=error.message)
                 raise
-            self._known.failures.pop(key, None)
+            self._failures.forget(key)
             log.info("tokenizer_loaded", model=model.model_id, seconds=round(time.monotonic() - started, 3))
 
     async def _try(self, key: str, model: ModelDescription) -> Candidate:
@@ -196,24 +179,12 @@ class ZygoteLink:
             while not candidate.before.is_current:
                 candidate.generation.control.close()
                 candidate = await self._try(key, model)
-            self._known.vocabularies[key] = candidate.vocabulary
+            self._vocabularies[key] = candidate.vocabulary
             self._kept.put(key, len(model.tokenizer_json))
             self._retire(candidate.before)
             self._generation = candidate.generation
             self._ready.set()
             self._tasks.spawn(self._watch(candidate.generation), name="text-generation")
-
-    def _raise_if_failed(self, key: str) -> None:
-        failure = self._known.failures.get(key)
-        if failure is not None and self._clock() < failure.until:
-            raise InternalError(failure.reason)
-
-    def _failed(self, key: str, reason: str) -> None:
-        before = self._known.failures.pop(key, None)
-        pause = _FAILED_SECONDS if before is None else min(2 * before.pause_seconds, _MAX_FAILED_SECONDS)
-        self._known.failures[key] = _Failure(reason, pause, self._clock() + pause)
-        while len(self._known.failures) > _MAX_FAILURES:
-            del self._known.failures[next(iter(self._known.failures))]
 
     def _current(self) -> Generation:
         """Return the generation that forks now. Raise Unavailable if the zygote does not run."""
@@ -224,7 +195,7 @@ class ZygoteLink:
     def _drop_what_is_gone(self, generation: Generation) -> tuple[str, ...]:
         """Return which tokenizers the next generation does without."""
         for key in self._kept.excess(self._served()):
-            self._known.vocabularies.pop(key, None)
+            self._vocabularies.pop(key, None)
         return tuple(key for key in generation.keys if key not in self._kept)
 
     def _begin(self, root: AsyncChannel) -> Generation:

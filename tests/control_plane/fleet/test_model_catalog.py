@@ -328,6 +328,28 @@ async def test_a_worker_with_the_file_is_asked_at_once_though_another_did_not_gi
         assert (await catalog.get("m")).tokenizer_json == TOKENIZER
 
 
+async def test_a_worker_that_sends_too_much_takes_its_variant_from_no_worker_that_has_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It registers the digest of others' file before they come, and a second worker registers another file."""
+    monkeypatch.setattr(model_files, "MAX_ASSET_BYTES", 20)
+    registry, other = WorkerRegistry(3.0, 5.0), b"another file"
+    catalog = ModelCatalog(registry)
+    async with serving(b"{" * 100) as (_, bad_address), serving() as (assets, address):
+        assets.others[digest_of(other)] = other
+        register(registry, "bad-0", bad_address)
+        await catalog.prefetch()
+        register(registry, "bad-1", address, tokenizer=other)
+        await catalog.prefetch()
+        assert (await catalog.get("m")).tokenizer_json == other
+        for name in ("good-0", "good-1"):
+            register(registry, name, address)
+        await catalog.prefetch()
+        assert (await catalog.get("m")).tokenizer_json == TOKENIZER
+        apart = {worker.worker_id for worker in registry.workers() if worker.apart_for}
+        assert apart == {"bad-1"}
+
+
 class Loader:
     """Refuses some tokenizers."""
 

@@ -80,7 +80,7 @@ async def test_a_file_that_cannot_be_loaded_is_tried_less_and_less_often() -> No
     now = 100.0
     broken = description(fingerprint="cd" * 16, tokenizer_json=b"{}")
     async with pool() as processes:
-        processes.zygote._clock = lambda: now
+        processes.zygote._failures.clock = lambda: now
         tried_at = []
         for _ in range(200):
             with structlog.testing.capture_logs() as lines, pytest.raises(InternalError, match="cannot be read"):

@@ -97,6 +97,7 @@ class ModelCatalog:
         self._failures: Pauses[Key] = Pauses(clock)
         self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
+        self._were_usable: set[tuple[str, Variant]] = set()
         self._to_try_again: list[tuple[str, Variant]] = []
         """Variants that may be usable after all, since another worker offers their files."""
         registry.listen(self._changed)
@@ -235,8 +236,11 @@ class ModelCatalog:
             self._registry.set_unusable(model_id, variant, False)
         self._to_try_again.clear()
         preferred: dict[str, _Known] = {}
+        registered = set()
         for known in self._known_of_workers():
             preferred.setdefault(known.card.model_id, known)
+            registered.add((known.card.model_id, known.key[1]))
+        self._were_usable &= registered
         self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in preferred}
         found = tuple(known for known in preferred.values() if self._is_unprepared(known))
         self._preparing.update(known.card.model_id for known in found)
@@ -265,13 +269,15 @@ class ModelCatalog:
         except TandemError as error:
             if self._is_new_problem(model_id, error.message):
                 log.warning("model_unusable", model=model_id, error=error.message)
-            if isinstance(error, BrokenFile):
+            # What was usable once stays in use: a lack of memory here must not hand the model to a rogue's files.
+            if isinstance(error, BrokenFile) and (model_id, variant) not in self._were_usable:
                 self._registry.set_unusable(model_id, variant, True)
         except Exception as error:  # a worker's files must not end this loop, nor keep other models from it
             if self._is_new_problem(model_id, message_of(error)):
                 log.exception("model_unusable", model=model_id, error=message_of(error))
         else:
             self._problems.pop(model_id, None)
+            self._were_usable.add((model_id, variant))
             self._registry.set_unusable(model_id, variant, False)
         finally:
             self._preparing.discard(model_id)

@@ -354,7 +354,7 @@ class Loader:
     """Refuses some tokenizers."""
 
     def __init__(self, *refused: bytes) -> None:
-        self.refused = refused
+        self.refused: tuple[bytes, ...] = refused
         self.loaded: list[str] = []
         self.is_away = False
 
@@ -391,6 +391,24 @@ async def test_a_worker_with_a_broken_tokenizer_gives_way_to_a_good_one_and_take
         registry.deregister("good", "good")
         await catalog.prefetch()
         assert catalog.problem_of("m") == "the tokenizer.json of m cannot be read"
+
+
+async def test_a_model_that_was_usable_once_is_not_handed_to_another_variant_by_a_failed_load() -> None:
+    registry, loader, other = WorkerRegistry(3.0, 5.0), Loader(), b"another file"
+    catalog = ModelCatalog(registry, loader=loader)
+    async with serving() as (assets, address):
+        assets.others[digest_of(other)] = other
+        register(registry, "good", address)
+        await catalog.prefetch()
+        register(registry, "rogue", address, tokenizer=other)
+        loader.loaded.clear()  # the text processes have begun anew, and there is no memory for this load
+        loader.refused = (TOKENIZER,)
+        await catalog.prefetch()
+        assert "cannot be read" in catalog.problem_of("m")
+        assert {worker.worker_id: worker.apart_for for worker in registry.workers()} == {"good": "", "rogue": "assets"}
+        loader.refused = ()
+        await catalog.prefetch()
+        assert catalog.problem_of("m") == ""
 
 
 async def test_text_processes_that_begin_anew_are_no_models_fault() -> None:

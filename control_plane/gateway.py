@@ -97,15 +97,27 @@ class Gateway:
         self._links = LinkPool(self.registry, gateway_id, incarnation, self.member)
         self._kv_clients = KvClients(incarnation, self.member)
         self.registry.listen(self._kv_clients.changed)
-        self.catalog = ModelCatalog(
-            self.registry, models=settings.models, fallback_model=settings.fallback_model, member=self.member
-        )
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
-        self.text_processes = TextProcesses(_text_limits(settings), self._public_prefixes)
+        self.text_processes = TextProcesses(
+            _text_limits(settings), self._public_prefixes, settings.tokenizer_cache_bytes
+        )
+        self.catalog = ModelCatalog(
+            self.registry,
+            models=settings.models,
+            fallback_model=settings.fallback_model,
+            member=self.member,
+            loader=self.text_processes.zygote,
+            max_gone_bytes=settings.tokenizer_cache_bytes,
+        )
+        self.text_processes.zygote.keep(self.catalog.served_text_keys)
         self._encoder_clients = EncoderClients(self.registry, self.member)
         self._encoders = EncodingDispatch(
-            self.registry, self._encoder_clients, settings.queue_seconds, settings.max_waiting
+            self.registry,
+            self._encoder_clients,
+            settings.queue_seconds,
+            settings.max_waiting,
+            settings.max_waiting_per_account,
         )
         proofs = ReadinessProofs(self.registry)
         router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
@@ -168,6 +180,7 @@ class Gateway:
             self._settings.accept_seconds,
             self._settings.queue_seconds,
             self._settings.max_waiting,
+            self._settings.max_waiting_per_account,
             accounts=AccountPolicies.parse(self._settings.prompt_cache_accounts),
             max_unread_tokens=self._settings.max_unread_tokens,
             proofs=proofs,
@@ -204,6 +217,8 @@ class Gateway:
         if self.member is not None:
             self.member.start()
         await accounts.open()
+        for queue in (self.dispatcher.queue, self._encoders.queue):
+            queue.bound_accounts_while(accounts.authenticator.has_accounts)
         if self._event_store is not None:
             await self.events.open(self._event_store)
         host = split_address(self._settings.listen)[0]
@@ -280,6 +295,7 @@ class Gateway:
         """Return what runs beside the servers, by name; supervised: no failure of these ends the gateway."""
         loops: dict[str, Callable[[], Awaitable[None]]] = {
             "sweep": self._sweep,
+            "catalog": self.catalog.run,
             "prober": self.prober.run,
             "auditor": self.auditor.run,
             "live": self.live.run,

@@ -420,6 +420,13 @@ class ModelDescription:
     task: ModelTask = "text-generation"
     encoder: EncoderFacts | None = None
     """Of a model that writes no text."""
+    text_digest: str = ""
+    """Of the tokenizer's files and the chat template."""
+
+    @property
+    def text_key(self) -> str:
+        """What its tokenizer and template are loaded under: models with the same files share them."""
+        return self.text_digest or self.fingerprint
 
     @cached_property
     def facts(self) -> ModelFacts:

@@ -126,6 +126,11 @@ class ControlPlaneSettings(HandleSettings):
     text_account_mb: int = setting(
         10, "megabytes of one account's bodies that are prepared at a time; a larger body is prepared alone"
     )
+    tokenizer_cache_bytes: int = setting(
+        256 * 1024 * 1024,
+        "bytes of tokenizer files that are kept of models that no worker serves any more; the least recently used are "
+        "dropped first; those of served models are always kept",
+    )
     text_max_waiting: int = setting(512, "bodies that may wait to be prepared; more are refused with 429")
     text_max_waiting_mb: int = setting(
         128, "megabytes of bodies that may wait to be prepared; more are refused with 429"
@@ -147,9 +152,14 @@ class ControlPlaneSettings(HandleSettings):
         10.0, "seconds a worker may take to accept a request before the next worker is tried"
     )
     queue_seconds: float = setting(
-        30.0, "seconds a request waits in the admission queue while every worker is full; then 429"
+        30.0, "seconds a request waits in the admission queue while every worker of its model is full; then 429"
     )
-    max_waiting: int = setting(512, "requests that may wait in the admission queue; more are refused with 429")
+    max_waiting: int = setting(512, "requests that may wait for one model; more are refused with 429")
+    max_waiting_per_account: int = setting(
+        0,
+        "requests of one account that may wait for one model, once there are accounts; 0: half of --max-waiting, at "
+        "least 1; more are refused with 429",
+    )
     local_prefill: Literal["auto", "never"] = setting(
         "auto",
         "auto: the decode worker computes a prompt itself if that is predicted to cost less than a hand-over; "
@@ -257,6 +267,9 @@ class ControlPlaneSettings(HandleSettings):
                 f"{name} is {getattr(self, name):,}, less than the {self.max_body_bytes:,} of one body; "
                 "raise it, or lower max_body_bytes"
             )
+        for name in ("max_waiting", "max_waiting_per_account", "tokenizer_cache_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more; leave it out for the default")
         if not 0 <= self.drain_seconds < float("inf"):
             raise ValueError(
                 f"drain_seconds is {self.drain_seconds:g}, must be 0 or more; leave it out for two minutes"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.lib.served import clean_environment
+from benchmarks.lib.served import clean_environment, models_are_ready
 from tandem_client.cli.fleet import parse_fleet
 from tandem_client.cli.parent_death import die_with_parent
 from tandem_client.cli.supervisor import last_lines
@@ -107,4 +107,4 @@ def commands(http_port: int, grpc_port: int, model: str, cores: Sequence[int]) -
 async def _is_ready(client: httpx.AsyncClient) -> bool:
     fleet = parse_fleet((await client.get("/v1/workers")).json())
     ready = {member.role for member in fleet if member.state == "ready" and not member.suspected}
-    return ready >= _ROLES and (await client.get("/readyz")).is_success
+    return ready >= _ROLES and await models_are_ready(client)

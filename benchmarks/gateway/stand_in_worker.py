@@ -26,6 +26,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
+from tandem_runtime.errors import Overloaded
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 
@@ -137,9 +138,12 @@ class _Answer:
 class _Gateway:
     """One Attach stream: its requests, and the steps that report them."""
 
-    def __init__(self, words: Words, token_seconds: float, first_token_seconds: float = 0.0) -> None:
+    def __init__(
+        self, words: Words, token_seconds: float, first_token_seconds: float = 0.0, max_running: int = 0
+    ) -> None:
         self._words = words
         self._first_token_seconds = first_token_seconds
+        self._max_running = max_running
         self._num_turns = _NUM_TURNS if token_seconds else 1
         self._pause_seconds = token_seconds / self._num_turns
         self._running: list[dict[tuple[str, int], _Answer]] = [{} for _ in range(self._num_turns)]
@@ -178,6 +182,12 @@ class _Gateway:
         return sum(map(len, self._running))
 
     def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        self._asked.set()
+        if self._max_running and self.load() >= self._max_running:
+            full = Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0).to_proto()
+            refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=full)
+            self._replies.append(pb.Event(refused=refused))
+            return
         self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
         answer = _Answer(submit, self._words, num_shared_tokens)
         if not self._first_token_seconds:
@@ -224,7 +234,10 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         worker_id: str = "stand-in",
         context_length: int = CONTEXT_LENGTH,
         first_token_seconds: float = 0.0,
+        max_running: int = 0,
     ) -> None:
+        """`max_running` requests of each gateway run, others are refused; 0: any number."""
+        self._max_running = max_running
         self._token_seconds = token_seconds
         self._first_token_seconds = first_token_seconds
         self._folder = folder
@@ -240,7 +253,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        gateway = _Gateway(self._words, self._token_seconds, self._first_token_seconds)
+        gateway = _Gateway(self._words, self._token_seconds, self._first_token_seconds, self._max_running)
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
@@ -305,6 +318,7 @@ def main() -> int:
     options.add_argument("--folder", type=Path, default=checkpoint_path(), help="of the model's tokenizer and template")
     options.add_argument("--worker-id", default="stand-in")
     options.add_argument("--context-length", type=int, default=CONTEXT_LENGTH, help="in tokens")
+    options.add_argument("--max-running", type=int, default=0, help="requests of each gateway; more are refused")
     given = options.parse_args()
     log.configure("tandem-stand-in", level="warning")
     worker = StandIn(
@@ -314,6 +328,7 @@ def main() -> int:
         given.worker_id,
         given.context_length,
         given.first_token_seconds,
+        given.max_running,
     )
     return lifecycle.run(lambda drain: serve(given.control, worker, drain))
 

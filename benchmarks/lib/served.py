@@ -27,7 +27,8 @@ class Served:
     """`tandem up` in a process of its own, on free ports, with a state folder of its own.
 
     `async with Served(folder, flags, env, roles) as served:` returns once a worker of every role is ready, each
-    model is served, and `/readyz` says yes. That alone is not enough: decode serves by itself while prefill loads.
+    model is served, and `/readyz?model=` says yes of each. That alone is not enough: decode serves by itself before
+    prefill has registered.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Served:
     async def _is_ready(self, client: httpx.AsyncClient) -> bool:
         fleet = parse_fleet((await client.get("/v1/workers")).json())
         ready = {member.role for member in fleet if member.state == "ready" and not member.suspected}
-        return ready >= self._roles and (await client.get("/readyz")).is_success
+        return ready >= self._roles and await models_are_ready(client)
 
     async def _text_model(self, client: httpx.AsyncClient) -> str:
         """Return the name of the model that writes text, or "" while a model is missing."""
@@ -123,3 +124,10 @@ def clean_environment(state_dir: Path, ours: Mapping[str, str]) -> dict[str, str
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "OTEL_", "OMP_"))}
     paths = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
     return {**kept, "PYTHONPATH": paths, "TANDEM_STATE_DIR": str(state_dir), **ours}
+
+
+async def models_are_ready(client: httpx.AsyncClient) -> bool:
+    """Return whether a gateway has models, and a request of each has gone the whole way."""
+    models = [each["id"] for each in (await client.get("/v1/models")).json()["data"]]
+    answers = [await client.get("/readyz", params={"model": model}) for model in models]
+    return bool(models) and all(answer.is_success for answer in answers)

@@ -95,7 +95,7 @@ class TracedFleet:
                 log = (self._folder / f"{name}.log").read_text()[-2000:]
                 raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{log}")
         try:
-            return (await client.get("/readyz")).is_success
+            return (await client.get("/readyz?model=demo")).is_success
         except httpx.TransportError:
             return False
 

@@ -64,6 +64,10 @@ class Authenticator:
                 raise
             return known[0]
 
+    def has_accounts(self) -> bool:
+        """Return whether accounts exist as far as the last request has shown; reads no database."""
+        return self._is_open_known is None or not self._is_open_known[0]
+
     async def identify(self, secret: str, scope: Scope | None, account: str | None) -> Identity:
         """Return the identity of a token. `account` is the account that the request names, if any.
 

@@ -1,25 +1,21 @@
 """Decides whether a request may start, wait or be sent again.
 
-A new request passes `Quarantine.check`, waits in the `AdmissionQueue` while every worker is full, and takes a permit of
-the `RetryBudget` each time it is sent again after the loss of a worker.
+A new request passes `Quarantine.check`, waits in its model's room while every worker of the model is full
+(`admission_queue.py`), and takes a permit of the `RetryBudget` each time it is sent again after the loss of a worker.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from control_plane.generation import TokenIds, TokenRequest
-from tandem_runtime.errors import Aborted, Overloaded, TandemError
+from tandem_runtime.errors import Aborted, Overloaded
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
-
-_TICK_SECONDS = 0.25
-"""How often the first request is retried even if none of ours has ended: another gateway's request may have."""
 
 _SHARE_OF_REQUESTS = 0.2
 _BURST = 100
@@ -31,69 +27,6 @@ MAX_DEATHS = 10
 """Workers that died with a choice in all, with or without new tokens in between."""
 _QUARANTINE_SECONDS = 600.0
 _MAX_QUARANTINED_PROMPTS = 1000
-
-
-class AdmissionQueue:
-    """A bounded queue of requests that wait for room. Releases the first request whenever another one ends."""
-
-    def __init__(self, max_waiting: int, queue_seconds: float) -> None:
-        self._max_waiting = max_waiting
-        self._queue_seconds = queue_seconds
-        self._turns: deque[asyncio.Future[None]] = deque()
-        self._closed: TandemError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def deadline(self, request: TokenRequest) -> float:
-        """Return until when (`time.monotonic`) a request that begins to wait now may wait."""
-        return min(request.deadline, time.monotonic() + self._queue_seconds)
-
-    async def wait(self, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
-        """Return when it is this request's turn; `in_front` for a request whose attempt has just failed.
-
-        Raises `refusal` after `seconds`, Overloaded at once if the queue is full, and the error of `close`.
-        """
-        if self._closed is not None:
-            raise self._closed
-        if len(self._turns) >= self._max_waiting and not in_front:
-            raise Overloaded(
-                f"{len(self._turns)} requests wait already, the limit is {self._max_waiting}; try again later, add "
-                "workers or raise --max-waiting",
-                retry_after_seconds=refusal.retry_after_seconds or 1.0,
-            )
-        turn = asyncio.get_running_loop().create_future()
-        (self._turns.appendleft if in_front else self._turns.append)(turn)
-        self._schedule_tick()
-        try:
-            await asyncio.wait_for(turn, max(0.0, seconds))
-        except TimeoutError:
-            raise refusal from None
-        finally:
-            self._turns.remove(turn)
-
-    def release_next(self) -> None:
-        """Let the first request try. Call when a request has ended, or was started and more room may be left."""
-        if self._turns and not self._turns[0].done():
-            self._turns[0].set_result(None)
-
-    def close(self, error: TandemError) -> None:
-        """Refuse the requests that wait, and all later ones."""
-        self._closed = error
-        for turn in self._turns:
-            if not turn.done():
-                turn.set_exception(error)
-
-    def _schedule_tick(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self.release_next()
-        if self._turns:
-            self._schedule_tick()
 
 
 class RetryBudget:

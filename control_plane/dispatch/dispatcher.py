@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from control_plane.dispatch.admission import AdmissionQueue, Quarantine, RetryBudget
+from control_plane.dispatch.admission import Quarantine, RetryBudget
+from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.block_hashes import PromptHasher
 from control_plane.dispatch.recovery import Recovery
 from control_plane.dispatch.request_starter import RequestStarter
@@ -46,6 +47,7 @@ class Dispatcher:
         accept_seconds: float,
         queue_seconds: float,
         max_waiting: int,
+        max_waiting_per_account: int = 0,
         budget: RetryBudget | None = None,
         accounts: AccountPolicies | None = None,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
@@ -62,7 +64,7 @@ class Dispatcher:
         self._stopped: TandemError | None = None
         self._tasks = TaskSet()
         self.router = router
-        self.queue = AdmissionQueue(max_waiting, queue_seconds)
+        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
         self.quarantine = Quarantine()
         self.budget = budget or RetryBudget()
         self._feedback = RouteFeedback(registry, router)
@@ -78,7 +80,7 @@ class Dispatcher:
     async def submit(self, request: TokenRequest) -> RequestStream:
         """Start a request; return once its decode workers have reserved their memory. Raises TandemError.
 
-        While every worker is full the request waits in the admission queue, unless `reject_if_busy` is set.
+        While every worker of its model is full the request waits in the model's room, unless `reject_if_busy` is set.
         """
         if self._stopped is not None:  # its text was prepared meanwhile
             raise self._stopped
@@ -138,4 +140,4 @@ class Dispatcher:
         self._states.discard(state)
         self._feedback.closed(state)
         self._starter.abandon(state)
-        self.queue.release_next()
+        self.queue.release_next(state.request.model_id)

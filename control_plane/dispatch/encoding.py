@@ -1,7 +1,7 @@
 """Sends texts to encode workers: in parts, to the workers with the least to do.
 
 A part has no state. If its worker dies, drains or is full, the part goes to another worker, and gets the same values.
-While no worker can take it, it waits in a queue of its own, within the bounds of the admission queue.
+While no worker of its model can take it, it waits in a room per model, within the bounds of the admission queue.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW, AdmissionQueue
+from control_plane.dispatch.admission import MAX_DEATHS_IN_A_ROW
+from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.generation import EncoderInput, EncodingRequest
@@ -83,12 +84,17 @@ class EncodingDispatch:
     """Implements control_plane.generation.EncodingDispatcher."""
 
     def __init__(
-        self, registry: WorkerRegistry, clients: EncoderClients, queue_seconds: float, max_waiting: int
+        self,
+        registry: WorkerRegistry,
+        clients: EncoderClients,
+        queue_seconds: float,
+        max_waiting: int,
+        max_waiting_per_account: int = 0,
     ) -> None:
         self._registry = registry
         self._clients = clients
         self._queue_seconds = queue_seconds
-        self._queue = AdmissionQueue(max_waiting, queue_seconds)
+        self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
         self.num_requests = 0
         """Requests that wait or run."""
         self._tokens: Counter[str] = Counter()
@@ -123,7 +129,7 @@ class EncodingDispatch:
 
     def stop(self, error: TandemError) -> None:
         """Refuse the parts that wait for a worker; those that a worker computes are answered within its call."""
-        self._queue.close(error)
+        self.queue.close(error)
 
     async def _answer(self, part: _Part) -> bytes:
         """Return the values of a part, from whichever worker answers. Raise TandemError."""
@@ -137,7 +143,7 @@ class EncodingDispatch:
             except TandemError as error:
                 self._failed(worker, part, error)
             finally:
-                self._queue.release_next()
+                self.queue.release_next(part.request.model.model_id)
 
     def _pick(self, part: _Part) -> Worker | None:
         """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
@@ -162,7 +168,8 @@ class EncodingDispatch:
         now, has_waited = time.monotonic(), part.waits_until is not None
         if part.waits_until is None:
             part.waits_until = min(part.request.deadline, now + self._queue_seconds)
-        await self._queue.wait(refusal, part.waits_until - now, in_front=has_waited)
+        model_id, account = part.request.model.model_id, part.request.account
+        await self.queue.wait(model_id, account, refusal, part.waits_until - now, in_front=has_waited)
         part.has_waited()
 
     async def _send(self, worker: Worker, part: _Part) -> bytes:

@@ -9,7 +9,7 @@ The cases, in the order that a request meets them:
    prompt itself.
 3. A decode worker is lost. `_choice_lost` gives the dead reader's lease back and moves the choice. Another decode
    worker computes prompt and tokens so far, and continues with the next token. While no worker has room, or the retry
-   budget is spent, the choice waits in front of the admission queue; its client sees a pause.
+   budget is spent, the choice waits in front of its model's room; its client sees a pause.
 4. A worker contradicts tokens that the client has (`Diverged`). The choice moves as in case 3, and may stay at the same
    worker, which gets those tokens as input.
 5. A worker drains. As case 2 or 3, but the loss is not counted.
@@ -29,10 +29,10 @@ from typing import Any
 from control_plane.dispatch.admission import (
     MAX_DEATHS,
     MAX_DEATHS_IN_A_ROW,
-    AdmissionQueue,
     Quarantine,
     RetryBudget,
 )
+from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.class_seams import is_exact_move
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
 from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
@@ -202,9 +202,10 @@ class Recovery:
                 await self._move(state, choice, error)
             except (Overloaded, Unavailable, ModelNotFound) as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
-                await self._queue.wait(full, deadline - time.monotonic(), in_front=True)
+                model_id, account = state.request.model_id, state.request.account
+                await self._queue.wait(model_id, account, full, deadline - time.monotonic(), in_front=True)
             else:
-                self._queue.release_next()
+                self._queue.release_next(state.request.model_id)
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
+from control_plane.dispatch.admission import RetryBudget
+from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.submitter import Submitter
@@ -49,10 +50,12 @@ class RequestStarter:
         self._tasks = tasks
 
     async def start(self, state: RequestState) -> None:
-        """Start a new request as soon as there is room, after the requests that wait already. Raises TandemError."""
+        """Start a new request as soon as there is room, after those that wait for its model. Raises TandemError."""
         deadline = self._queue.deadline(state.request)
-        if len(self._queue) and not state.request.reject_if_busy:
-            busy = Overloaded("requests before this one wait for room; try again later", retry_after_seconds=1.0)
+        model_id = state.request.model_id
+        if self._queue.num_waiting(model_id) and not state.request.reject_if_busy:
+            why = f"requests before this one wait for room at the workers of {model_id}; try again later"
+            busy = Overloaded(why, retry_after_seconds=1.0)
             await self._wait(state, busy, deadline - time.monotonic(), in_front=False)
         await self._start_when_there_is_room(state, deadline, is_first=True)
 
@@ -83,14 +86,14 @@ class RequestStarter:
             else:
                 state.started()
                 self._feedback.started(state)
-                self._queue.release_next()
+                self._queue.release_next(state.request.model_id)
                 return
 
     async def _wait(self, state: RequestState, refusal: TandemError, seconds: float, *, in_front: bool) -> None:
-        """Wait in the queue for the request's turn; its explanation has the time."""
+        """Wait in the model's room for the request's turn; its explanation has the time."""
         state.history.waits()
         try:
-            await self._queue.wait(refusal, seconds, in_front=in_front)
+            await self._queue.wait(state.request.model_id, state.request.account, refusal, seconds, in_front=in_front)
         finally:
             state.history.waited()
 

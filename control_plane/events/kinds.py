@@ -82,7 +82,7 @@ _ALL = (
     Kind("model_ready", "info", "{model} has answered a request; handed over from prefill to decode: {handed_over}"),
     Kind("model_unready", "warning", "no decode worker takes requests for {model}", source="workers"),
     Kind("probe_failed", "warning", "the readiness probe of {model} failed: {error}"),
-    Kind("model_description_failed", "warning", "{model} cannot be used: {error}"),
+    Kind("model_unusable", "warning", "the files that a worker registered for {model} cannot be used: {error}"),
     # requests
     Kind(
         "request_migrated", "warning", "an answer went on at {to} after {worker} was lost", "cause", source="requests"

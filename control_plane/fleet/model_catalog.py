@@ -1,23 +1,27 @@
-"""Describes the models that the registered workers serve, for the text pipeline and the API."""
+"""Describes the models that the registered workers serve, for the text pipeline and the API.
+
+What is served is described once and kept. Of what is gone, a bounded number of bytes is kept, since it may come back.
+A model whose files cannot be used is an event, and no other model notices.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple, cast, get_args
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import NamedTuple, Protocol, cast, get_args
 
+from control_plane.fleet.model_files import BrokenFile, ModelFiles, TooLarge
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
 from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
+from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
+from control_plane.pauses import Pauses
 from tandem.v1 import types_pb2 as pb
-from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.certificates.membership import FleetMember
-from tandem_runtime.channel import open_worker_channel
-from tandem_runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
+from tandem_runtime.errors import InternalError, ModelNotFound, TandemError, Unavailable, Unsupported
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.tracebacks import message_of
@@ -26,13 +30,34 @@ log = get_logger(__name__)
 
 _ROLES = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_ENCODE)
 """Of workers that have a model."""
-_FETCH_SECONDS = 20.0
-_MAX_KEPT = 32
+_RETRY_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 8.0
+"""Between two tries to describe a model; each pause is twice as long as the one before."""
+_BROKEN_SECONDS = 10.0
+_MAX_BROKEN_SECONDS = 320.0
+"""The same if the file itself cannot be used: it is fetched whole each time, and stays as it is."""
+_MAX_GONE = 1024
+_DESCRIPTION_BYTES = 4096
+"""Of a description without its files."""
 
 Key = tuple[str, Variant, int]
 
-MAX_ASSET_BYTES = 256 << 20
-"""Of a tokenizer's files; the largest of today's models are 34 MB."""
+
+class TextLoader(Protocol):
+    """Loads tokenizers where that can do no harm."""
+
+    def is_loaded(self, model: ModelDescription) -> bool:
+        """Return whether the model's text can be prepared at once."""
+
+    async def load(self, model: ModelDescription) -> None:
+        """Load the model's tokenizer and chat template. Raise TandemError if they cannot be used."""
+
+
+@dataclass(frozen=True)
+class _Described:
+    description: ModelDescription
+    digest: bytes
+    """Of its tokenizer.json."""
 
 
 class ModelCatalog:
@@ -49,26 +74,38 @@ class ModelCatalog:
         models: ModelTable = SHIPPED,
         fallback_model: str = "",
         member: FleetMember | None = None,
+        loader: TextLoader | None = None,
+        max_gone_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded."""
+        """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
+
+        `loader` shows whether a model's tokenizer and template can be used, before any request needs them.
+        `max_gone_bytes`: what is kept of models that are not served any more.
+        """
         self._models = models
         self._fallback_model = fallback_model
         self._registry = registry
-        self._member = member
+        self._loader = loader
         self._clock = clock
         self._gone: dict[str, tuple[float, _Known]] = {}
         self._served: tuple[_Known, ...] | None = None
         """Of the registered workers; None: a worker has changed since."""
-        self._assets: dict[bytes, bytes] = {}
-        self._descriptions: dict[Key, ModelDescription] = {}
+        self._files = ModelFiles(registry, member)
+        self._described: dict[Key, _Described] = {}
+        self._kept: KeptBytes[Key] = KeptBytes(max_gone_bytes)
+        self._describing: dict[Key, asyncio.Task[ModelDescription]] = {}
+        self._failures: Pauses[Key] = Pauses(clock)
+        self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
-        self._lock = asyncio.Lock()
+        self._were_usable: set[tuple[str, Variant]] = set()
+        self._to_try_again: list[tuple[str, Variant]] = []
+        """Variants that may be usable after all, since another worker offers their files."""
         registry.listen(self._changed)
 
     @property
     def num_kept(self) -> int:
         """Cached descriptions, models that are gone included."""
-        return len(self._descriptions)
+        return len(self._described)
 
     def card(self, name: str) -> pb.ModelCard:
         """Return the card of a model by id, alias, a name of the table, or a short form; else raises ModelNotFound.
@@ -124,42 +161,126 @@ class ModelCatalog:
                 raise error from None
 
     async def _describe_once(self, known: _Known) -> ModelDescription:
+        """Return a description, from now on kept. Raise TandemError, also for a failure of some seconds ago."""
         key = known.key
-        if key not in self._descriptions:
-            async with self._lock:
-                if key not in self._descriptions:
-                    self._descriptions[key] = await self._describe(known.card)
-                    _drop_oldest(self._descriptions)
-        return self._descriptions[key]
+        if (kept := self._described.get(key)) is not None:
+            self._kept.use(key)
+            return kept.description
+        self._failures.raise_if_paused(key)
+        describing = self._describing.get(key)
+        if describing is None:
+            describing = self._describing[key] = asyncio.create_task(self._describe_and_keep(known), name="describe")
+            describing.add_done_callback(lambda task: self._described_or_failed(key, task))
+        return await asyncio.shield(describing)  # a caller that leaves must not end it for others
+
+    def _described_or_failed(self, key: Key, task: asyncio.Task[ModelDescription]) -> None:
+        del self._describing[key]
+        if not task.cancelled():
+            task.exception()  # every caller may have left
+
+    async def _describe_and_keep(self, known: _Known) -> ModelDescription:
+        key = known.key
+        try:
+            description = await self._describe(known.card)
+        except TandemError as error:
+            is_broken = isinstance(error, BrokenFile)
+            pauses = (_BROKEN_SECONDS, _MAX_BROKEN_SECONDS) if is_broken else (_RETRY_SECONDS, _MAX_PAUSE_SECONDS)
+            self._failures.failed(key, error, *pauses)
+            raise
+        self._failures.forget(key)
+        assets = {asset.name: asset for asset in known.card.assets}
+        digest = assets["tokenizer.json"].digest
+        self._described[key] = _Described(description, digest)
+        self._files.keep(digest, description.tokenizer_json)
+        self._kept.put(key, len(description.tokenizer_json) + len(description.chat_template) + _DESCRIPTION_BYTES)
+        self._drop_what_is_gone()
+        return description
+
+    def _drop_what_is_gone(self) -> None:
+        """Drop what is not served, beyond the bound, the least recently used first."""
+        served = {known.key for known in self._known_of_workers()}
+        for key in self._kept.excess(served):
+            del self._described[key]
+        self._files.keep_only({described.digest for described in self._described.values()})
 
     def list(self) -> list[ModelDescription]:
-        """Return the descriptions that are cached; `prefetch` fetches those of all served models."""
-        keys = {self._find(model_id).key for model_id in self._served_ids()}
-        known = [description for key, description in self._descriptions.items() if key in keys]
+        """Return the descriptions of served models that can be used, as far as they are known."""
+        keys = {self._find(model_id).key for model_id in self._served_ids() if model_id not in self._problems}
+        known = [self._described[key].description for key in keys if key in self._described]
         return sorted(known, key=lambda description: description.model_id)
 
     def problem_of(self, model_id: str) -> str:
         """Return why a served model cannot be used, though its workers are there; "" if it can."""
         return self._problems.get(model_id, "")
 
-    async def prefetch(self) -> None:
-        """Fetch the missing descriptions of served models.
+    def served_text_keys(self) -> frozenset[str]:
+        """Return the text keys of all served models that are described."""
+        keys = (known.key for known in self._known_of_workers())
+        return frozenset(self._described[key].description.text_key for key in keys if key in self._described)
 
-        A model that cannot be described is not listed. The cause is logged when it is new; the next call tries again.
-        """
-        served = self._served_ids()
-        self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in served}
-        for model_id in sorted(served):
-            try:
-                await self.get(model_id)
-            except TandemError as error:
-                if self._is_new_problem(model_id, error.message):
-                    log.warning("model_description_failed", model=model_id, error=error.message)
-            except Exception as error:  # a worker's files must not end the prober, nor keep other models from it
-                if self._is_new_problem(model_id, message_of(error)):
-                    log.exception("model_description_failed", model=model_id, error=message_of(error))
-            else:
-                self._problems.pop(model_id, None)
+    async def run(self) -> None:
+        """Describe served models, and have their texts loaded, side by side until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for known in self._unprepared():
+                    tasks.create_task(self._prepare(known))
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def prefetch(self) -> None:
+        """Describe every served model that is not described yet. A model that cannot be described is not listed."""
+        await asyncio.gather(*(self._prepare(known) for known in self._unprepared()))
+
+    def _unprepared(self) -> tuple[_Known, ...]:
+        """Return what is to be prepared now of each served model, and note that it is being prepared."""
+        for model_id, variant in self._to_try_again:
+            self._registry.set_unusable(model_id, variant, False)
+        self._to_try_again.clear()
+        preferred: dict[str, _Known] = {}
+        registered = set()
+        for known in self._known_of_workers():
+            preferred.setdefault(known.card.model_id, known)
+            registered.add((known.card.model_id, known.key[1]))
+        self._were_usable &= registered
+        self._problems = {model_id: why for model_id, why in self._problems.items() if model_id in preferred}
+        found = tuple(known for known in preferred.values() if self._is_unprepared(known))
+        self._preparing.update(known.card.model_id for known in found)
+        return found
+
+    def _is_unprepared(self, known: _Known) -> bool:
+        model_id, described = known.card.model_id, self._described.get(known.key)
+        if model_id in self._preparing:
+            return False
+        if described is None or model_id in self._problems:
+            return True
+        return self._loader is not None and not self._loader.is_loaded(described.description)
+
+    async def _prepare(self, known: _Known) -> None:
+        """Describe one model and have its text loaded. What is wrong with it is logged when it is new."""
+        model_id, (_, variant, _) = known.card.model_id, known.key
+        try:
+            description = await self._describe_once(known)
+            if self._loader is not None:
+                try:
+                    await self._loader.load(description)
+                except InternalError as error:
+                    raise BrokenFile(error.message) from error
+                except Unavailable:  # the text processes begin anew, which tells nothing of the file
+                    return
+        except TandemError as error:
+            if self._is_new_problem(model_id, error.message):
+                log.warning("model_unusable", model=model_id, error=error.message)
+            # What was usable once stays in use: a lack of memory here must not hand the model to a rogue's files.
+            if isinstance(error, BrokenFile) and (model_id, variant) not in self._were_usable:
+                self._registry.set_unusable(model_id, variant, True)
+        except Exception as error:  # a worker's files must not end this loop, nor keep other models from it
+            if self._is_new_problem(model_id, message_of(error)):
+                log.exception("model_unusable", model=model_id, error=message_of(error))
+        else:
+            self._problems.pop(model_id, None)
+            self._were_usable.add((model_id, variant))
+            self._registry.set_unusable(model_id, variant, False)
+        finally:
+            self._preparing.discard(model_id)
 
     def _is_new_problem(self, model_id: str, why: str) -> bool:
         before = self._problems.get(model_id)
@@ -185,19 +306,34 @@ class ModelCatalog:
         return self._served
 
     def _lately_gone(self) -> tuple[_Known, ...]:
-        return tuple(known for gone_at, known in self._gone.values() if self._clock() - gone_at < RESTART_SECONDS)
+        return tuple(known for gone_at, known in self._gone.values() if not self._is_over(gone_at))
 
     def _changed(self, worker: Worker, is_here: bool) -> None:
         """Remember the model of a worker that is gone; a listener of the registry."""
         self._served = None
-        if not is_here and worker.info.card.model_id:
-            self._gone[worker.info.card.model_id] = self._clock(), _Known.of(worker)
-            _drop_oldest(self._gone)
+        if not worker.info.card.model_id:
+            return
+        known = _Known.of(worker)
+        if is_here:
+            error = self._failures.last(known.key)
+            if error is not None and (isinstance(error, TooLarge) or not isinstance(error, BrokenFile)):
+                self._failures.forget(known.key)  # this worker may have what the others did not give
+                self._to_try_again.append((known.card.model_id, worker.variant))
+            return
+        self._gone.pop(known.card.model_id, None)
+        self._gone[known.card.model_id] = self._clock(), known
+        while len(self._gone) > _MAX_GONE or self._is_over(next(iter(self._gone.values()))[0]):
+            del self._gone[next(iter(self._gone))]
+
+    def _is_over(self, gone_at: float) -> bool:
+        return self._clock() - gone_at >= RESTART_SECONDS
 
     async def _describe(self, card: pb.ModelCard) -> ModelDescription:
-        assets = {asset.name: await self._asset(asset) for asset in card.assets}
+        assets = {asset.name: asset for asset in card.assets}
         if "tokenizer.json" not in assets:
             raise Unsupported(f"{card.model_id} has no tokenizer.json; add one to its folder and restart its workers")
+        config = assets.get("tokenizer_config.json")
+        special_tokens = await self._files.special_tokens(card.model_id, config) if config is not None else {}
         defaults, entry = card.generation_defaults, self._models.describes(card.model_id)
         return ModelDescription(
             model_id=card.model_id,
@@ -214,29 +350,12 @@ class ModelCatalog:
             architecture=card.architecture,
             num_parameters=card.num_parameters,
             wire_format=(entry and entry.wire_format) or "native",
-            tokenizer_json=assets["tokenizer.json"],
+            tokenizer_json=await self._files.tokenizer_json(assets["tokenizer.json"]),
             task=task_of(card),
             encoder=encoder_facts(card),
-            tokenizer_config=_tokenizer_config(card.model_id, assets.get("tokenizer_config.json", b"{}")),
+            tokenizer_config=special_tokens,
+            text_digest=_text_digest(card),
         )
-
-    async def _asset(self, asset: pb.Asset) -> bytes:
-        """Return a file's bytes from any worker that has the file; raises Unavailable."""
-        if asset.digest in self._assets:
-            return self._assets[asset.digest]
-        reason = "no worker offers it"
-        for worker in self._registry.workers():
-            if not any(other.digest == asset.digest for other in worker.info.card.assets):
-                continue
-            try:
-                content = await _fetch(worker, asset, self._member)
-            except TandemError as error:
-                reason = error.message
-            else:
-                self._assets[asset.digest] = content
-                _drop_oldest(self._assets)
-                return content
-        raise Unavailable(f"{asset.name} ({asset.digest.hex()}) could not be fetched: {reason}")
 
 
 def task_of(card: pb.ModelCard) -> ModelTask:
@@ -273,37 +392,7 @@ def _short_forms(model_id: str) -> tuple[str, str]:
     return bare, bare.rpartition("/")[2]
 
 
-def _tokenizer_config(model_id: str, content: bytes) -> dict[str, Any]:
-    """Parse a worker's file; raises Unavailable: the model cannot be served before its operator has mended the file."""
-    remedy = "put the model's own file in its folder and restart its workers"
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Unavailable(f"the tokenizer_config.json of {model_id} is not JSON: {error}; {remedy}") from error
-    if not isinstance(config, dict):
-        raise Unavailable(f"the tokenizer_config.json of {model_id} is not a JSON object; {remedy}")
-    return config
-
-
-def _drop_oldest(kept: dict[Any, Any]) -> None:
-    """Bound the cache; dropped entries are fetched again."""
-    while len(kept) > _MAX_KEPT:
-        del kept[next(iter(kept))]
-
-
-async def _fetch(worker: Worker, asset: pb.Asset, member: FleetMember | None) -> bytes:
-    async with open_worker_channel(worker.info, member) as channel:
-        is_encoder = worker.role == pb.WORKER_ROLE_ENCODE
-        stub: Any = (worker_pb2_grpc.EncodeServiceStub if is_encoder else worker_pb2_grpc.WorkerServiceStub)(channel)
-        request = pb.AssetRequest(digest=asset.digest)
-        content = bytearray()
-        async for chunk in stub.GetAsset(request, timeout=_FETCH_SECONDS):
-            content += chunk.data
-            if len(content) > MAX_ASSET_BYTES:
-                raise Unavailable(
-                    f"worker {worker.worker_id} sends more than {MAX_ASSET_BYTES:,} bytes as {asset.name}; "
-                    "check the model's folder there"
-                )
-    if hashlib.blake2b(content, digest_size=16).digest() != asset.digest:
-        raise Unavailable(f"worker {worker.worker_id} sent a {asset.name} that does not match its digest")
-    return bytes(content)
+def _text_digest(card: pb.ModelCard) -> str:
+    """Return a digest of all that text processes load for a model."""
+    parts = sorted((asset.name, asset.digest) for asset in card.assets)
+    return blake2b(repr((parts, card.chat_template)).encode(), digest_size=16).hexdigest()

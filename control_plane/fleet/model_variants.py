@@ -7,14 +7,14 @@ it. So one variant of the model is in use at a time, and the workers of the othe
 
 The variant in use is the one with a ready decode or encode worker and the most ready workers; at a tie, the one in use
 before. So one worker alone replaces nobody, an upgrade moves over when most workers have the new weights, and the last
-old worker need not stop before the first new one is used.
+old worker need not stop before the first new one is used. A variant whose files cannot be used gives way to any other.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from tandem.v1 import types_pb2 as pb
@@ -56,6 +56,8 @@ class ModelVariants:
     def __init__(self) -> None:
         self._num_registered: dict[str, Counter[Variant]] = {}
         self._in_use: dict[str, Variant] = {}
+        self._unusable: set[tuple[str, Variant]] = set()
+        """Whose files cannot be used; a variant is forgotten with its last worker."""
 
     def add(self, model_id: str, variant: Variant) -> None:
         self._num_registered.setdefault(model_id, Counter())[variant] += 1
@@ -65,9 +67,18 @@ class ModelVariants:
         counts[variant] -= 1
         if not counts[variant]:
             del counts[variant]
+            self._unusable.discard((model_id, variant))
         if not counts:
             del self._num_registered[model_id]
             self._in_use.pop(model_id, None)
+
+    def set_unusable(self, model_id: str, variant: Variant, is_unusable: bool) -> bool:
+        """Note whether the files of a variant can be used. Return whether that is new."""
+        key = model_id, variant
+        if ((key in self._unusable) == is_unusable) or variant not in self._num_registered.get(model_id, ()):
+            return False
+        (self._unusable.add if is_unusable else self._unusable.discard)(key)
+        return True
 
     def is_mixed(self, model_id: str) -> bool:
         """Whether workers of the model differ; almost always not, and then nothing is to be chosen."""
@@ -81,12 +92,17 @@ class ModelVariants:
         return [_first_difference(worker.variant, chosen) for worker in workers]
 
     def _chosen(self, model_id: str, workers: Sequence[Candidate]) -> Variant:
-        in_use = self._in_use.get(model_id)
         num_ready = Counter(worker.variant for worker in workers if worker.is_ready)
         can_serve = {worker.variant for worker in workers if worker.is_ready and worker.role in _ANSWERING}
         # max() keeps the first of equals: the variant of the worker that has been registered for longest.
         variants = dict.fromkeys(worker.variant for worker in workers)
-        return max(variants, key=lambda each: (each in can_serve, num_ready[each], each == in_use))
+        return max(variants, key=lambda each: self._rank(model_id, each, can_serve, num_ready))
+
+    def _rank(
+        self, model_id: str, variant: Variant, can_serve: Collection[Variant], num_ready: Mapping[Variant, int]
+    ) -> tuple[bool, bool, int, bool]:
+        is_usable = (model_id, variant) not in self._unusable
+        return is_usable, variant in can_serve, num_ready[variant], variant == self._in_use.get(model_id)
 
 
 def variant_of(card: pb.ModelCard) -> Variant:

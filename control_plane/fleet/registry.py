@@ -162,6 +162,11 @@ class WorkerRegistry:
         self._notify(worker, True)
         self._notify_all(also_changed, worker)
 
+    def set_unusable(self, model_id: str, variant: Variant, is_unusable: bool) -> None:
+        """Note whether a variant's tokenizer and template can be used: one that cannot gives way to any other."""
+        if self._variants.set_unusable(model_id, variant, is_unusable):
+            self._notify_all(self._choose_variants(model_id))
+
     def heartbeat(self, beat: cp.HeartbeatRequest) -> bool:
         """Return False if the sender has to register (again); raises StaleIncarnation for an earlier incarnation."""
         worker = self._workers.get(beat.worker_id)

@@ -23,7 +23,7 @@ TokenIds = tuple[int, ...]
 
 _VALID_SECONDS = 3600.0
 """Token ids are made again after this time, because some templates write today's date."""
-_MAX_MODELS = 16
+_MAX_MODELS = 256
 
 
 class PublicPrefixes:

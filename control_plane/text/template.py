@@ -56,7 +56,7 @@ class ChatTemplate:
             ) from error
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _compile(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)

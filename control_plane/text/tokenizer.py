@@ -11,7 +11,6 @@ import asyncio
 import json
 import re
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -20,13 +19,13 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from control_plane.generation import EncoderInput, ModelDescription, TokenIds
+from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
 from control_plane.text.detokenizer import Detokenizer
 from control_plane.text.pieces import PieceEncoder
 from control_plane.text.template import ChatTemplate, Messages
 from control_plane.text.vocabulary import Vocabulary, VocabularyData, vocabulary_of
 from tandem_runtime.errors import InternalError, InvalidRequest
 
-_MAX_TOKENIZERS = 16
 _PRIVATE_USE = range(0x10F000, 0x10FFFD)
 _GROWING_NORMALIZERS = ("Prepend", "NFC", "NFD")
 """Normalizers after which a text has at least a quarter of its bytes. NFC composes: 3 bytes become 2."""
@@ -307,28 +306,31 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
 
 
 class TokenizerCache:
-    """Loaded tokenizers by model fingerprint. Requests that arrive while one loads wait for the same load."""
+    """Loaded tokenizers by text key, for tests and tools: a gateway's tokenizers are in its text processes.
 
-    def __init__(self) -> None:
-        self._tokenizers: OrderedDict[str, asyncio.Future[TextTokenizer]] = OrderedDict()
+    Requests that arrive while one loads wait for the same load.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        """`max_bytes`: of the files of tokenizers that were used before the last one."""
+        self._tokenizers: dict[str, asyncio.Future[TextTokenizer]] = {}
+        self._kept: KeptBytes[str] = KeptBytes(max_bytes)
 
     async def get(self, model: ModelDescription) -> TextTokenizer:
         """Return the model's tokenizer. Raise InternalError if its files are invalid."""
-        loading = self._tokenizers.get(model.fingerprint)
+        key = model.text_key
+        loading = self._tokenizers.get(key)
         if loading is None:
-            loading = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
-            self._keep(model.fingerprint, loading)
-        self._tokenizers.move_to_end(model.fingerprint)
+            loading = self._tokenizers[key] = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
+        self._kept.put(key, len(model.tokenizer_json))
+        for gone in self._kept.excess(served=(key,)):
+            del self._tokenizers[gone]
         try:
             return await asyncio.shield(loading)  # a cancelled caller must not cancel the load for others
         except InternalError:
-            self._tokenizers.pop(model.fingerprint, None)
+            if self._tokenizers.get(key) is loading:
+                del self._tokenizers[key]
             raise
-
-    def _keep(self, fingerprint: str, loading: asyncio.Future[TextTokenizer]) -> None:
-        self._tokenizers[fingerprint] = loading
-        while len(self._tokenizers) > _MAX_TOKENIZERS:
-            self._tokenizers.popitem(last=False)
 
 
 def _load_tokenizer(model: ModelDescription) -> TextTokenizer:

@@ -20,6 +20,9 @@ from tandem_runtime.errors import InternalError
 MAX_TOKEN_ID = 1 << 22
 """Above every known vocabulary; a file with one huge id must not cost gigabytes."""
 
+_MAX_ABSENT = 65_536
+"""Each costs memory in the gateway's own process; known vocabularies lack some hundreds."""
+
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -43,17 +46,20 @@ class VocabularyData(msgspec.Struct, frozen=True):
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> VocabularyData:
-    """Return the vocabulary of a loaded tokenizer. Raise InternalError for an id above 4,194,304."""
+    """Return the vocabulary of a loaded tokenizer. Raise InternalError for an id above 4,194,304, or a sparse one."""
     num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if num_ids > MAX_TOKEN_ID:
         raise InternalError(f"a token has the id {num_ids - 1:,}, the largest accepted one is {MAX_TOKEN_ID - 1:,}")
     names = [tokenizer.id_to_token(token_id) for token_id in range(num_ids)]
     encoded = [(name or "").encode() for name in names]
+    absent = tuple(token_id for token_id, name in enumerate(names) if name is None)
+    if len(absent) > _MAX_ABSENT:
+        raise InternalError(f"{len(absent):,} ids below {num_ids:,} have no token, at most {_MAX_ABSENT:,} may")
     added = tokenizer.get_added_tokens_decoder()
     return VocabularyData(
         b"".join(encoded),
         array("I", _running_sums(map(len, encoded))).tobytes(),
-        tuple(token_id for token_id, name in enumerate(names) if name is None),
+        absent,
         {token.content: token_id for token_id, token in added.items() if token.special},
         "" if tokenizer.decoder is None else tokenizer.decoder.__getstate__().decode(),
     )

@@ -22,7 +22,7 @@ _MAX_GROWTH_BYTES = 64 << 20
 """A process that has grown by more ends after its job: memory that was used once is seldom given back."""
 _MAX_UNCOLLECTED = 20_000
 """Objects that are made before a collection of garbage: a short chat makes some hundreds."""
-_MAX_TOLD = 16
+_MAX_TOLD = 256
 """Names of models that a process keeps."""
 _HALF_A_PAIR = "the body has half of a surrogate pair (U+D800 to U+DFFF); send the whole character, or leave it out"
 _NO_MEMORY = "memory allocation"

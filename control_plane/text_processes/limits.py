@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tandem_machine.own_memory import data_bytes
@@ -44,6 +45,26 @@ def allow_cpu(seconds: float | None) -> None:
     if seconds is not None:
         soft = int(time.process_time() + seconds) + 1 + _SPARE_CPU_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (_within(soft, hard), hard))
+
+
+class TookTooLong(BaseException):
+    """Raised in the midst of code that has no business catching it."""
+
+
+@contextlib.contextmanager
+def within_cpu(seconds: float) -> Iterator[None]:
+    """Raise TookTooLong inside once this process has computed for so long. In a process with one thread only."""
+
+    def end(signum: int, frame: object) -> None:
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def forget_signals() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from control_plane.generation import ModelDescription
+from control_plane.kept_bytes import DEFAULT_BYTES
 from control_plane.text.prepared import Asked, PreparedBody, TextJob
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import Parse, Resolve
@@ -89,9 +90,15 @@ class _NeedsTokenizer(Exception):
 class TextProcesses:
     """Implements text_service.Preparer. `start` before the first request, `close` after the last."""
 
-    def __init__(self, limits: TextLimits | None = None, public_prefixes: PublicPrefixes | None = None) -> None:
+    def __init__(
+        self,
+        limits: TextLimits | None = None,
+        public_prefixes: PublicPrefixes | None = None,
+        max_gone_bytes: int = DEFAULT_BYTES,
+    ) -> None:
+        """`max_gone_bytes`: of the tokenizer files of models that are not served any more, and stay loaded."""
         self.limits = limits or TextLimits()
-        self.zygote = ZygoteLink(public_prefixes.texts if public_prefixes is not None else None)
+        self.zygote = ZygoteLink(public_prefixes.texts if public_prefixes is not None else None, max_gone_bytes)
         bounds = self.limits.max_waiting, self.limits.max_waiting_bytes, self.limits.max_account_bytes
         self.small = Lane("small", _NUM_SMALL, *bounds)
         self.large = Lane("large", self.limits.num_large, *bounds)
@@ -225,7 +232,7 @@ class TextProcesses:
             raise _NeedsTokenizer(model)
         process.awaits_model = False
         process.tell(named.asked.model, model.facts)
-        await process.channel.send(Use(model.facts, model.fingerprint))
+        await process.channel.send(Use(model.facts, model.text_key))
         return vocabulary
 
     async def _drop(self, process: TextProcess) -> None:

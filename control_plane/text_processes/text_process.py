@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import psutil
 
 from control_plane.generation import ModelFacts
+from control_plane.text_processes.tokenizer_load import Generation
 from control_plane.text_processes.wire import AsyncChannel, Ended, Hello
-from control_plane.text_processes.zygote_link import Generation
 
 _WATCH_SECONDS = 0.05
-_MAX_TOLD = 16
+_MAX_TOLD = 256
 """Names of models that are noted for each process. An older name is asked for again."""
 
 

@@ -63,6 +63,8 @@ class Load(_Message, frozen=True):
     model_id: str
     max_cpu_seconds: int
     max_memory_bytes: int
+    forget: tuple[str, ...] = ()
+    """Keys of tokenizers that the next generation does without."""
 
 
 class Loaded(_Message, frozen=True):

@@ -10,7 +10,8 @@ A generation forks text processes. To load a tokenizer, it forks the next genera
                                   |                    |
                               text processes       text processes
 
-So loading delays nobody, and a file that crashes its reader, or takes too much of time or memory, ends only a fork.
+So loading delays nobody, and a file that crashes its reader, or takes too much of time or memory, ends only a fork. The
+next generation also does without the tokenizers that the gateway no longer needs.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ from control_plane.text_processes.wire import (
 )
 from tandem_machine.priority import run_in_background
 from tandem_runtime.errors import TandemError
+from tandem_runtime.tracebacks import message_of
 
 _PR_SET_CHILD_SUBREAPER = 36
+_TEMPLATE_SECONDS = 2.0
+"""Of processor time for a chat of one word; templates take some milliseconds."""
 
 
 def main(descriptor: int) -> None:
@@ -120,6 +124,8 @@ class _Generation:
         """Load a tokenizer and become the next generation."""
         self._channel.connection.close()
         successor = _Generation(control, self._tokenizers, self._public_texts)
+        for key in load.forget:
+            self._tokenizers.pop(key, None)
         limits.allow_cpu(load.max_cpu_seconds)
         limits.allow_memory(load.max_memory_bytes)
         try:
@@ -128,10 +134,21 @@ class _Generation:
             write_file(vocabulary, encode(tokenizer.vocabulary_data))
             self._tokenizers[load.key] = _warm(tokenizer, file.chat_template)
         except MemoryError:
-            successor.report(LoadFailed(f"the tokenizer.json of {load.model_id} needs too much memory"))
+            successor.report(LoadFailed(f"the tokenizer or chat template of {load.model_id} needs too much memory"))
+            return
+        except limits.TookTooLong:
+            successor.report(
+                LoadFailed(
+                    f"the chat template of {load.model_id} did not render one word within {_TEMPLATE_SECONDS:g} s of "
+                    "processor time; put the model's own template in its folder and restart its workers"
+                )
+            )
             return
         except TandemError as error:
             successor.report(LoadFailed(error.message))
+            return
+        except Exception as error:  # noqa: BLE001 - whatever a file may cause
+            successor.report(LoadFailed(f"the files of {load.model_id} cannot be used: {message_of(error)}"))
             return
         os.close(vocabulary)
         limits.allow_cpu(None)
@@ -151,8 +168,9 @@ def _warm(tokenizer: TextTokenizer, chat_template: str) -> TextTokenizer:
     tokenizer.encode_prompt(" ".join(tokenizer.control_ids) + " warm")  # loads the tokenizer of users' texts, too
     if chat_template:
         try:
-            ChatTemplate(chat_template, tokenizer.special_tokens).render([{"role": "user", "content": "warm"}])
-            traits_of(chat_template, tokenizer.special_tokens)
+            with limits.within_cpu(_TEMPLATE_SECONDS):
+                ChatTemplate(chat_template, tokenizer.special_tokens).render([{"role": "user", "content": "warm"}])
+                traits_of(chat_template, tokenizer.special_tokens)
         except TandemError:
             pass  # a request that uses the template gets the error
     return tokenizer

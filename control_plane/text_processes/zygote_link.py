@@ -9,73 +9,56 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 from control_plane.generation import ModelDescription
-from control_plane.text.vocabulary import Vocabulary, VocabularyData
-from control_plane.text_processes.wire import (
-    AsyncChannel,
-    Begin,
-    Ended,
-    Load,
-    Loaded,
-    LoadFailed,
-    Message,
-    Spawn,
-    TemplateFile,
-    anonymous_file,
-    encode,
-    read_as,
-)
+from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
+from control_plane.pauses import Pauses
+from control_plane.text.vocabulary import Vocabulary
+from control_plane.text_processes.tokenizer_load import Candidate, Generation, crashed, try_load
+from control_plane.text_processes.wire import AsyncChannel, Begin, Ended, Spawn, anonymous_file, encode
 from tandem_runtime.errors import InternalError, Unavailable
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 
 log = get_logger(__name__)
 
-LOAD_CPU_SECONDS = 60
-LOAD_MEMORY_BYTES = 2 << 30
-_LOAD_SECONDS = 180.0
 _FAILED_SECONDS = 10.0
-"""A file that could not be loaded is not tried again for this long."""
-MAX_TOKENIZERS = 32
-"""With more, the zygote starts anew, and loads what is still asked for."""
+_MAX_FAILED_SECONDS = 320.0
+"""A file that could not be loaded is not tried again for this long, twice as long after each failure: a load may take a
+minute, and other models wait for it."""
+_MAX_LOADS = 2
+"""Forks at a time that try a tokenizer: a file that takes a minute until it fails must not delay all others."""
+_MAX_TRIES = 3
+"""Of one load, if the generation that it was forked from has ended meanwhile."""
 _END_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.1
 _MAX_PAUSE_SECONDS = 10.0
 """Between two starts of a root that ends at once; each pause is twice as long as the one before."""
 
 
-@dataclass
-class Generation:
-    """A process that forks text processes, and the tokenizers that it has loaded."""
-
-    control: AsyncChannel
-    keys: frozenset[str] = frozenset()
-    is_current: bool = True
-
-
-@dataclass
-class _Known:
-    """What is known of the tokenizers, over all generations."""
-
-    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
-    failures: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Why a tokenizer could not be loaded, and until when it is not tried again."""
-
-
 class ZygoteLink:
     """Owns the zygote. `start` before the first request, `close` after the last."""
 
-    def __init__(self, public_texts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        public_texts: Mapping[str, str] | None = None,
+        max_gone_bytes: int = DEFAULT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_gone_bytes`: of tokenizer files of models that are not served any more, and stay loaded."""
         self._public_texts = dict(public_texts or {})
         self._root: AsyncChannel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._generation: Generation | None = None
-        self._known = _Known()
-        self._loading = asyncio.Lock()
+        self._vocabularies: dict[str, Vocabulary] = {}
+        """Of the tokenizers of all generations, by text key."""
+        self._failures: Pauses[str] = Pauses(clock)
+        self._kept: KeptBytes[str] = KeptBytes(max_gone_bytes)
+        self._served: Callable[[], Container[str]] = frozenset
+        self._trying = asyncio.Semaphore(_MAX_LOADS)
+        self._taking_over = asyncio.Lock()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._ready = asyncio.Event()
         """Set while there is a generation that forks."""
@@ -132,39 +115,76 @@ class ZygoteLink:
                 else:
                     return AsyncChannel(ours), generation
 
+    def keep(self, served: Callable[[], Container[str]]) -> None:
+        """Keep the tokenizers of these text keys, whatever they are at a time. What others may keep is bounded."""
+        self._served = served
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The text keys of the tokenizers that are loaded."""
+        return frozenset() if self._generation is None else self._generation.keys
+
+    def is_loaded(self, model: ModelDescription) -> bool:
+        return model.text_key in self.keys and model.text_key in self._vocabularies
+
     def vocabulary_if_loaded(self, generation: Generation, model: ModelDescription) -> Vocabulary | None:
         """Return the vocabulary of a model, if the text processes of a generation have its tokenizer."""
-        return self._known.vocabularies.get(model.fingerprint) if model.fingerprint in generation.keys else None
+        key = model.text_key
+        vocabulary = self._vocabularies.get(key) if key in generation.keys else None
+        if vocabulary is not None:
+            self._kept.use(key)
+        return vocabulary
 
     async def load(self, model: ModelDescription) -> None:
         """Have a model's tokenizer loaded, so that new text processes have it. Raise InternalError if it cannot be."""
-        key = model.fingerprint
+        key = model.text_key
+        self._failures.raise_if_paused(key)
         loading = self._loads.get(key)
         if loading is None:
-            loading = self._loads[key] = asyncio.create_task(self._load_in_turn(key, model), name="text-tokenizer")
+            loading = self._loads[key] = asyncio.create_task(self._load(key, model), name="text-tokenizer")
             loading.add_done_callback(lambda _: self._loads.pop(key, None))
         await asyncio.shield(loading)  # a caller that leaves must not end the load for others
 
-    async def _load_in_turn(self, key: str, model: ModelDescription) -> None:
-        async with self._loading:
+    async def _load(self, key: str, model: ModelDescription) -> None:
+        async with self._trying:
             await self._ready.wait()
-            if key in self._current().keys and key in self._known.vocabularies:
+            if key in self._current().keys and key in self._vocabularies:
                 return
-            until, reason = self._known.failures.get(key, (0.0, ""))
-            if time.monotonic() < until:
-                raise InternalError(reason)
-            if len(self._current().keys) >= MAX_TOKENIZERS:
-                self._known.vocabularies.clear()
-                self._lost(self._current())
+            self._failures.raise_if_paused(key)
             started = time.monotonic()
             try:
-                await self._load(key, model)
+                await self._take_over(key, model, await self._try(key, model))
             except InternalError as error:
-                self._known.failures[key] = time.monotonic() + _FAILED_SECONDS, error.message
+                self._failures.failed(key, error, _FAILED_SECONDS, _MAX_FAILED_SECONDS)
                 log.warning("tokenizer_failed", model=model.model_id, error=error.message)
                 raise
-            self._known.failures.pop(key, None)
+            self._failures.forget(key)
             log.info("tokenizer_loaded", model=model.model_id, seconds=round(time.monotonic() - started, 3))
+
+    async def _try(self, key: str, model: ModelDescription) -> Candidate:
+        """Load a tokenizer in a fork of the current generation. Raise InternalError, Unavailable."""
+        for _ in range(_MAX_TRIES):
+            await self._ready.wait()
+            before = self._current()
+            try:
+                return await try_load(before, key, model, self._drop_what_is_gone(before))
+            except Ended:
+                if before.is_current:
+                    break
+        raise crashed(model.model_id)
+
+    async def _take_over(self, key: str, model: ModelDescription, candidate: Candidate) -> None:
+        """Make a candidate the current generation. It is loaded again if another one took over meanwhile."""
+        async with self._taking_over:
+            while not candidate.before.is_current:
+                candidate.generation.control.close()
+                candidate = await self._try(key, model)
+            self._vocabularies[key] = candidate.vocabulary
+            self._kept.put(key, len(model.tokenizer_json))
+            self._retire(candidate.before)
+            self._generation = candidate.generation
+            self._ready.set()
+            self._tasks.spawn(self._watch(candidate.generation), name="text-generation")
 
     def _current(self) -> Generation:
         """Return the generation that forks now. Raise Unavailable if the zygote does not run."""
@@ -172,45 +192,11 @@ class ZygoteLink:
             raise Unavailable("the gateway's text processes have ended; try again", retry_after_seconds=1.0)
         return self._generation
 
-    async def _load(self, key: str, model: ModelDescription) -> None:
-        before = self._current()
-        ours, theirs = socket.socketpair()
-        after = AsyncChannel(ours)
-        special_tokens = {name: each for name, each in model.tokenizer_config.items() if name.endswith("_token")}
-        files = [
-            await asyncio.to_thread(anonymous_file, model.tokenizer_json),
-            anonymous_file(encode(TemplateFile(special_tokens, model.chat_template))),
-            vocabulary := anonymous_file(),
-        ]
-        is_taken_over = False
-        try:
-            with theirs:
-                message = Load(key, model.model_id, LOAD_CPU_SECONDS, LOAD_MEMORY_BYTES)
-                before.control.send_descriptors(message, [theirs.fileno(), *files])
-            answer = await _answer(after, model.model_id)
-            if isinstance(answer, LoadFailed):
-                raise InternalError(answer.reason)
-            assert isinstance(answer, Loaded), "a load is answered by Loaded or LoadFailed"
-            self._known.vocabularies[key] = Vocabulary(read_as(VocabularyData, os.dup(vocabulary)))
-            self._take_over(Generation(after, before.keys | {key}))
-            is_taken_over = True
-        except Ended:
-            raise InternalError(
-                f"the tokenizer.json of {model.model_id} cannot be loaded: its process ended, by a crash or beyond "
-                f"{LOAD_CPU_SECONDS} s of processor time or {LOAD_MEMORY_BYTES >> 20:,} MiB of memory"
-            ) from None
-        finally:
-            for file in files:
-                os.close(file)
-            if not is_taken_over:
-                after.close()
-
-    def _take_over(self, after: Generation) -> None:
-        if self._generation is not None:
-            self._retire(self._generation)
-        self._generation = after
-        self._ready.set()
-        self._tasks.spawn(self._watch(after), name="text-generation")
+    def _drop_what_is_gone(self, generation: Generation) -> tuple[str, ...]:
+        """Return which tokenizers the next generation does without."""
+        for key in self._kept.excess(self._served()):
+            self._vocabularies.pop(key, None)
+        return tuple(key for key in generation.keys if key not in self._kept)
 
     def _begin(self, root: AsyncChannel) -> Generation:
         ours, theirs = socket.socketpair()
@@ -264,14 +250,6 @@ class ZygoteLink:
         generation.control.close()
         self._generation = None
         self._ready.clear()
-
-
-async def _answer(channel: AsyncChannel, model_id: str) -> Message:
-    try:
-        async with asyncio.timeout(_LOAD_SECONDS):
-            return await channel.receive()
-    except TimeoutError as error:
-        raise InternalError(f"the tokenizer.json of {model_id} was not loaded within {_LOAD_SECONDS:g} s") from error
 
 
 def _environment() -> dict[str, str]:

@@ -30,6 +30,7 @@ SETTINGS = (
     "request_timeout_seconds",
     "queue_seconds",
     "max_waiting",
+    "max_waiting_per_account",
     "max_unread_tokens",
     "stalled_client_seconds",
 )

@@ -58,6 +58,7 @@ _OTHER_UNITS = {
     "max_unfinished_heads": "connections",
     "min_body_bytes_per_second": "bytes/s",
     "max_waiting": "requests",
+    "max_waiting_per_account": "requests",
     "max_num_waiting": "requests",
     "text_processes": "processes",
     "text_memory_mb": "MiB",

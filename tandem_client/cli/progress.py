@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import httpx
 from rich.console import Console
@@ -138,14 +139,15 @@ async def follow_until_ready(
     specs: Callable[[], Sequence[ProcessSpec]],
     show: Callable[[dict[str, Stage]], None],
 ) -> list[FleetMember]:
-    """Show the stages until /readyz succeeds; return the fleet then."""
+    """Show the stages until /readyz succeeds for the model of every worker; return the fleet then."""
     while True:
         answer = await ask(client, "/v1/workers")
         members = parse_fleet(answer.json()) if answer and answer.is_success else None
         current = stages(specs(), members)
         show(current)
         if members and all(stage.ready for stage in current.values()):
-            ready = await ask(client, "/readyz")
-            if ready and ready.is_success:
+            models = {member.model for member in _match(specs(), members).values() if member.model}
+            answers = [await ask(client, f"/readyz?model={quote(model, safe='')}") for model in sorted(models)]
+            if all(ready and ready.is_success for ready in answers):
                 return members
         await asyncio.sleep(POLL_SECONDS)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, p
 
 _PAGES = sorted((ROOT / "docs/operate/runbooks").glob("*.md"))
 _GATEWAY, _PROMETHEUS = "http://127.0.0.1:8642", "http://127.0.0.1:9090"
-_FINDS_SOMETHING = {"tandem doctor": 1, f"curl -s {_GATEWAY}/readyz": 22}
+_FINDS_SOMETHING = {"tandem doctor": 1, f"curl -s '{_GATEWAY}/readyz?model=@tandem/demo'": 22}
 """Exit codes, beside 0, of commands that look for problems: 22 is an answer of 400 or above."""
 
 

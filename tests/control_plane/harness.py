@@ -77,7 +77,7 @@ class Harness:
 
     def card(self, name: str) -> pb.ModelCard:
         fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class="cpu/float32/lean")
-        return pb.ModelCard(model_id=MODEL, fingerprint=fingerprint, block_size=16, context_length=512)
+        return pb.ModelCard(model_id=name, fingerprint=fingerprint, block_size=16, context_length=512)
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
         self.workers.append(await worker.start())

@@ -131,6 +131,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.behave = behave
         self.submits: list[pb.Submit] = []
         self.takes_choices = True
+        self.model_id = MODEL
         self.num_prompts_read = 0
         """How many prompts came, of one or several requests each."""
         self.cancels: list[pb.Cancel] = []
@@ -186,7 +187,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     def info(self, **changes: Any) -> pb.WorkerInfo:
         fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class=self.numerics_class)
         card = pb.ModelCard(
-            model_id=MODEL, fingerprint=fingerprint, block_size=16, context_length=512, exactness="layout"
+            model_id=self.model_id,
+            fingerprint=fingerprint,
+            block_size=16,
+            context_length=512,
+            exactness="layout",
         )
         fields = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
         return pb.WorkerInfo(

@@ -19,7 +19,7 @@ from tandem.v1 import types_pb2 as pb
 from tests.control_plane.scripted_worker import ScriptedWorker
 
 LOOPS = (
-    *("sweep", "prober", "auditor", "gateway-heartbeats", "token-uses"),
+    *("sweep", "catalog", "prober", "auditor", "gateway-heartbeats", "token-uses"),
     *("live", "live-events", "events", "explanations"),
 )
 

@@ -35,3 +35,12 @@ def test_addresses_networks_and_everybody_can_be_believed() -> None:
 def test_a_time_to_drain_that_never_ends_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="drain_seconds is"):
         ControlPlaneSettings(drain_seconds=seconds)
+
+
+@pytest.mark.parametrize("name", ["max_waiting", "max_waiting_per_account", "tokenizer_cache_bytes"])
+def test_a_bound_below_nothing_is_refused(name: str) -> None:
+    values: dict[str, Any] = {name: -1}
+    with pytest.raises(ValueError, match=f"{name} is -1, must be 0 or more"):
+        ControlPlaneSettings(**values)
+    values[name] = 0
+    ControlPlaneSettings(**values)

@@ -193,7 +193,8 @@ class Fleet:
         """Wait until the control plane's own probe has gone the whole way."""
 
         async def is_ready() -> bool:
-            return (await self.gateway.prober.check())[0]
+            is_ready, details = await self.gateway.prober.check()
+            return is_ready and all(state in ("proven", "full") for state in details["states"].values())
 
         await until(is_ready, 30, lambda: self.tails(self.services))
 

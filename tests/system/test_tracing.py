@@ -56,7 +56,9 @@ async def test_one_trace_holds_every_phase_of_a_request(tmp_path: Path) -> None:
                 except httpx.TransportError:
                     return False
                 ready = [worker["role"] for worker in workers if worker["state"] == "ready"]
-                return sorted(ready) == ["decode", "kv", "prefill"] and (await http.get("/readyz")).status_code == 200
+                if sorted(ready) != ["decode", "kv", "prefill"]:
+                    return False
+                return (await http.get("/readyz", params={"model": MODEL})).status_code == 200
 
             await until(all_four_are_ready, 90, (tmp_path / "log").read_text)
             await stream(http, {"prompt": "What is a KV cache? " * 10, "max_tokens": 8, "seed": 1})

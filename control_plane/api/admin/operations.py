@@ -31,12 +31,14 @@ async def healthz(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Answer 200 only if a recent request has passed prefill, hand-over and decode, else 503.
+    """Answer 200 once the gateway has seen its fleet and while any worker answers requests, else 503.
 
+    With `?model=ID`: 200 only while requests for that model are answered: a recent one has passed prefill, hand-over
+    and decode, or the last probe found its workers full.
     Models, ages and reasons are for the operator: only a token that opens GET /v1/workers shows them. Load generators
     and SageMaker ask /health and /ping before they begin: other servers answer there once they have loaded a model.
     """
-    is_ready, details = await services_of(request).readiness.check()
+    is_ready, details = await services_of(request).readiness.check(request.query_params.get("model", ""))
     shown = details if getattr(request.state, "may_see_workers", False) else {}
     return JSONResponse({**shown, "ready": is_ready}, status_code=200 if is_ready else 503)
 
@@ -57,8 +59,8 @@ class ReadyWithDatabase:
     others: Readiness
     database: Database
 
-    async def check(self) -> tuple[bool, dict[str, Any]]:
-        is_ready, details = await self.others.check()
+    async def check(self, model: str = "") -> tuple[bool, dict[str, Any]]:
+        is_ready, details = await self.others.check(model)
         if not self.database.problem:
             return is_ready, details
         return False, {**details, "ready": False, "reason": "the database cannot be used"}

@@ -38,8 +38,8 @@ _BOUNDARIES = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5,
 
 
 class Readiness(Protocol):
-    async def check(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether a recent request has passed prefill, hand-over and decode, and details for the operator."""
+    async def check(self, model: str = "") -> tuple[bool, dict[str, Any]]:
+        """Return whether the gateway takes requests, or one model does, and details for the operator."""
 
 
 class FleetView(Protocol):

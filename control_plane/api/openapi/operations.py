@@ -157,6 +157,7 @@ _ACCOUNT = Parameter(
     "The account of the request.",
 )
 _MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "The model's name or alias, with %2F or /.")
+_READY_MODEL = Parameter("model", "query", {"type": "string", "minLength": 1}, "Ask for this model alone.")
 _AFFINITY = Parameter(
     "x-session-affinity",
     "header",
@@ -458,13 +459,18 @@ def _operating() -> Iterator[Operation]:
     )  # fmt: skip
     yield Operation("get", "/healthz", OPERATING, "health", "The process is alive")
     yield Operation(
-        "get", "/readyz", OPERATING, "readiness", "200 if a recent request has passed all phases, else 503",
-        errors=("500",),
+        "get", "/readyz", OPERATING, "readiness",
+        "200 once the gateway has seen its fleet and while any worker answers; of one model: while it is answered",
+        parameters=(_READY_MODEL,), errors=("500",),
     )  # fmt: skip
     yield Operation(
-        "get", "/health", OPERATING, "healthAsElsewhere", "As `/readyz`: where vLLM answers", errors=("500",)
-    )
-    yield Operation("get", "/ping", OPERATING, "ping", "As `/readyz`: where SageMaker asks", errors=("500",))
+        "get", "/health", OPERATING, "healthAsElsewhere", "As `/readyz`: where vLLM answers",
+        parameters=(_READY_MODEL,), errors=("500",),
+    )  # fmt: skip
+    yield Operation(
+        "get", "/ping", OPERATING, "ping", "As `/readyz`: where SageMaker asks",
+        parameters=(_READY_MODEL,), errors=("500",),
+    )  # fmt: skip
     yield Operation("get", "/version", OPERATING, "version", "The version of the gateway's package")
 
 

@@ -58,7 +58,7 @@ def traits_of(source: str, special_tokens: Mapping[str, str]) -> TemplateTraits:
     return _traits(source, tuple(sorted(special_tokens.items())))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _traits(source: str, special_tokens: tuple[tuple[str, str], ...]) -> TemplateTraits:
     template = ChatTemplate(source, dict(special_tokens))
     offered = "probe" in _rendered(template, [_USER], tools=[_TOOL])

@@ -68,10 +68,10 @@ def authenticator(store: WatchedStore, clock: Clock) -> Authenticator:
 async def test_it_is_open_until_the_first_account_and_closed_for_good_then(
     authenticator: Authenticator, store: WatchedStore, clock: Clock
 ) -> None:
-    assert await authenticator.is_open()
+    assert await authenticator.is_open() and not authenticator.has_accounts()
     await store.create("me")
     clock.now += STALE_SECONDS
-    assert not await authenticator.is_open()
+    assert not await authenticator.is_open() and authenticator.has_accounts()
     num_reads = store.num_reads
     clock.now += 1e6
     assert not await authenticator.is_open() and store.num_reads == num_reads

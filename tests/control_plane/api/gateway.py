@@ -38,8 +38,11 @@ class Fleet:
 class Ready:
     def __init__(self) -> None:
         self.answer: tuple[bool, dict[str, Any]] = (True, {"last_success_seconds_ago": 1.0})
+        self.models: list[str] = []
+        """Which models were asked for; "" for the gateway."""
 
-    async def check(self) -> tuple[bool, dict[str, Any]]:
+    async def check(self, model: str = "") -> tuple[bool, dict[str, Any]]:
+        self.models.append(model)
         return self.answer
 
 

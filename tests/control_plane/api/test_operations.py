@@ -47,6 +47,13 @@ async def test_readiness_is_where_load_generators_look(path: str) -> None:
     assert (unready.status_code, unready.json()) == (503, {"ready": False})
 
 
+async def test_a_probe_may_ask_for_one_model() -> None:
+    async with serve() as gateway:
+        for path in ("/readyz", "/readyz?model=@tandem/demo", "/health?model=a%2Fb"):
+            assert (await gateway.client.get(path)).json() == {"ready": True}
+    assert gateway.readiness.models == ["", "@tandem/demo", "a/b"]
+
+
 async def test_the_version_is_that_of_the_package() -> None:
     async with serve() as gateway:
         assert (await gateway.client.get("/version")).json() == {"version": importlib.metadata.version("tandem-serve")}

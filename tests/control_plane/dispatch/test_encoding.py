@@ -16,7 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 from control_plane.dispatch.encoding import MAX_PART_INPUTS, MAX_PART_TOKENS, EncodingDispatch
 from control_plane.fleet.encoder_clients import EncoderClients
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, TokenIds
+from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, ModelDescription, TokenIds
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
@@ -62,10 +62,10 @@ class Fleet(EncoderClients):
         for name in names:
             self.register(name)
 
-    def register(self, name: str, life: str = "1", *, num_tokens: int = 0) -> None:
+    def register(self, name: str, life: str = "1", *, num_tokens: int = 0, model: ModelDescription = MODEL) -> None:
         self.behaviours.setdefault(name, answer)
         card = pb.ModelCard(
-            model_id=MODEL.model_id,
+            model_id=model.model_id,
             fingerprint=pb.Fingerprint(digest=bytes.fromhex(MODEL.fingerprint)),
             task="text-embedding",
             encoder=pb.EncoderCard(num_values=2),
@@ -208,12 +208,25 @@ async def test_a_request_that_waits_too_long_or_must_not_wait_is_refused_with_th
 async def test_the_queue_has_a_bound() -> None:
     fleet = Fleet("a", max_waiting=2)
     fleet.behaviours["a"] = fail(Overloaded("full"))
-    waiting = [asyncio.create_task(fleet.encode(inputs(4))) for _ in range(3)]
+    waiting = [asyncio.create_task(fleet.encode(inputs(4), account=account)) for account in "abc"]
     done, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    with pytest.raises(Overloaded, match="2 requests wait already, the limit is 2"):
+    with pytest.raises(Overloaded, match="2 requests wait for @tandem/demo already, the limit is 2"):
         await next(iter(done))
     fleet.behaviours["a"] = answer
     assert [await each for each in left] == [expected(inputs(4))] * 2
+
+
+async def test_a_model_whose_workers_are_full_delays_no_other() -> None:
+    fleet = Fleet("a", max_waiting=2)
+    fleet.behaviours["a"] = fail(Overloaded("full"))
+    waiting = [asyncio.create_task(fleet.encode(inputs(4), account=account)) for account in "ab"]
+    await until(lambda: len(fleet.dispatch.queue) == 2)
+    other = replace(MODEL, model_id="other")
+    fleet.register("b", model=other)
+    assert await fleet.encode(inputs(4), model=other) == expected(inputs(4))
+    assert dict(fleet.dispatch.queue.num_by_model()) == {MODEL.model_id: 2}
+    fleet.behaviours["a"] = answer
+    assert [await each for each in waiting] == [expected(inputs(4))] * 2
 
 
 async def test_a_worker_that_comes_back_answers_what_waited_for_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,15 +11,18 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from control_plane.fleet import model_files
 from control_plane.fleet.model_catalog import ModelCatalog
 from control_plane.fleet.registry import RESTART_SECONDS, WorkerRegistry
 from control_plane.fleet.status import FleetStatus
+from control_plane.generation import ModelDescription
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
-from tandem_runtime.errors import ModelNotFound, Unavailable, Unsupported
+from tandem_runtime.errors import InternalError, ModelNotFound, Unavailable, Unsupported
 from tandem_runtime.model_table import ModelTable
 from tandem_runtime.server import GrpcServer
+from tests.tandem_worker.kv_harness import until
 
 TOKENIZER = b'{"model": {}}'
 
@@ -30,6 +34,8 @@ class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
         self.content = content
         self.others: dict[bytes, bytes] = {}
         self.num_fetches = 0
+        self.answers: asyncio.Event | None = None
+        """Set: no file is sent before this event."""
 
     async def Attach(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.Event]:
         raise Unsupported("nothing but assets here")
@@ -46,6 +52,8 @@ class AssetServer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         self.num_fetches += 1
+        if self.answers is not None:
+            await self.answers.wait()
         content = self.others.get(request.digest, self.content)
         for start in range(0, len(content), 4):
             yield pb.Chunk(offset=start, data=content[start : start + 4])
@@ -76,9 +84,10 @@ def register(
     state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY,
     assets: tuple[str, ...] = ("tokenizer.json",),
     config: bytes | None = None,
+    tokenizer: bytes = TOKENIZER,
     **card: Any,
 ) -> None:
-    digest = digest_of(TOKENIZER)
+    digest = digest_of(tokenizer)
     fields = {"model_id": "m", "fingerprint": pb.Fingerprint(digest=b"f" * 16), "context_length": 512, **card}
     listed = [pb.Asset(name=asset, digest=digest) for asset in assets]
     if config is not None:
@@ -133,7 +142,7 @@ async def test_a_worker_whose_file_is_malformed_harms_its_own_model_only(config:
         with pytest.raises(Unavailable, match=r"tokenizer_config\.json of bad is not"):
             await catalog.get("bad")
     assert [model.model_id for model in catalog.list()] == ["good"]
-    assert [(line["event"], line["model"]) for line in lines] == [("model_description_failed", "bad")], "once per cause"
+    assert [(line["event"], line["model"]) for line in lines] == [("model_unusable", "bad")], "once per cause"
     shown = {
         row["model"]: row["load"]["error"] for row in FleetStatus(registry, problem_of=catalog.problem_of).workers()
     }
@@ -160,7 +169,7 @@ async def test_an_exception_that_nobody_expected_harms_one_model_only(monkeypatc
             for _ in range(3):
                 await catalog.prefetch()
     assert [model.model_id for model in catalog.list()] == ["good"]
-    assert [line["event"] for line in lines] == ["model_description_failed"]
+    assert [line["event"] for line in lines] == ["model_unusable"]
     assert "KeyError" in catalog.problem_of("bad")
 
 
@@ -214,13 +223,219 @@ async def test_a_model_without_tokenizer_is_refused_with_the_remedy() -> None:
         await catalog.get("m")
 
 
-async def test_models_that_came_and_went_are_not_kept_for_ever() -> None:
-    registry, catalog = new()
+async def test_of_models_that_came_and_went_a_bounded_number_of_bytes_is_kept() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, max_gone_bytes=10 * 4200)  # a description counts as 4 KiB and its file
     async with serving() as (_, address):
         for life in range(40):
             register(registry, "w", address, fingerprint=pb.Fingerprint(digest=bytes([life]) * 16))
             await catalog.get("m")
-    assert catalog.num_kept == 32
+    assert catalog.num_kept == 11, "the one that is served, and ten that are gone"
+
+
+async def test_fifty_served_models_in_turn_are_fetched_once() -> None:
+    """Finding 8: with 33 models, every tokenizer was fetched again twice a second."""
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, max_gone_bytes=0)
+    async with serving() as (assets, address):
+        for number in range(50):
+            content = f'{{"model": {number}}}'.encode()
+            assets.others[digest_of(content)] = content
+            register(registry, f"w-{number}", address, model_id=f"m-{number}", tokenizer=content)
+        for _ in range(3):
+            await catalog.prefetch()
+            for number in range(50):
+                model = await catalog.get(f"m-{number}")
+                assert model.tokenizer_json == f'{{"model": {number}}}'.encode()
+        assert (assets.num_fetches, len(catalog.list()), len(catalog.served_text_keys())) == (50, 50, 50)
+        registry.deregister("w-0", "w-0")
+        content = b"one more"
+        assets.others[digest_of(content)] = content
+        register(registry, "w-50", address, model_id="m-50", tokenizer=content)
+        await catalog.prefetch()
+        assert (assets.num_fetches, catalog.num_kept) == (51, 50), "what is gone is dropped: nothing of it may be kept"
+
+
+async def test_a_model_that_comes_back_in_time_is_not_fetched_again() -> None:
+    registry, catalog = new()
+    async with serving() as (assets, address):
+        register(registry, "w", address)
+        await catalog.prefetch()
+        registry.deregister("w", "w")
+        register(registry, "other", address, model_id="other")
+        await catalog.prefetch()
+        register(registry, "w", address)
+        await catalog.prefetch()
+        assert assets.num_fetches == 1, "the other model has the same file"
+
+
+async def test_a_model_whose_worker_does_not_answer_delays_no_other() -> None:
+    """All descriptions were made one after the other, 20 s each for such a worker."""
+    registry, catalog = new()
+    async with serving() as (silent, silent_address), serving() as (assets, address):
+        silent.answers = asyncio.Event()
+        register(registry, "silent", silent_address, model_id="silent")
+        preparing = asyncio.create_task(catalog.prefetch())
+        await until(lambda: silent.num_fetches == 1)
+        other = b"another file"
+        assets.others[digest_of(other)] = other
+        register(registry, "good", address, model_id="good", tokenizer=other)
+        await catalog.prefetch()
+        assert [model.model_id for model in catalog.list()] == ["good"]
+        silent.answers.set()
+        await preparing
+    assert [model.model_id for model in catalog.list()] == ["good", "silent"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+async def test_a_file_that_is_too_large_is_fetched_less_and_less_often(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "MAX_ASSET_BYTES", 8)
+    monkeypatch.setattr(model_files, "MAX_CONFIG_BYTES", 8)
+    now, huge = 100.0, b"{" * 100
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, clock=lambda: now)
+    async with serving() as (assets, address):
+        assets.others[digest_of(huge)] = huge
+        if name == "tokenizer.json":
+            register(registry, "w", address, tokenizer=huge)
+        else:
+            register(registry, "w", address, config=huge)
+        fetched_at = []
+        for _ in range(200):
+            before = assets.num_fetches
+            await catalog.prefetch()
+            if assets.num_fetches > before:
+                fetched_at.append(now - 100.0)
+            now += 1.0
+    assert fetched_at == [0.0, 10.0, 30.0, 70.0, 150.0]
+    assert f"sends more than 8 bytes as {name}" in catalog.problem_of("m")
+
+
+async def test_a_worker_with_the_file_is_asked_at_once_though_another_did_not_give_it() -> None:
+    now = 100.0
+    registry = WorkerRegistry(3.0, 5.0)
+    catalog = ModelCatalog(registry, clock=lambda: now)
+    async with serving(b"something else") as (bad, bad_address), serving() as (_, address):
+        register(registry, "bad", bad_address)
+        for _ in range(3):
+            await catalog.prefetch()
+            with pytest.raises(Unavailable, match="does not match"):
+                await catalog.get("m")
+        assert bad.num_fetches == 1, "a failure holds for half a second, then twice as long"
+        register(registry, "good", address)
+        assert (await catalog.get("m")).tokenizer_json == TOKENIZER
+
+
+async def test_a_worker_that_sends_too_much_takes_its_variant_from_no_worker_that_has_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It registers the digest of others' file before they come, and a second worker registers another file."""
+    monkeypatch.setattr(model_files, "MAX_ASSET_BYTES", 20)
+    registry, other = WorkerRegistry(3.0, 5.0), b"another file"
+    catalog = ModelCatalog(registry)
+    async with serving(b"{" * 100) as (_, bad_address), serving() as (assets, address):
+        assets.others[digest_of(other)] = other
+        register(registry, "bad-0", bad_address)
+        await catalog.prefetch()
+        register(registry, "bad-1", address, tokenizer=other)
+        await catalog.prefetch()
+        assert (await catalog.get("m")).tokenizer_json == other
+        for name in ("good-0", "good-1"):
+            register(registry, name, address)
+        await catalog.prefetch()
+        assert (await catalog.get("m")).tokenizer_json == TOKENIZER
+        apart = {worker.worker_id for worker in registry.workers() if worker.apart_for}
+        assert apart == {"bad-1"}
+
+
+class Loader:
+    """Refuses some tokenizers."""
+
+    def __init__(self, *refused: bytes) -> None:
+        self.refused: tuple[bytes, ...] = refused
+        self.loaded: list[str] = []
+        self.is_away = False
+
+    def is_loaded(self, model: ModelDescription) -> bool:
+        return model.text_key in self.loaded
+
+    async def load(self, model: ModelDescription) -> None:
+        if self.is_away:
+            raise Unavailable("the gateway's text processes have ended")
+        if model.tokenizer_json in self.refused:
+            raise InternalError(f"the tokenizer.json of {model.model_id} cannot be read")
+        self.loaded.append(model.text_key)
+
+
+async def test_a_worker_with_a_broken_tokenizer_gives_way_to_a_good_one_and_takes_nothing_from_it() -> None:
+    registry, broken = WorkerRegistry(3.0, 5.0), b"broken"
+    catalog = ModelCatalog(registry, loader=Loader(broken))
+    async with serving() as (assets, address):
+        assets.others[digest_of(broken)] = broken
+        register(registry, "bad", address, tokenizer=broken)
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(3):
+                await catalog.prefetch()
+            assert (catalog.problem_of("m"), catalog.list()) == ("the tokenizer.json of m cannot be read", [])
+            register(registry, "good", address)
+            apart = {worker.worker_id: worker.apart_for for worker in registry.workers()}
+            assert apart == {"bad": "assets", "good": ""}
+            await catalog.prefetch()
+        assert (catalog.problem_of("m"), (await catalog.get("m")).tokenizer_json) == ("", TOKENIZER)
+        assert [line["event"] for line in lines if line["event"] == "model_unusable"] == ["model_unusable"]
+        for number in range(5):  # more of the bad ones change nothing
+            register(registry, f"bad-{number}", address, tokenizer=broken)
+        assert (await catalog.get("m")).tokenizer_json == TOKENIZER
+        registry.deregister("good", "good")
+        await catalog.prefetch()
+        assert catalog.problem_of("m") == "the tokenizer.json of m cannot be read"
+
+
+async def test_a_model_that_was_usable_once_is_not_handed_to_another_variant_by_a_failed_load() -> None:
+    registry, loader, other = WorkerRegistry(3.0, 5.0), Loader(), b"another file"
+    catalog = ModelCatalog(registry, loader=loader)
+    async with serving() as (assets, address):
+        assets.others[digest_of(other)] = other
+        register(registry, "good", address)
+        await catalog.prefetch()
+        register(registry, "rogue", address, tokenizer=other)
+        loader.loaded.clear()  # the text processes have begun anew, and there is no memory for this load
+        loader.refused = (TOKENIZER,)
+        await catalog.prefetch()
+        assert "cannot be read" in catalog.problem_of("m")
+        assert {worker.worker_id: worker.apart_for for worker in registry.workers()} == {"good": "", "rogue": "assets"}
+        loader.refused = ()
+        await catalog.prefetch()
+        assert catalog.problem_of("m") == ""
+
+
+async def test_text_processes_that_begin_anew_are_no_models_fault() -> None:
+    registry, loader = WorkerRegistry(3.0, 5.0), Loader()
+    catalog = ModelCatalog(registry, loader=loader)
+    async with serving() as (_, address):
+        register(registry, "w", address)
+        loader.is_away = True
+        with structlog.testing.capture_logs() as lines:
+            await catalog.prefetch()
+        assert (lines, catalog.problem_of("m"), len(catalog.list())) == ([], "", 1)
+        loader.is_away = False
+        await catalog.prefetch()
+        assert len(loader.loaded) == 1
+
+
+async def test_every_served_model_is_loaded_before_a_request_needs_it_and_again_once_the_loader_has_lost_it() -> None:
+    registry, loader = WorkerRegistry(3.0, 5.0), Loader()
+    catalog = ModelCatalog(registry, loader=loader)
+    async with serving() as (assets, address):
+        for number in range(3):
+            register(registry, f"w-{number}", address, model_id=f"m-{number}", chat_template=str(number))
+        await catalog.prefetch()
+        assert len(set(loader.loaded)) == 3 and catalog.served_text_keys() == set(loader.loaded)
+        loader.loaded.clear()
+        await catalog.prefetch()
+        assert (len(loader.loaded), assets.num_fetches) == (3, 1)
 
 
 async def test_a_model_answers_to_the_names_of_the_table_in_its_wire_format() -> None:

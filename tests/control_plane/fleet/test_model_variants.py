@@ -173,3 +173,36 @@ def test_an_alias_does_not_take_another_models_name() -> None:
     fleet.add("one")
     fleet.add("rogue", NEW, model_id="n", aliases=["m"], context_length=1)
     assert fleet.catalog.card("m").model_id == "m"
+
+
+def test_a_variant_whose_files_cannot_be_used_gives_way_to_any_other() -> None:
+    fleet = Fleet()
+    for name in ("bad-0", "bad-1"):
+        fleet.add(name)
+    fleet.add("good", **CHANGES["assets"])
+    assert fleet.used == ["bad-0", "bad-1"]
+    bad, good = (_variant(fleet, name) for name in ("bad-0", "good"))
+    fleet.registry.set_unusable("m", bad, True)
+    assert fleet.used == ["good"]
+    fleet.seen.clear()
+    fleet.registry.set_unusable("m", bad, True)
+    assert fleet.seen == [], "that is no news"
+    fleet.registry.set_unusable("m", good, True)
+    assert fleet.used == ["bad-0", "bad-1"], "where none can be used, the order is as ever"
+    fleet.registry.set_unusable("m", good, False)
+    assert fleet.used == ["good"]
+    for name in ("bad-0", "bad-1"):
+        fleet.registry.deregister(name, name)
+        fleet.add(name)
+    assert fleet.used == ["good"], "its last worker was never gone"
+    for name in ("bad-0", "bad-1"):
+        fleet.registry.deregister(name, name)
+    for name in ("bad-0", "bad-1"):
+        fleet.add(name)
+    assert fleet.used == ["bad-0", "bad-1"], "forgotten with its last worker"
+
+
+def _variant(fleet: Fleet, name: str) -> tuple[bytes, ...]:
+    worker = fleet.registry.get(name)
+    assert worker is not None, "registered"
+    return worker.variant

@@ -1,0 +1,1 @@
+"""Measures what a full model does to the first tokens of another one."""

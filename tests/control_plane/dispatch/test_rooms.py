@@ -1,0 +1,97 @@
+"""A model that is full or lost delays no other model, and one account fills no room alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem_runtime.errors import Overloaded
+from tests.control_plane.harness import FULL, Harness, answer, harness, new_request, tokens_of
+from tests.control_plane.scripted_worker import DECODE, MODEL, ScriptedWorker, only_accept, refuse_with, serve
+from tests.tandem_worker.kv_harness import until
+
+
+def of_other_model(name: str = "b") -> ScriptedWorker:
+    worker = ScriptedWorker(name)
+    worker.model_id = "other"
+    return worker
+
+
+def wait_for(here: Harness, model_id: str, accounts: str) -> list[asyncio.Task[object]]:
+    """Begin a request of each account."""
+    return [
+        asyncio.create_task(
+            here.dispatcher.submit(new_request(request_id=f"{model_id}-{i}", model_id=model_id, account=account))
+        )
+        for i, account in enumerate(accounts)
+    ]
+
+
+async def end(waiting: list[asyncio.Task[object]]) -> None:
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_an_idle_models_request_is_submitted_at_once_while_a_full_models_wait() -> None:
+    """Finding 4: B's worker got no Submit until A's requests had given up."""
+    full, idle = ScriptedWorker("a", behave=refuse_with(FULL)), of_other_model()
+    async with harness(full, idle, queue_seconds=60) as here:
+        waiting = wait_for(here, MODEL, "xyz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 3)
+        stream = await here.dispatcher.submit(new_request(request_id="b", model_id="other"))
+        assert await tokens_of(stream) == [answer()]
+        assert len(idle.submits) == 1
+        assert here.dispatcher.queue.num_by_model() == {MODEL: 3}
+        full.behave = serve
+        for each in waiting:
+            assert await tokens_of(await each) == [answer()]  # type: ignore[arg-type]
+
+
+async def test_a_room_that_is_full_refuses_its_own_model_only() -> None:
+    full, idle = ScriptedWorker("a", behave=refuse_with(FULL)), of_other_model()
+    async with harness(full, idle, queue_seconds=60) as here:
+        waiting = wait_for(here, MODEL, "stuvwxyz")  # 8 may wait
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 8)
+        with pytest.raises(Overloaded, match=f"8 requests wait for {MODEL} already"):
+            await here.dispatcher.submit(new_request(request_id="late", account="late"))
+        assert await tokens_of(await here.dispatcher.submit(new_request(model_id="other"))) == [answer()]
+        await end(waiting)
+
+
+async def test_one_account_leaves_half_of_a_room_to_others() -> None:
+    full = ScriptedWorker("a", behave=refuse_with(FULL))
+    async with harness(full, queue_seconds=60) as here:
+        waiting = wait_for(here, MODEL, "xxxx")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 4)
+        with pytest.raises(Overloaded, match="4 requests of your account wait"):
+            await here.dispatcher.submit(new_request(request_id="fifth", account="x"))
+        waiting += wait_for(here, MODEL, "yyyy")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 8)
+        await end(waiting)
+
+
+async def test_a_lost_model_delays_no_other() -> None:
+    """Its requests wait 15 s for its only worker to be back."""
+    lost, idle = ScriptedWorker("a"), of_other_model()
+    async with harness(lost, idle, queue_seconds=60) as here:
+        worker = next(worker for worker in here.registry.workers(DECODE) if worker.worker_id == "a")
+        here.registry.deregister(worker.worker_id, worker.incarnation)
+        waiting = wait_for(here, MODEL, "xyz")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 3)
+        assert await tokens_of(await here.dispatcher.submit(new_request(model_id="other"))) == [answer()]
+        assert here.dispatcher.queue.num_by_model() == {MODEL: 3}
+        await end(waiting)
+
+
+async def test_the_end_of_a_request_releases_its_own_models_room() -> None:
+    full, other = ScriptedWorker("a", behave=only_accept), of_other_model()
+    async with harness(full, other, queue_seconds=60) as here:
+        running = await here.dispatcher.submit(new_request(request_id="running"))
+        full.behave = refuse_with(FULL)
+        waiting = wait_for(here, MODEL, "x")
+        await until(lambda: here.dispatcher.queue.num_waiting(MODEL) == 1)
+        full.behave = serve
+        await running.aclose()
+        assert await tokens_of(await waiting[0]) == [answer()]  # type: ignore[arg-type]

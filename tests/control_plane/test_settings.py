@@ -35,3 +35,10 @@ def test_addresses_networks_and_everybody_can_be_believed() -> None:
 def test_a_time_to_drain_that_never_ends_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="drain_seconds is"):
         ControlPlaneSettings(drain_seconds=seconds)
+
+
+def test_a_gateway_drains_as_long_as_the_longest_request_may_take() -> None:
+    assert ControlPlaneSettings().longest_drain_seconds == 600.0
+    assert ControlPlaneSettings(request_timeout_seconds=3600.0).longest_drain_seconds == 3600.0
+    assert ControlPlaneSettings(drain_seconds=30.0).longest_drain_seconds == 30.0
+    assert ControlPlaneSettings(drain_seconds=0.0).longest_drain_seconds == 0.0

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos alerts determinism schemathesis tools fuzz hostile audit ledger check docs services peers format protos clean
+.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos gateways alerts determinism schemathesis tools fuzz hostile audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -47,6 +47,9 @@ simulate: $(VENV)/.dev ## run KV handles under faults for 100,000 steps (ARGS="-
 
 chaos: $(VENV)/.dev ## kill, stop and restart a fleet's processes for 15 minutes (ARGS="--minutes 4 --seed 7")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.chaos $(ARGS)
+
+gateways: $(VENV)/.dev ## drain or kill one of two gateways every 20 s for 5 minutes, and check streams and ledger (ARGS="--postgres --minutes 2")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.system.gateways_in_turn $(ARGS)
 
 alerts: $(VENV)/.dev ## inject each alert's fault several times, with the seconds until the alert fires and ends
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.alerts $(ARGS)

@@ -18,6 +18,7 @@ from control_plane.api.admin.workers import WorkerEndpoints
 from control_plane.api.console import routes as console
 from control_plane.api.encoders import routes as encoders
 from control_plane.api.http.authentication import AuthenticationMiddleware
+from control_plane.api.http.drain_guard import DrainGuard
 from control_plane.api.http.errors import on_client_left, on_http_exception, on_tandem_error
 from control_plane.api.http.request_context import FleetView, HttpSettings, Readiness, RequestContext, Services
 from control_plane.api.http.request_guard import RequestGuard
@@ -27,6 +28,7 @@ from control_plane.api.openapi import document as openapi
 from control_plane.api.requests import RequestEndpoints
 from control_plane.api.workers_ai import binding, remote_proxy
 from control_plane.api.workers_ai import routes as workers_ai
+from control_plane.drain import Drain
 from control_plane.events.store import EventStore
 from control_plane.explain.store import ExplanationStore
 from control_plane.fleet.draining import WorkerDrain
@@ -47,6 +49,7 @@ def create_app(
     explanations: ExplanationStore | None = None,
     events: EventStore | None = None,
     workers: WorkerDrain | None = None,
+    drain: Drain | None = None,
 ) -> Starlette:
     """Return the ASGI application with all routes. Call after `tracing.configure` and `metrics.configure`.
 
@@ -77,6 +80,7 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestContext),
+            *([Middleware(DrainGuard, drain)] if drain is not None else []),
             Middleware(RequestGuard, settings.allowed_hosts if settings else None),
             *(
                 [Middleware(AuthenticationMiddleware, accounts.authenticator, settings.operator_token)]

@@ -27,6 +27,7 @@ from control_plane.dispatch.block_hashes import cache_salt
 from control_plane.dispatch.dispatcher import Dispatcher
 from control_plane.dispatch.encoding import EncodingDispatch
 from control_plane.dispatch.route_feedback import ReadinessProofs
+from control_plane.drain import Drain, time_is_over
 from control_plane.events.kinds import KINDS
 from control_plane.events.log import EventLog
 from control_plane.events.request_watch import RequestWatch
@@ -64,7 +65,6 @@ from control_plane.text_processes.pool import TextLimits, TextProcesses
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.certificates.membership import FleetMember
-from tandem_runtime.errors import Draining
 from tandem_runtime.log import get_logger
 from tandem_runtime.metrics_endpoint import MetricsEndpoint
 from tandem_runtime.server import GrpcServer, is_loopback, split_address
@@ -75,6 +75,8 @@ log = get_logger(__name__)
 _SWEEP_SECONDS = 0.25
 _STOP_SECONDS = 5
 """For answers to write their error once the time to drain is over."""
+_UNANSWERED_SECONDS = 1.0
+"""After that, what has no answer yet gets one: its body was still coming, or it waited for another process."""
 
 
 class Gateway:
@@ -125,6 +127,7 @@ class Gateway:
         self.http_address = ""
         self.grpc_address = ""
         self.started = asyncio.Event()
+        self.draining = Drain()
         self.prober = Prober(
             self.registry,
             self.catalog,
@@ -244,6 +247,7 @@ class Gateway:
         self.http_address, self.grpc_address = _address(http_socket), await grpc_server.start()
         grpc_server.set_serving(True)
         log.info("listening", http=self.http_address, grpc=self.grpc_address)
+        self._say_if_drain_is_short()
         self.started.set()
         allowed_hosts = (*LOCAL_HOSTS, host, *self._settings.allowed_hosts)
         is_checked = is_local or bool(self._settings.allowed_hosts)
@@ -253,9 +257,10 @@ class Gateway:
         background = [asyncio.create_task(supervised(name, loop), name=name) for name, loop in loops.items()]
         draining = asyncio.create_task(drain.wait())
         ended, _ = await asyncio.wait([draining, serving], return_when=asyncio.FIRST_COMPLETED)
+        self.draining.begin()
         http.should_exit = True
         self.live.close()
-        await self._drained(serving)
+        await self._drained(serving, accounts)
         for task in [draining, *background]:
             task.cancel()
         await asyncio.gather(draining, *background, return_exceptions=True)
@@ -270,19 +275,25 @@ class Gateway:
             task.result()  # raises the error of an HTTP server that ended too early
         return 0
 
-    async def _drained(self, serving: asyncio.Task[None]) -> None:
-        """Wait for the running requests; those left after `drain_seconds` end with an error."""
-        log.info("draining", num_requests=self._num_requests, seconds=self._settings.drain_seconds)
-        done, _ = await asyncio.wait([serving], timeout=self._settings.drain_seconds)
+    async def _drained(self, serving: asyncio.Task[None], accounts: Accounts) -> None:
+        """Wait for the running requests; those left after the time to drain end with an error."""
+        seconds = self._settings.longest_drain_seconds
+        log.info("draining", num_requests=self._num_requests, seconds=seconds)
+        done, _ = await asyncio.wait([serving], timeout=seconds)
         if not done:
-            log.warning("drain_timed_out", num_requests=self._num_requests, seconds=self._settings.drain_seconds)
-            why = Draining(
-                "the gateway stops, and the request did not end within --drain-seconds; send it again",
-                retry_after_seconds=1.0,
-            )
-            self.dispatcher.stop(why)
-            self._encoders.stop(why)
+            log.warning("drain_timed_out", num_requests=self._num_requests, seconds=seconds)
+            accounts.metering.gateway_ends()
+            self.dispatcher.stop(time_is_over)
+            self._encoders.stop(time_is_over)
+            done, _ = await asyncio.wait([serving], timeout=_UNANSWERED_SECONDS)
+        if not done:
+            self.draining.end()
         await serving
+
+    def _say_if_drain_is_short(self) -> None:
+        drain, longest = self._settings.longest_drain_seconds, self._settings.request_timeout_seconds
+        if drain < longest:
+            log.warning("drain_shorter_than_requests", drain_seconds=drain, request_timeout_seconds=longest)
 
     def _orphan_bytes_of(self, incarnation: str) -> int:
         return sum(orphan["num_bytes"] for orphan in self.auditor.orphans_of(incarnation))
@@ -370,12 +381,13 @@ class Gateway:
             self._explanations,
             self._event_store,
             WorkerDrain(self.registry, self.member),
+            self.draining,
         )
         return server_config(
             app,
             connections,
             forwarded_allow_ips=settings.forwarded_allow_ips,
-            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _STOP_SECONDS,
+            timeout_graceful_shutdown=math.ceil(settings.longest_drain_seconds) + _STOP_SECONDS,
         )
 
     async def _sweep(self) -> None:

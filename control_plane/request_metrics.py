@@ -102,7 +102,7 @@ class RequestMetrics:
         error = {"error.type": summary.error} if summary.error else {}
         self._durations.record(summary.duration_ms / 1000, labels | error)
         self._record_tokens(explanation, labels)
-        if summary.state == "failed" and summary.ttft_ms is None:
+        if summary.state in ("failed", "aborted") and summary.ttft_ms is None:
             self._refusals.add(1, summary.error or "unknown")
         self._count_usage(model, explanation.usage)
         for move in explanation.moves:

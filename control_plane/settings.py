@@ -142,9 +142,10 @@ class ControlPlaneSettings(HandleSettings):
         60.0,
         "seconds after which a connection that takes no data is closed and its request cancelled",
     )
-    drain_seconds: float = setting(
-        120.0,
-        "most seconds for running requests to finish after SIGTERM; then they end with an error that says so",
+    drain_seconds: float | None = setting(
+        None,
+        "most seconds for running requests to finish after SIGTERM; then they end with an error that says so; if "
+        "unset, --request-timeout-seconds: the longest that a request may take",
     )
     suspect_seconds: float = setting(3.0, "seconds without a heartbeat after which a worker gets no new requests")
     gone_seconds: float = setting(5.0, "seconds without a heartbeat after which a worker is forgotten")
@@ -245,6 +246,11 @@ class ControlPlaneSettings(HandleSettings):
     otlp_endpoint: str = setting("", "OTLP gRPC endpoint for traces and metrics; off if empty", shared=True)
 
     @property
+    def longest_drain_seconds(self) -> float:
+        """Most seconds for running requests to finish after SIGTERM. Supervisors wait longer than that."""
+        return self.request_timeout_seconds if self.drain_seconds is None else self.drain_seconds
+
+    @property
     def enrolment_address(self) -> str:
         """The address to listen on for enrolment. Raise InvalidRequest if --grpc-listen is no address."""
         if self.enrolment_listen:
@@ -270,9 +276,10 @@ class ControlPlaneSettings(HandleSettings):
         for name in ("max_waiting", "max_waiting_per_account", "tokenizer_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be 0 or more; leave it out for the default")
-        if not 0 <= self.drain_seconds < float("inf"):
+        if not 0 <= self.longest_drain_seconds < float("inf"):
             raise ValueError(
-                f"drain_seconds is {self.drain_seconds:g}, must be 0 or more; leave it out for two minutes"
+                f"drain_seconds is {self.longest_drain_seconds:g}, must be 0 or more; leave it out for the longest "
+                "that a request may take"
             )
         if not self.events_days < float("inf"):
             raise ValueError(f"events_days is {self.events_days:g}, must be a number of days; leave it out for a week")

@@ -12,6 +12,7 @@ from tandem_client.ai import AI
 from tandem_client.async_ai import AsyncAI
 from tandem_client.errors import (
     AuthenticationError,
+    DeadlineExceededError,
     NotFoundError,
     RateLimitError,
     StreamTruncated,
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncAI",
     "AsyncTokenStream",
     "AuthenticationError",
+    "DeadlineExceededError",
     "NotFoundError",
     "RateLimitError",
     "StreamTruncated",

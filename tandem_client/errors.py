@@ -4,6 +4,7 @@ TandemAPIError                  the server answered with an error; `code` and `m
 ├── RateLimitError              the server is busy, or a quota is used up; `retry_after` is the time to wait
 ├── NotFoundError               the model is not served
 ├── AuthenticationError         the token is missing, wrong, or lacks the permission
+├── DeadlineExceededError       the server ended the call at its deadline; it is not repeated
 ├── StreamTruncated             a stream ended without `[DONE]`
 └── TandemConnectionError       no answer: nothing listens at the address, or the connection broke
     └── TandemTimeoutError      no answer within the timeout
@@ -47,6 +48,12 @@ class AuthenticationError(TandemAPIError):
     """The token is missing, wrong, or lacks the permission."""
 
 
+class DeadlineExceededError(TandemAPIError):
+    """The call took longer than its deadline; sent again it would take as long. Ask for fewer tokens, or more time."""
+
+    may_repeat = False
+
+
 class StreamTruncated(TandemAPIError):
     """A stream ended without `[DONE]`; the text so far is incomplete."""
 
@@ -83,9 +90,11 @@ _BY_STATUS: dict[int, type[TandemAPIError]] = {
     401: AuthenticationError,
     403: AuthenticationError,
     404: NotFoundError,
+    408: DeadlineExceededError,
     429: RateLimitError,
+    504: DeadlineExceededError,
 }
 
 # These codes of Cloudflare have a meaning of their own, whatever the status: an unknown model may have status 400, and
 # an error inside a stream has no status.
-_STATUS_OF_CODE: dict[int | str, int] = {3021: 429, 3036: 429, 3040: 429, 3042: 404, 5007: 404, 10000: 401}
+_STATUS_OF_CODE: dict[int | str, int] = {3007: 408, 3021: 429, 3036: 429, 3040: 429, 3042: 404, 5007: 404, 10000: 401}

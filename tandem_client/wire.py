@@ -50,7 +50,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> TandemAPIE
         text = body.decode("utf-8", errors="replace").strip()[:500]
         message = f"HTTP {status} with no error in a form Tandem sends: {text or 'an empty body'}"
     error = api_error(status, code, message, retry_after_seconds(headers.get("retry-after")))
-    error.may_repeat = headers.get("x-should-retry") != "false"
+    error.may_repeat = error.may_repeat and headers.get("x-should-retry") != "false"
     return error
 
 

@@ -24,7 +24,8 @@ from tandem_runtime.tracebacks import message_of
 
 log = get_logger(__name__)
 
-Status = Literal["finished", "failed", "cancelled"]
+Status = Literal["finished", "failed", "cancelled", "aborted"]
+"""finished: complete. failed: it broke. cancelled: the client left. aborted: we stopped it, as a gateway that ends."""
 GATEWAY_LOST = "GatewayLost"
 """The error of rows whose gateway was lost. If that gateway is alive after all, its own close replaces this."""
 REFUSED = "RefusedFigures"

@@ -93,6 +93,7 @@ class Metering:
         self._ledger = ledger
         self._prices = prices
         self._unfinished = TaskSet()
+        self.is_ending = False
 
     def price_of(self, model_id: str) -> Price:
         return self._prices.of(model_id)
@@ -121,6 +122,10 @@ class Metering:
         written = self._ledger.open(opening)
         price = self.price_of(request.model_id)
         return _MeteredEntry(self, caller, opening, written, price, admission, on_closed)
+
+    def gateway_ends(self) -> None:
+        """From now on the gateway cuts what is left: a request that is cancelled was not left by its client."""
+        self.is_ending = True
 
     def closed(self, admission: Admission | None, closing: Closing) -> None:
         if admission is not None:
@@ -177,6 +182,8 @@ class _MeteredEntry:
         if self._is_closed:
             return
         self._is_closed = True
+        if status == "cancelled" and self._metering.is_ending:
+            status, error = "aborted", "GatewayDraining"
         used = NOTHING_USED if usage is None else self.priced(usage)
         if status == "finished":
             self._add_price_header(used)
@@ -184,6 +191,9 @@ class _MeteredEntry:
 
     def close_unfinished(self, status: Status, num_computed: Callable[[], Awaitable[int]], error: str = "") -> None:
         if self._is_closed:
+            return
+        if status == "cancelled" and self._metering.is_ending:
+            self.close(status, None)
             return
         self._is_closed = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from control_plane.dispatch.admission import Quarantine, RetryBudget
@@ -61,7 +62,8 @@ class Dispatcher:
         self._proofs = proofs
         self._wakeups = WakeupScheduler()
         self._states: set[RequestState] = set()
-        self._stopped: TandemError | None = None
+        self._stopped: Callable[[], TandemError] | None = None
+        self._queue_error: TandemError | None = None
         self._tasks = TaskSet()
         self.router = router
         self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
@@ -82,15 +84,16 @@ class Dispatcher:
 
         While every worker of its model is full the request waits in the model's room, unless `reject_if_busy` is set.
         """
-        if self._stopped is not None:  # its text was prepared meanwhile
-            raise self._stopped
+        self._check_stopped()  # its text was prepared meanwhile
         self.quarantine.check(request)
         self.budget.earn()
         card = self._cards.card(request.model_id)
+        hashes = await self._hasher.hashes(request, card)
+        self._check_stopped()
         state = RequestState(
             request,
             card,
-            await self._hasher.hashes(request, card),
+            hashes,
             self,
             traceparent=current_traceparent(),
             wakeups=self._wakeups,
@@ -99,8 +102,10 @@ class Dispatcher:
         self._states.add(state)
         try:
             await self._starter.start(state)
-        except BaseException:
+        except BaseException as error:
             state.close()
+            if error is self._queue_error:  # all that waited have this one
+                self._check_stopped()
             raise
         return RequestStream(state)
 
@@ -114,12 +119,20 @@ class Dispatcher:
         """Requests that wait or run."""
         return len(self._states)
 
-    def stop(self, error: TandemError) -> None:
-        """End all requests with an error, after the tokens that their readers have not yet taken; refuse later ones."""
+    def stop(self, error: Callable[[], TandemError]) -> None:
+        """End all requests with an error, after the tokens that their readers have not yet taken; refuse later ones.
+
+        Each request has an error of its own: what is noted on one, such as work that was billed, is not another's.
+        """
         self._stopped = error
-        self.queue.close(error)
+        self._queue_error = error()
+        self.queue.close(self._queue_error)
         for state in tuple(self._states):
-            state.fail(error)
+            state.fail(error())
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped()
 
     async def close(self) -> None:
         await self._tasks.join()

@@ -12,7 +12,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,8 @@ class EncodingDispatch:
         self.queue = AdmissionQueue(max_waiting, queue_seconds, max_waiting_per_account)
         self.num_requests = 0
         """Requests that wait or run."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._stopped: Callable[[], TandemError] | None = None
         self._tokens: Counter[str] = Counter()
         """Tokens that this gateway has sent to each incarnation, and that are not answered yet."""
 
@@ -107,15 +109,22 @@ class EncodingDispatch:
         waiting = iter(enumerate(parts))
 
         async def run() -> None:
-            for index, part in waiting:
-                answers[index] = await self._answer(part)
-                computed.append(part.num_tokens)
+            try:
+                for index, part in waiting:
+                    answers[index] = await self._answer(part)
+                    computed.append(part.num_tokens)
+            except asyncio.CancelledError:
+                self._check_stopped()
+                raise
 
+        self._check_stopped()
         self.num_requests += 1
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(_MAX_PARTS_AT_ONCE, len(parts))):
-                    group.create_task(run())
+                    task = group.create_task(run())
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
         finally:
@@ -127,9 +136,16 @@ class EncodingDispatch:
             )
         return b"".join(complete)
 
-    def stop(self, error: TandemError) -> None:
-        """Refuse the parts that wait for a worker; those that a worker computes are answered within its call."""
-        self.queue.close(error)
+    def stop(self, error: Callable[[], TandemError]) -> None:
+        """End all requests with an error, each with its own; workers drop what they compute. Refuse later ones."""
+        self._stopped = error
+        self.queue.close(error())
+        for task in tuple(self._running):
+            task.cancel()
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped()
 
     async def _answer(self, part: _Part) -> bytes:
         """Return the values of a part, from whichever worker answers. Raise TandemError."""

@@ -46,7 +46,7 @@ class RequestWatch:
     def ended(self, explanation: Explanation) -> None:
         """Take in a request that has ended."""
         summary = explanation.summary
-        if summary.state == "failed":
+        if summary.state in ("failed", "aborted"):
             kind = "requests_refused" if summary.error in _REFUSALS else "request_failed"
             self._count(kind, summary.error, summary.model)
         for move in explanation.moves:

@@ -94,7 +94,7 @@ def summary_of(journal: Journal) -> Summary:
         completion_tokens=usage.num_completion_tokens if usage else 0 if is_counted else history.num_delivered,
         prefill=prefill,
         decode=decode,
-        error=closing.error if closing is not None else journal.error if journal.state == "failed" else "",
+        error=closing.error if closing is not None else journal.error if journal.state in ("failed", "aborted") else "",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-State = Literal["queued", "running", "finished", "failed", "cancelled"]
+State = Literal["queued", "running", "finished", "failed", "cancelled", "aborted"]
 SegmentName = Literal[
     "body",
     "text_wait",

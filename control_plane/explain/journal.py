@@ -167,6 +167,8 @@ class Journal:
         if self.closing is not None:
             return self.closing.status
         if self.ended_at is not None:
+            if self.error == "GatewayDraining":
+                return "aborted"
             return "cancelled" if self.error in ("", "Cancelled", "CancelledError", "GeneratorExit") else "failed"
         return "queued" if self.history.accepted_at is None else "running"
 

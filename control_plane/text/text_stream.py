@@ -12,6 +12,7 @@ import anyio
 from control_plane.accounts.identity import Caller
 from control_plane.accounts.ledger import Status
 from control_plane.accounts.metering import LedgerEntry
+from control_plane.drain import GatewayDraining
 from control_plane.explain.history import History
 from control_plane.generation import ModelDescription, TokenDelta, TokenRequest, TokenStream, Usage
 from control_plane.text.choice import ChoiceText, TextDelta
@@ -152,7 +153,7 @@ class TextStream:
             await self._tokens.aclose()
 
     def _close_entry(self, error: BaseException | None) -> None:
-        """Close the ledger entry of an incomplete answer: failed if there is an error, else cancelled."""
+        """Close the ledger entry of an incomplete answer: failed or aborted if there is an error, else cancelled."""
         status, _, reasons, name = outcome(error)
         self._journal.stopped()
         if error is not None and self._has_tokens:
@@ -191,6 +192,8 @@ class TextStream:
 
 def outcome(error: BaseException | None) -> tuple[Status, None, str, str]:
     """Return status, usage, finish reasons and error of an incomplete request, as `LedgerEntry.close` takes them."""
+    if isinstance(error, GatewayDraining):
+        return "aborted", None, "", type(error).__name__
     if isinstance(error, Exception) and not isinstance(error, Cancelled):
         return "failed", None, "", type(error).__name__
     return "cancelled", None, "", ""

@@ -205,7 +205,8 @@ def _drain(workload: Workload, documents: Sequence[Document]) -> Iterator[str]:
             settings = _settings(container, container.variables(documents))
         except ValueError:
             return  # it has been told
-        seconds = container.pre_stop_seconds + settings.drain_seconds
+        longest = getattr(settings, "longest_drain_seconds", settings.drain_seconds)
+        seconds = container.pre_stop_seconds + longest
         if container.is_sidecar:
             after += seconds
         else:

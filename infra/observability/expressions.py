@@ -15,11 +15,11 @@ def boundary(seconds: float) -> str:
 def faults() -> list[str]:
     """Return the names of the errors that count against the error budget: the caller is not their cause.
 
-    A full queue (429, Overloaded) is ours. So is a deadline that passed. A wrong request and a caller who left are not.
+    A full queue (429, Overloaded) is ours. So is a deadline that passed (504). A wrong request and a caller who left
+    are not.
     """
-    ours = {408, 429}
     kinds = [kind for kind in _tree(TandemError) if kind is not TandemError]
-    return sorted(kind.__name__ for kind in kinds if (status := STATUSES[kind.code][1]) in ours or status >= 500)
+    return sorted(kind.__name__ for kind in kinds if (status := STATUSES[kind.code][1]) == 429 or status >= 500)
 
 
 def _tree(root: type[TandemError]) -> list[type[TandemError]]:

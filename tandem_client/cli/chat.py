@@ -13,7 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem_client import AI, AuthenticationError, NotFoundError, TandemAPIError, TandemConnectionError
+from tandem_client import (
+    AI,
+    AuthenticationError,
+    DeadlineExceededError,
+    NotFoundError,
+    TandemAPIError,
+    TandemConnectionError,
+)
 from tandem_client.cli.chat_view import (
     History,
     Lines,
@@ -283,7 +290,9 @@ def _remedy(error: TandemAPIError, has_history: bool) -> str:
         return "/model shows the models there are"
     if error.retry_after:
         return f"/retry asks again; the server asks to wait {error.retry_after:.0f} s"
-    passes = isinstance(error, TandemConnectionError) or error.status is None or error.status in (408, 429)
+    if isinstance(error, DeadlineExceededError):
+        return "ask for less"
+    passes = isinstance(error, TandemConnectionError) or error.status is None or error.status == 429
     return "/retry asks again" if passes or (error.status or 0) >= 500 else ""
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from tandem_client.cli.terminal import harmless
 
 _BAR_WIDTH = 24
-_STATES = {"finished": "green", "failed": "red", "cancelled": "yellow"}
+_STATES = {"finished": "green", "failed": "red", "cancelled": "yellow", "aborted": "red"}
 _COLOURS = {
     "gateway": "cyan",
     "text": "blue",

@@ -21,10 +21,12 @@ from tandem_machine.memory import usable_memory
 from tandem_machine.nodes import Node, nodes_of
 
 DRAIN_SECONDS = 30.0
-"""What `tandem up` gives all processes to end."""
+"""What `tandem up` gives workers and KV services to end, once no gateway has a request."""
 _LAST_PORT = 65_535
-_GATEWAY_DRAIN_SECONDS = DRAIN_SECONDS - 6
-"""So that a stream which does not end in time gets an error, before its gateway is killed."""
+GATEWAY_STOP_SECONDS = 30.0
+"""What a gateway gets beyond its time to drain: it writes errors, the ledger and its last events."""
+_REQUEST_SECONDS = 600.0
+"""The gateway's default for the longest that a request may take."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _control_plane(options: UpOptions) -> ProcessSpec:
     if options.fallback_model is not None:
         flags += ["--fallback-model", options.fallback_model]
     # Only this user can read the environment; a flag is visible to all in the list of processes.
-    environment = [("TANDEM_CONTROL_DRAIN_SECONDS", f"{_GATEWAY_DRAIN_SECONDS:g}")]
+    environment: list[tuple[str, str]] = []
     if options.operator_token:
         environment.append(("TANDEM_CONTROL_OPERATOR_TOKEN", options.operator_token))
     return ProcessSpec("control-plane", "control", _command("control_plane", flags, options), tuple(environment))
@@ -260,6 +262,17 @@ def configured_settings(config: Path | None) -> Configured:
     """
     tables = _tables(config)
     return {role: _in_table(tables, role) | _in_environment(role) for role in ROLES}
+
+
+def gateway_drain_seconds(configured: Configured) -> float:
+    """Return how long the gateway lets its requests finish: as long as one may take, if nothing else is set."""
+    control = configured.get("control", {})
+    for name in ("drain_seconds", "request_timeout_seconds"):
+        try:
+            return max(0.0, float(str(control[name])))
+        except (KeyError, ValueError):  # a value that is no number is refused by the gateway
+            continue
+    return _REQUEST_SECONDS
 
 
 def cores_in(value: object) -> tuple[int, ...]:

@@ -4,8 +4,8 @@
                               \\-> gave up   after MAX_QUICK_DEATHS quick deaths in a row
                               \\-> refused   exit code 78 or 2: a wrong model or setting stays wrong, a worker revoked
 
-`Supervisor.run` returns 0 after `stop`, and 1 when a process refuses or the last process of a role gives up. Workers
-end first and the control plane last: SIGTERM, then SIGKILL.
+`Supervisor.run` returns 0 after `stop`, and 1 when a process refuses or the last process of a role gives up. The
+gateway ends first, when its streams have ended, then the workers, then the KV service: SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES, bound_log
 from tandem_client.cli.parent_death import die_with_parent
-from tandem_client.cli.plan import DRAIN_SECONDS, ProcessSpec
+from tandem_client.cli.plan import DRAIN_SECONDS, GATEWAY_STOP_SECONDS, ProcessSpec, gateway_drain_seconds
 
 REFUSALS = frozenset({2, 78})
 """Exit codes that a restart cannot change: wrong flags (2), a refused model, a revoked worker (78, EX_CONFIG)."""
@@ -151,12 +151,15 @@ class Supervisor:
             self._on_stop.pop()()
 
     async def _stop_all(self) -> None:
-        """Stop workers, then the KV service, then the control plane, so that running requests can finish."""
-        deadline = time.monotonic() + self._policy.drain_seconds
-        for stage in (("prefill", "decode", "encode"), ("kv",), ("control",)):
+        """Stop the gateway, then workers, then the KV service, so that running requests can finish."""
+        policy = self._policy
+        for stage, seconds in (
+            (("control",), policy.gateway_drain_seconds),
+            (("prefill", "decode", "encode"), policy.drain_seconds),
+            (("kv",), policy.drain_seconds),
+        ):
             stage_children = [child for child in self.children if child.spec.role in stage]
-            left = max(1.0, deadline - time.monotonic())
-            drained = await asyncio.gather(*(child.stop(left) for child in stage_children))
+            drained = await asyncio.gather(*(child.stop(seconds) for child in stage_children))
             for child, clean in zip(stage_children, drained, strict=True):
                 if not clean:
                     self._announce(child.spec.name, "did not drain in time and was killed")
@@ -182,6 +185,8 @@ class RestartPolicy:
     quick_death_seconds: float = 10.0
     max_quick_deaths: int = 5
     drain_seconds: float = DRAIN_SECONDS
+    gateway_drain_seconds: float = gateway_drain_seconds({}) + GATEWAY_STOP_SECONDS
+    """For the requests that run, and for what the gateway writes after them."""
     log_check_seconds: float = 5.0
 
     def delay_seconds(self, num_quick_deaths: int) -> float:

@@ -15,7 +15,14 @@ from rich.text import Text
 from tandem_client.cli.explanation import milliseconds
 from tandem_client.cli.fleet import FleetMember
 
-_STATES = {"finished": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "queued": "yellow"}
+_STATES = {
+    "finished": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "aborted": "red",
+    "running": "cyan",
+    "queued": "yellow",
+}
 _WORKER_STATES = {"ready": "green", "loading": "cyan", "draining": "yellow", "failed": "red"}
 _BAR_WIDTH = 12
 _OTHER_LINES = 15

@@ -20,16 +20,18 @@ from rich.text import Text
 from tandem_client.cli.bounded_log import older_log
 from tandem_client.cli.fleet import FleetMember
 from tandem_client.cli.plan import (
+    GATEWAY_STOP_SECONDS,
     Configured,
     ProcessSpec,
     UpOptions,
     configured_settings,
     cores_beside_decode,
+    gateway_drain_seconds,
     plan,
     this_machine,
 )
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
-from tandem_client.cli.supervisor import Supervisor
+from tandem_client.cli.supervisor import RestartPolicy, Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
 from tandem_client.wire import request_headers
 from tandem_machine.folders import home_folder
@@ -57,7 +59,8 @@ def up(options: UpOptions, console: Console) -> int:
     if cores and hasattr(os, "sched_setaffinity"):  # not on macOS
         os.sched_setaffinity(0, cores)  # children inherit this; engines set their own cores
     try:
-        return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console))
+        drain = gateway_drain_seconds(configured)
+        return asyncio.run(_up(options, specs, prepare_logs(specs, options.port), console, drain))
     except (OSError, RuntimeError) as error:
         if (text := with_remedy(str(error))) == str(error):
             raise
@@ -131,13 +134,16 @@ def chat_line(url: str) -> str:
     return shlex.join([called, "chat", *([] if url == DEFAULT_BASE_URL else ["--url", url])])
 
 
-async def _up(options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path, console: Console) -> int:
+async def _up(
+    options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path, console: Console, drain_seconds: float
+) -> int:
     def announce(name: str, what: str) -> None:
         console.print(Text.assemble((name, "bold"), "  ", what), soft_wrap=True)
 
-    supervisor = Supervisor(specs, log_folder, announce, max_log_bytes=options.max_log_bytes)
+    policy = RestartPolicy(gateway_drain_seconds=drain_seconds + GATEWAY_STOP_SECONDS)
+    supervisor = Supervisor(specs, log_folder, announce, policy, max_log_bytes=options.max_log_bytes)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, _on_signal, supervisor, console)
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, supervisor, console, drain_seconds)
     helpers = [asyncio.create_task(_show_start(options, supervisor, log_folder, console))]
     if options.verbose:
         helpers.append(asyncio.create_task(follow_logs([child.log_path for child in supervisor.children], console)))
@@ -157,12 +163,13 @@ async def _up(options: UpOptions, specs: Sequence[ProcessSpec], log_folder: Path
     return code
 
 
-def _on_signal(supervisor: Supervisor, console: Console) -> None:
+def _on_signal(supervisor: Supervisor, console: Console, drain_seconds: float) -> None:
     if supervisor.is_stopping:
         console.print("Stopping at once.", highlight=False)
     else:
         console.print(
-            "\nDraining: running requests may finish, within 30 s. Ctrl-C again stops at once.", highlight=False
+            f"\nDraining: running requests may finish, within {drain_seconds:g} s. Ctrl-C again stops at once.",
+            highlight=False,
         )
     supervisor.stop()
 

@@ -44,3 +44,10 @@ def test_a_bound_below_nothing_is_refused(name: str) -> None:
         ControlPlaneSettings(**values)
     values[name] = 0
     ControlPlaneSettings(**values)
+
+
+def test_a_gateway_drains_as_long_as_the_longest_request_may_take() -> None:
+    assert ControlPlaneSettings().longest_drain_seconds == 600.0
+    assert ControlPlaneSettings(request_timeout_seconds=3600.0).longest_drain_seconds == 3600.0
+    assert ControlPlaneSettings(drain_seconds=30.0).longest_drain_seconds == 30.0
+    assert ControlPlaneSettings(drain_seconds=0.0).longest_drain_seconds == 0.0

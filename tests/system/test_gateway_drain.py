@@ -9,7 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
+from control_plane.storage.database import Database, database_url
+from control_plane.storage.tables import ledger
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet
 from tests.system.streams import MODEL, client
@@ -29,7 +32,10 @@ class Reader:
             "stream": True,
             "seed": seed,
             "temperature": 1.0,
+            "logprobs": 0,
         }
+        self.request_id = ""
+        self.num_tokens = 0
         self.has_begun = asyncio.Event()
         self.events: list[dict[str, Any]] = []
         self.is_done = False
@@ -43,11 +49,14 @@ class Reader:
     async def _read(self, http: httpx.AsyncClient) -> None:
         async with http.stream("POST", "/v1/completions", json=self._body) as response:
             assert response.status_code == 200, await response.aread()
+            self.request_id = response.headers["x-request-id"]
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     self.is_done = True
                 elif line.startswith("data: "):
                     self.events.append(json.loads(line.removeprefix("data: ")))
+                    choices = self.events[-1].get("choices", ())
+                    self.num_tokens += sum(len(choice["logprobs"]["tokens"]) for choice in choices)
                     self.has_begun.set()
 
 
@@ -85,3 +94,19 @@ async def test_what_does_not_end_in_time_ends_with_an_error(tmp_path: Path) -> N
     for reader in cut:
         *_, last = reader.events
         assert last["error"]["code"] == "draining" and "--drain-seconds" in last["error"]["message"], last
+        assert "send the request again" in last["error"]["message"]
+    rows = await _rows(tmp_path / "state")
+    assert set(rows) == {reader.request_id for reader in readers}
+    for reader in readers:
+        row = rows[reader.request_id]
+        outcome = ("finished", "") if reader.is_done else ("aborted", "GatewayDraining")
+        assert (row.status, row.error, row.num_completion_tokens) == (*outcome, reader.num_tokens)
+
+
+async def _rows(state_dir: Path) -> dict[str, Any]:
+    database = Database(database_url("", state_dir))
+    try:
+        async with database.each() as connection:
+            return {row.request_id: row for row in await connection.execute(sa.select(ledger))}
+    finally:
+        await database.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from tandem_client import (
     AI,
     AuthenticationError,
+    DeadlineExceededError,
     NotFoundError,
     RateLimitError,
     StreamTruncated,
@@ -18,7 +20,7 @@ from tandem_client import (
     TokenStream,
 )
 from tandem_client.connection import Connection, retry_delay_seconds
-from tandem_client.wire import error_of
+from tandem_client.wire import error_of, stream_event
 from tests.tandem_client.stub_gateway import SEAM, USAGE, StubGateway
 
 STREAM = {"prompt": "count", "stream": True}
@@ -213,6 +215,16 @@ def test_a_call_that_was_never_sent_is_tried_again() -> None:
 @pytest.mark.parametrize(("headers", "is_repeated"), [({}, True), ({"x-should-retry": "false"}, False)])
 def test_a_call_whose_work_was_billed_is_not_repeated(headers: dict[str, str], is_repeated: bool) -> None:
     assert (retry_delay_seconds(error_of(503, headers, b"{}"), 1) is not None) == is_repeated
+
+
+@pytest.mark.parametrize("status", [408, 504])
+def test_a_call_that_took_longer_than_its_deadline_is_not_repeated(status: int) -> None:
+    envelope = b'{"success": false, "errors": [{"code": 3007, "message": "AiError: too long"}]}'
+    error = error_of(status, {}, envelope if status == 408 else b'{"error": {"message": "too long"}}')
+    assert isinstance(error, DeadlineExceededError) and not error.may_repeat
+    assert retry_delay_seconds(error, 1) is None
+    with pytest.raises(DeadlineExceededError):
+        stream_event(json.dumps({"errors": [{"code": 3007, "message": "AiError: too long"}]}))
 
 
 def test_nobody_listening_is_a_connection_error() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.settings import ControlPlaneSettings
 from tandem_client.cli.placement import divide_cores
 from tandem_client.cli.plan import (
     Configured,
@@ -17,11 +18,11 @@ from tandem_client.cli.plan import (
     UpOptions,
     configured_settings,
     cores_beside_decode,
+    gateway_drain_seconds,
     kv_bytes_per_worker,
     plan,
     this_machine,
 )
-from tandem_client.cli.supervisor import RestartPolicy
 from tests.tandem_machine.cgroup_tree import put_into_cgroup
 
 GIB = 1 << 30
@@ -49,9 +50,21 @@ def test_the_default_is_four_processes_that_find_the_control_plane() -> None:
     assert (flag(decode, "--cpus"), dict(decode.environment)) == ("1", {"OMP_NUM_THREADS": "1"})
 
 
-def test_the_gateway_ends_its_streams_with_an_error_before_it_is_killed() -> None:
-    control, *_ = plan(TWO_CORES, UpOptions())
-    assert 0 < float(dict(control.environment)["TANDEM_CONTROL_DRAIN_SECONDS"]) < RestartPolicy().drain_seconds - 5
+@pytest.mark.parametrize(
+    ("control", "seconds"),
+    [
+        ({}, 600.0),
+        ({"drain_seconds": 45}, 45.0),
+        ({"request_timeout_seconds": "1200"}, 1200.0),
+        ({"request_timeout_seconds": 1200.0, "drain_seconds": "0"}, 0.0),
+        ({"drain_seconds": "soon"}, 600.0),
+    ],
+)
+def test_the_gateway_may_drain_as_long_as_its_longest_request_takes(control: dict[str, object], seconds: float) -> None:
+    assert gateway_drain_seconds({"control": control}) == seconds
+    planned, *_ = plan(TWO_CORES, UpOptions(), {"control": control})
+    assert "TANDEM_CONTROL_DRAIN_SECONDS" not in dict(planned.environment), "it is the gateway's own setting"
+    assert gateway_drain_seconds({}) == ControlPlaneSettings().longest_drain_seconds
 
 
 def test_without_certificates_every_process_says_so() -> None:

@@ -137,19 +137,19 @@ raise SystemExit(78)
     assert await harness.end() == 0
 
 
-async def test_workers_drain_first_and_the_control_plane_last(tmp_path: Path) -> None:
+async def test_the_gateway_drains_first_then_workers_and_the_kv_service_last(tmp_path: Path) -> None:
     order = tmp_path / "order"
     script = SERVE.replace('print(f"{name} drained", flush=True)', f'open({str(order)!r}, "a").write(name + "\\n")')
     names = {"control-plane": "control", "kv-service": "kv", "decode-0": "decode"}
     harness = Harness(tmp_path, *(spec(name, role, script) for name, role in names.items()))
     await harness.until(lambda: all(harness.log(name) == ["up"] for name in names))
     assert await harness.end() == 0
-    assert order.read_text().split() == ["decode-0", "kv-service", "control-plane"]
+    assert order.read_text().split() == ["control-plane", "decode-0", "kv-service"]
     assert harness.announced == []
 
 
 async def test_one_that_does_not_drain_in_time_is_killed(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=0.0))
+    harness = Harness(tmp_path, spec("decode-0", "decode", IGNORE_SIGTERM), policy=RestartPolicy(drain_seconds=0.1))
     await harness.until(lambda: harness.log("decode-0") == ["up"])
     process_id = harness.process_id()
     harness.supervisor.stop()

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from control_plane.accounts.errors import AlreadyThere, LimitReached, NoSuchThing, NotAllowed
 from control_plane.api.http.route_names import name_of
+from control_plane.drain import GatewayDraining
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
@@ -121,6 +122,7 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     HeadTooLarge: (431, 7003),
     UrlTooLong: (414, 7003),
     RequestTooSlow: (408, 3007),
+    GatewayDraining: (503, 3040),
     HostNotAllowed: (403, 10000),
     CrossSiteRequest: (403, 10000),
     TooManyUnfinishedHeads: (429, 3040),
@@ -236,7 +238,7 @@ def public_message(error: TandemError) -> str:
         return _shortened(error.message)
     if error.http_status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         return "the model's workers cannot take the request now; try again"
-    if error.http_status == HTTPStatus.REQUEST_TIMEOUT:
+    if error.http_status == HTTPStatus.GATEWAY_TIMEOUT:
         return "the request took longer than its deadline; request fewer tokens or more time"
     return "the request failed in the fleet; the server's log has the details under the request's id"
 

@@ -31,16 +31,17 @@ _REASONS = {
     "403": "The token does not permit this request.",
     "404": "The model or the path does not exist.",
     "405": "Adapters (lora) are not supported.",
-    "408": "The request took longer than its deadline.",
+    "408": "The body came too slowly. Outside /v1 also: the request took longer than its deadline.",
     "413": "The body is too large.",
     "414": "The URL is too long.",
     "431": "The head is too large.",
     "429": "All workers are busy, or the account is over a limit. Retry-After has the seconds to wait.",
     "500": "An internal error.",
-    "503": "No worker is available. Retry-After has the seconds to wait.",
+    "503": "No worker is available, or the gateway stops. Retry-After has the seconds to wait.",
+    "504": "The request took longer than its deadline. x-should-retry is false.",
 }
 _GENERATION_ERRORS: Mapping[ErrorFormat, tuple[str, ...]] = {
-    "openai": ("400", "401", "403", "404", "408", "413", "429", "500", "503"),
+    "openai": ("400", "401", "403", "404", "408", "413", "429", "500", "503", "504"),
     "cloudflare": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
     "binding": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
 }

@@ -10,7 +10,7 @@ import { NoAnswer, NoView } from "./no_view.js";
 
 const EVERY_MS = 2000;
 const RUNNING_MS = 1000;
-const STATES = ["queued", "running", "finished", "failed", "cancelled"];
+const STATES = ["queued", "running", "finished", "failed", "cancelled", "aborted"];
 const OPERATIONS = { chat: "Chat", text_completion: "Completion", embeddings: "Embeddings", rerank: "Ranking", text_classification: "Classes" };
 
 const choice = new Store({ search: "", state: "all", isHeld: false });

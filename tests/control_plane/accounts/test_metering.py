@@ -21,6 +21,7 @@ from control_plane.accounts.limits import Limits, Window
 from control_plane.accounts.metering import BilledRequest
 from control_plane.accounts.prices import PriceTable
 from control_plane.accounts.service import Accounts
+from control_plane.drain import time_is_over
 from control_plane.storage.database import database_url
 from control_plane.storage.tables import ledger, windows
 from tandem_runtime.errors import Overloaded, Unavailable
@@ -167,6 +168,38 @@ async def test_what_fails_before_its_first_token_costs_nothing(
     assert row.num_asked_tokens > 0 and window.running == {} and window.num_tokens == 0
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_what_a_gateway_cuts_at_its_end_is_aborted_with_the_tokens_its_client_got(
+    accounts: Accounts, num_tokens: int
+) -> None:
+    script = Script(HELLO, fail_after=num_tokens, failure=time_is_over(), num_unfinished_tokens=NUM_PROMPT)
+    async with world(accounts, script, Limits(None, 1000, 1)) as here:
+        assert (await here.gateway.client.post("/v1/chat/completions", json=CHAT)).status_code == 503
+        row, window = await here.row(), await here.window()
+    assert (row.status, row.error, row.num_completion_tokens) == ("aborted", "GatewayDraining", num_tokens)
+    assert (row.microneurons > 0) == (row.num_prompt_tokens > 0) == (num_tokens > 0)
+    assert window.running == {}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_a_client_that_does_not_read_while_its_gateway_ends_has_not_left(
+    accounts: Accounts, num_tokens: int
+) -> None:
+    """The server cancels such a request last of all; its row is aborted, and without a token nothing is billed."""
+    script = Script(HELLO, pause_after=num_tokens, num_unfinished_tokens=NUM_PROMPT)
+    async with world(accounts, script) as here:
+        asking = asyncio.create_task(here.gateway.client.post("/v1/chat/completions", json=CHAT))
+        await here.gateway.dispatcher.waits_for_resume.wait()
+        accounts.metering.gateway_ends()
+        asking.cancel()
+        await asyncio.wait([asking])
+        async with asyncio.timeout(10):
+            await here.gateway.dispatcher.last.closed.wait()
+        row = await here.row()
+    assert (row.status, row.error, row.num_completion_tokens) == ("aborted", "GatewayDraining", num_tokens)
+    assert (row.num_prompt_tokens > 0) == (num_tokens > 0)
+
+
 @pytest.mark.parametrize("ends_by", ["leaving", "its own deadline"])
 async def test_who_ends_a_request_before_its_first_token_pays_for_what_was_computed(
     accounts: Accounts, ends_by: str
@@ -182,7 +215,7 @@ async def test_who_ends_a_request_before_its_first_token_pays_for_what_was_compu
             await asyncio.wait([asking])
         else:
             answer = await here.gateway.client.post("/v1/completions", json=body)
-            assert answer.status_code == 408
+            assert answer.status_code == 504
         async with asyncio.timeout(10):
             await here.gateway.dispatcher.last.closed.wait()
         row, window = await here.row(), await here.window()

@@ -17,6 +17,7 @@ from control_plane.api.http.connections import ConnectionLimits, Connections
 from control_plane.api.http.request_context import HttpSettings
 from control_plane.api.http.server import listen_longer, server_config
 from control_plane.app import create_app
+from control_plane.drain import Drain
 from control_plane.explain.requests import Requests
 from control_plane.explain.store import ExplanationStore
 from control_plane.generation import EncodingDispatcher
@@ -70,6 +71,7 @@ async def serve(
     forwarded_allow_ips: Sequence[str] = (),
     requests: Requests | None = None,
     explanations: ExplanationStore | None = None,
+    drain: Drain | None = None,
     **model_changes: object,
 ) -> AsyncIterator[Gateway]:
     """Serve the small model with `dispatcher` in place of workers."""
@@ -90,7 +92,9 @@ async def serve(
         encoders=encoders,
         requests=requests,
     )
-    app = create_app(text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts, explanations=explanations)
+    app = create_app(
+        text, catalog, Fleet(), readiness, settings or HttpSettings(), accounts, explanations=explanations, drain=drain
+    )
     if listener is None:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # as the gateway's own
         listener.bind(("127.0.0.1", 0))

@@ -62,7 +62,7 @@ def code_of(endpoint: str, body: Any) -> Any:
         (Overloaded("full"), 429, "rate_limit_error", 429, 3040),
         (Draining("going"), 503, "rate_limit_error", 429, 3040),
         (Unavailable("no worker"), 503, "server_error", 503, 3040),
-        (DeadlineExceeded("late"), 408, "timeout_error", 408, 3007),
+        (DeadlineExceeded("late"), 504, "timeout_error", 408, 3007),
         (Unauthenticated("who?"), 401, "invalid_request_error", 401, 10000),
         (InternalError("oh"), 500, "server_error", 500, 3043),
         (Aborted("stopped"), 500, "server_error", 500, 3008),
@@ -204,12 +204,14 @@ async def test_a_client_that_leaves_the_queue_is_forgotten(endpoint: str, stream
 
 
 @pytest.mark.parametrize("endpoint", CALLS)
-async def test_a_whole_answer_that_takes_too_long_ends_with_408(endpoint: str) -> None:
+async def test_a_whole_answer_that_takes_too_long_ends_with_a_timeout_that_is_not_repeated(endpoint: str) -> None:
     async with serve(ScriptedDispatcher(Script(HELLO, pause_after=1)), timeout_seconds=0.2) as gateway:
         response = await post(gateway, endpoint)
         assert all(stream.closed.is_set() for stream in gateway.dispatcher.streams)
-    assert response.status_code == 408
-    assert code_of(endpoint, response.json()) == ("timeout_error" if endpoint in ("openai", "completions") else 3007)
+    is_openai = endpoint in ("openai", "completions")
+    assert response.status_code == (504 if is_openai else 408)
+    assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
+    assert code_of(endpoint, response.json()) == ("timeout_error" if is_openai else 3007)
 
 
 async def test_one_refused_prompt_of_several_takes_the_others_with_it() -> None:

@@ -96,10 +96,13 @@ async def test_a_gateway_that_stops_ends_what_runs_and_waits_and_refuses_what_co
         waiting = asyncio.create_task(here.dispatcher.submit(new_request(request_id="waiting")))
         await until(lambda: len(here.dispatcher.queue) == 1)
         assert here.dispatcher.num_requests == 2
-        here.dispatcher.stop(Draining("the gateway stops"))
+        here.dispatcher.stop(lambda: Draining("the gateway stops"))
+        errors: list[Draining] = []
         for ended in (tokens_of(running), waiting, here.dispatcher.submit(new_request(request_id="late"))):
-            with pytest.raises(Draining, match="the gateway stops"):
+            with pytest.raises(Draining, match="the gateway stops") as raised:
                 await asyncio.wait_for(ended, 10)
+            errors.append(raised.value)
+        assert len(set(map(id, errors))) == 3, "what is noted on one error is not another request's"
         assert here.dispatcher.num_requests == 0
 
 

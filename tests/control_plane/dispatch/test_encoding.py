@@ -293,3 +293,22 @@ async def test_a_passed_deadline_and_a_client_that_leaves_end_the_calls() -> Non
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert was_cancelled.is_set() and not fleet.dispatch._tokens
+
+
+async def test_a_gateway_that_stops_ends_the_parts_that_workers_compute_and_those_that_wait() -> None:
+    fleet = Fleet("a")
+
+    async def never(request: pb.EncodeRequest) -> bytes:
+        return cast(bytes, await asyncio.Future())
+
+    fleet.behaviours["a"] = never
+    running = asyncio.create_task(fleet.encode(inputs(4)))
+    await until(lambda: bool(fleet.calls))
+    fleet.behaviours["a"] = fail(Overloaded("full"))
+    waiting = asyncio.create_task(fleet.encode(inputs(4)))
+    await until(lambda: len(fleet.dispatch.queue) == 1)
+    fleet.dispatch.stop(lambda: Draining("the gateway stops"))
+    for ended in (running, waiting, fleet.encode(inputs(4))):
+        with pytest.raises(Draining, match="the gateway stops"):
+            await asyncio.wait_for(ended, 10)
+    assert fleet.dispatch.num_requests == 0 and not fleet.dispatch._tokens

@@ -205,9 +205,8 @@ class Run:
         process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGTERM)
         turn.exit_code = await asyncio.to_thread(process.wait, 120)
         await self._until(lambda: not any(call.life == life for call in self._at(index)))
-        ends = (
-            ("broken", "unanswered") if what == "kill" else ("broken",)
-        )  # a drain closes connections without a request
+        # A drain closes connections without a request: what is sent on them meanwhile is not answered, and not lost.
+        ends = ("broken", "unanswered") if what == "kill" else ("broken",)
         turn.num_broken = sum(1 for call in victims if call.end in ends)
         turn.last_end_seconds = max((call.ended_at - began for call in victims), default=0.0)
         if turn.exit_code != (0 if what == "drain" else -signal.SIGKILL):

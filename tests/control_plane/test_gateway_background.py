@@ -107,3 +107,18 @@ async def test_a_worker_with_a_malformed_file_does_not_end_the_gateway(tmp_path:
                 assert (await client.get("/v1/models")).json()["data"] == []
     finally:
         await worker.kill()
+
+
+@pytest.mark.parametrize(("seconds", "is_said"), [(None, False), (30.0, True)])
+async def test_a_gateway_that_drains_for_less_than_a_request_may_take_says_so_at_its_start(
+    tmp_path: Path, seconds: float | None, is_said: bool
+) -> None:
+    addresses = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+    settings = ControlPlaneSettings(**addresses, state_dir=str(tmp_path), drain_seconds=seconds)  # type: ignore[arg-type]
+    with structlog.testing.capture_logs() as lines:
+        async with running(Gateway(settings)):
+            pass
+    said = [line for line in lines if line["event"] == "drain_shorter_than_requests"]
+    assert [(line["drain_seconds"], line["request_timeout_seconds"]) for line in said] == [(30.0, 600.0)] * is_said
+    [draining] = [line for line in lines if line["event"] == "draining"]
+    assert draining["seconds"] == (600.0 if seconds is None else seconds)

@@ -46,7 +46,7 @@ End = Literal["complete", "broken", "refused", "unanswered"]
 """broken: after the answer had begun. refused: 503, or no connection. unanswered: no byte of an answer came."""
 What = Literal["drain", "kill"]
 KINDS: tuple[Kind, ...] = ("completions", "native", "whole")
-MIN_TOKENS, MAX_TOKENS = 16, 96
+MIN_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Options:
     """Between the beginnings of two turns; a turn that takes longer is followed at once."""
     clients_per_gateway: int = 3
     has_prefill: bool = False
+    max_tokens: int = 96
     gone_seconds: float = 3.0
     seed: int = 0
     database_url: str = ""
@@ -204,7 +205,9 @@ class Run:
         process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGTERM)
         turn.exit_code = await asyncio.to_thread(process.wait, 120)
         await self._until(lambda: not any(call.life == life for call in self._at(index)))
-        turn.num_broken = sum(1 for call in victims if call.end == "broken")
+        # A drain closes connections without a request: what is sent on them meanwhile is not answered, and not lost.
+        ends = ("broken", "unanswered") if what == "kill" else ("broken",)
+        turn.num_broken = sum(1 for call in victims if call.end in ends)
         turn.last_end_seconds = max((call.ended_at - began for call in victims), default=0.0)
         if turn.exit_code != (0 if what == "drain" else -signal.SIGKILL):
             self._problem(f"gateway-{index} was to {what} and ended with {turn.exit_code}")
@@ -261,7 +264,7 @@ class Run:
         return call
 
     async def _read(self, http: httpx.AsyncClient, call: Call) -> None:
-        num_tokens = self._random.randint(MIN_TOKENS, MAX_TOKENS)
+        num_tokens = self._random.randint(MIN_TOKENS, self._options.max_tokens)
         body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True}
         body["seed"], body["temperature"] = self._random.randrange(1 << 31), 1.0
         path = f"/client/v4/accounts/default/ai/run/{MODEL}" if call.kind == "native" else "/v1/completions"
@@ -378,6 +381,7 @@ async def _main(asked: argparse.Namespace) -> Verdict:
             period_seconds=asked.every,
             clients_per_gateway=asked.clients,
             has_prefill=True,
+            max_tokens=asked.max_tokens,
             gone_seconds=6.0,
             seed=asked.seed,
             database_url=url,
@@ -390,6 +394,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between the beginnings of two turns")
     parser.add_argument("--clients", type=int, default=6, help="of each gateway")
+    parser.add_argument("--max-tokens", type=int, default=1200, help="of the longest answer")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--postgres", action="store_true", help="a PostgreSQL of its own instead of SQLite")
     asked = parser.parse_args()

@@ -32,19 +32,29 @@ def model_identity(fingerprint: pb.Fingerprint) -> bytes:
 
 def layout_family(layout: pb.KvLayout) -> bytes:
     """Return 16 bytes, equal for layouts that can be converted: dtype, order and tokens per block may differ."""
+    return layout_digest(common_part(layout))
+
+
+def common_part(layout: pb.KvLayout) -> pb.KvLayout:
+    """Return the fields of a layout that all layouts of its family have in common."""
     family = pb.KvLayout()
     family.CopyFrom(layout)
     for group in family.groups:
         for name in ("dtype", "order", "tokens_per_block", "bytes_per_block"):
             group.ClearField(name)
-    return layout_digest(family)
+    return family
 
 
 def space_of(card: pb.ModelCard) -> bytes:
     """Return the 16 bytes that name the blocks which a worker with this card may read and write."""
     if card.exactness == "layout":
-        return _space("layout", layout_family(card.layout).hex())
+        return space_of_family(card.layout)
     return _space("class", card.fingerprint.numerics_class, layout_digest(card.layout).hex())
+
+
+def space_of_family(layout: pb.KvLayout) -> bytes:
+    """Return the space of workers whose model has exactness "layout" and a layout of this family."""
+    return _space("layout", layout_family(layout).hex())
 
 
 def fold(hashes: bytes, space: bytes) -> bytes:

@@ -37,6 +37,19 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ------------------------------------------------------------------------------------------------- commands
 
 
+class ChainEnd(_Part, frozen=True):
+    """The last hash that the gateway computed for a request, and how keys of later blocks follow from it."""
+
+    block_hash: str
+    """Hex: the hash, not the key, of the first `num_tokens` tokens; the root if there are none."""
+    num_tokens: int
+    """Whole grains. They may end behind the last block of `block_hashes`, but before the next block does."""
+    grain: int
+    """Tokens per hash; a block is a multiple of it."""
+    space: str
+    """Hex; a key is a hash XOR this."""
+
+
 class AddRequest(Message, frozen=True):
     request_id: str
     token_ids: list[int]
@@ -45,9 +58,11 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams
     mode: Mode = "aggregated"
     hash_root: str = ""
-    """Hex; empty: this request neither finds nor leaves cached blocks."""
+    """Hex, a key: it names model, account and space. Empty: this request neither finds nor leaves cached blocks."""
     block_hashes: list[str] = msgspec.field(default_factory=list)
-    """Hex, one per full block of `token_ids`."""
+    """Hex: the keys of the full blocks of `token_ids`."""
+    chain: ChainEnd | None = None
+    """None: keys are hashes, one per block, and the last one continues the chain (gateways of release 0.2)."""
     max_found_blocks: int | None = None
     """Leading blocks that may come from this pool's prefix cache or from `prefix`; None: all."""
     max_left_blocks: int | None = None

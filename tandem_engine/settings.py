@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """auto: our own code for the families it knows, on a CPU; else the code of transformers."""
     kernels: Kernels = "auto"
     """auto: C++ on a CPU, of the platform wheel or compiled here, else torch. cpp: fail without C++."""
+    numerics_tag: str = ""
+    """Added to the name of the numerics class, for kernels that others built: letters, digits, `.`, `_`, `-`."""
     max_model_len: int | None = None
     """Longest context in tokens; None: the checkpoint's."""
     block_size: int = 16
@@ -83,6 +85,11 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ValueError(f"device is {self.device!r}, must be auto, cpu, cuda or cuda:N")
+        if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", self.numerics_tag):
+            raise ValueError(
+                f"numerics_tag is {self.numerics_tag[:80]!r}, must be up to 64 letters, digits, dots, hyphens and "
+                "underscores"
+            )
         for name in (
             "block_size",
             "max_num_batched_tokens",

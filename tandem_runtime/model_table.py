@@ -4,6 +4,7 @@
     source = "/models/llama"            a folder or a Hub id; default: the shipped table's
     revision = "0e9e39f"                of a Hub id: branch, tag or commit
     dtype = "bfloat16"                  compute dtype: auto, float32, bfloat16 or float16
+    exactness = "layout"                workers that share KV blocks: class (equal bits) or layout (equal shapes)
     aliases = ["llama"]                 other names for it
     wire_format = "openai"              format of AI.run and /ai/run: native or openai
     prices = { input = 0.1, cached_input = 0.02, output = 0.3 }    US dollars for a million tokens each
@@ -21,6 +22,8 @@ from typing import Any, Literal, cast
 
 WireFormat = Literal["native", "openai"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Exactness = Literal["class", "layout"]
+"""class: workers of one numerics class and KV layout share blocks. layout: all whose layouts can be converted."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class ModelEntry:
     revision: str = ""
     """Branch, tag or commit of a Hub id; "": its main branch."""
     dtype: DType = "auto"
+    exactness: Exactness = "class"
     aliases: tuple[str, ...] = ()
     wire_format: WireFormat | None = None
     """None: native."""
@@ -175,6 +179,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "revision": _text,
     "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
+    "exactness": _one_of("class", "layout"),
     "aliases": _texts,
     "wire_format": _one_of("native", "openai"),
     "prices": _prices,

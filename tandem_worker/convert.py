@@ -70,8 +70,10 @@ def _thinking(thinking: pb.Thinking) -> Thinking:
     )
 
 
-def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> messages.AddRequest:
-    """Return the engine's command for a gateway's Submit; raises InvalidRequest."""
+def add_request(
+    submit: pb.Submit, request_id: str, mode: messages.Mode, chain: messages.ChainEnd | None = None
+) -> messages.AddRequest:
+    """Return the engine's command for a gateway's Submit whose hashes are keys already; raises InvalidRequest."""
     return messages.AddRequest(
         request_id=request_id,
         token_ids=list(submit.token_ids),
@@ -80,6 +82,7 @@ def add_request(submit: pb.Submit, request_id: str, mode: messages.Mode) -> mess
         mode=mode,
         hash_root=submit.hash_root.hex(),
         block_hashes=[block_hash.hex() for block_hash in submit.block_hashes],
+        chain=chain,
         max_found_blocks=submit.max_found_blocks if submit.HasField("max_found_blocks") else None,
         max_left_blocks=submit.max_left_blocks if submit.HasField("max_left_blocks") else None,
         choice_seeds=list(submit.choice_seeds),

@@ -22,14 +22,16 @@ from tandem_runtime.errors import (
     TandemError,
 )
 from tandem_runtime.log import get_logger
+from tandem_runtime.model_table import Exactness
 from tandem_runtime.tracebacks import message_of
 from tandem_worker import convert, stats
 from tandem_worker.engine_link import EngineLink
 from tandem_worker.engine_state import EngineState
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_offload import KVOffload
-from tandem_worker.model_card import check_model, model_card
+from tandem_worker.model_card import model_card
 from tandem_worker.requests import ActiveRequest, GatewayStream, RequestTable, record_spans
+from tandem_worker.submit_reader import SubmitReader
 
 log = get_logger(__name__)
 
@@ -45,9 +47,12 @@ class WorkerFront:
         connector: KVConnector,
         offload: KVOffload,
         engine_timeout_seconds: float = 10.0,
+        exactness: Exactness = "class",
     ) -> None:
         self.incarnation = incarnation
         self.card: pb.ModelCard | None = None
+        self._exactness = exactness
+        self._reader: SubmitReader | None = None
         self.state = EngineState(engine, engine_timeout_seconds, lambda: len(requests), self._fail_all)
         self._engine = engine
         self._requests = requests
@@ -119,10 +124,12 @@ class WorkerFront:
             request.stream.fail(request.submit, error, request.ledger)
 
     def _command(self, request: ActiveRequest) -> messages.AddRequest:
-        check_model(self.state.check_open(self.card), request.submit.model)
+        self.state.check_open(self.card)
+        assert self._reader is not None, "a worker that is open has read its card"
+        chain = self._reader.read(request.submit)
         if request.seconds_left <= 0:
             raise DeadlineExceeded("the request's deadline had passed when it arrived")
-        return convert.add_request(request.submit, request.key, self._connector.mode(request.submit))
+        return convert.add_request(request.submit, request.key, self._connector.mode(request.submit), chain)
 
     def _watch_deadline(self, request: ActiveRequest) -> None:
         def expire() -> None:
@@ -238,7 +245,8 @@ class WorkerFront:
     async def _get_ready(self, ready: messages.Ready) -> None:
         self.state.progress = messages.LoadProgress(stage="waiting for the KV service of this host", fraction=1.0)
         await self._connector.wait_ready()
-        self.card = model_card(ready)
+        self.card = model_card(ready, self._exactness)
+        self._reader = SubmitReader(self.card)
         self.state.ready()
         self._when_ready(ready.model.asset_paths)
         log.info(

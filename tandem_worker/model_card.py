@@ -12,11 +12,12 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_engine.encoder.messages import EncoderReady
 from tandem_runtime.errors import FingerprintMismatch, KvNotFound, ModelNotFound
+from tandem_runtime.model_table import Exactness
 
 _CHUNK_BYTES = 1 << 20
 
 
-def model_card(ready: messages.Ready) -> pb.ModelCard:
+def model_card(ready: messages.Ready, exactness: Exactness = "class") -> pb.ModelCard:
     """Return the description of a loaded model for gateways and other workers; reads the asset files for digests."""
     model, layout = ready.model, kv_layout(ready.layout)
     return pb.ModelCard(
@@ -35,6 +36,8 @@ def model_card(ready: messages.Ready) -> pb.ModelCard:
         dtype=model.dtype,
         created_unix_seconds=int(time.time()),
         task="text-generation",
+        exactness=exactness,
+        takes_spaces=True,
     )
 
 
@@ -110,7 +113,7 @@ def check_model(card: pb.ModelCard, requested: pb.ModelRef) -> None:
     if requested.fingerprint != card.fingerprint.digest:
         raise FingerprintMismatch(
             f"the request was made for fingerprint {requested.fingerprint.hex()} of {card.model_id!r}, "
-            f"this worker has {card.fingerprint.digest.hex()}; restart the workers on the same weights",
+            f"this worker has {card.fingerprint.digest.hex()}; ask the next worker",
             field="model.fingerprint",
         )
 

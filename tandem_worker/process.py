@@ -43,7 +43,13 @@ class _KvWorker(WorkerProcess):
         connector = self._make_connector(engine, link, regions, requests, settings)
         offload = KVOffload(engine, link, regions, self.incarnation, is_enabled=settings.prompt_cache)
         self._front = WorkerFront(
-            self.incarnation, engine, requests, connector, offload, settings.engine_timeout_seconds
+            self.incarnation,
+            engine,
+            requests,
+            connector,
+            offload,
+            settings.engine_timeout_seconds,
+            settings.resolved_exactness,
         )
         stats.export_metrics(lambda: self._front.stats, lambda: self._front.bytes_per_block)
         device_metrics.export(lambda: self._front.state.memory, lambda: stats.tokens_by_phase(self._front.stats))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tandem_engine.settings import EngineConfig
 from tandem_runtime import plaintext_settings
-from tandem_runtime.model_table import SHIPPED, ModelTable
+from tandem_runtime.model_table import SHIPPED, Exactness, ModelTable
 from tandem_runtime.plaintext_settings import PlaintextSettings
 from tandem_runtime.settings import setting
 
@@ -113,6 +113,16 @@ class WorkerSettings(EngineSettings):
         "auto",
         "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
     )
+    exactness: Literal["auto", "class", "layout"] = setting(
+        "auto",
+        "workers of the model that share KV blocks: those of one numerics class and layout (class), or all whose "
+        "layouts can be converted, with answers that are close but not equal (layout); auto: the model table's",
+    )
+    numerics_tag: str = setting(
+        "",
+        "added to the name of the numerics class: for operators who build kernels of their own, which round in another "
+        "way, and for tests of upgrades",
+    )
     max_model_len: int | None = setting(None, "most tokens of prompt and answer together; the model's limit if unset")
     block_size: int = setting(16, "tokens per KV block", shared=True)
     num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
@@ -150,3 +160,11 @@ class WorkerSettings(EngineSettings):
         "compare the packed weights in the state directory with their checksums at start, and write damaged ones again",
     )
     lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
+
+    @property
+    def resolved_exactness(self) -> Exactness:
+        """The flag, or the model table's entry for the model."""
+        if self.exactness != "auto":
+            return self.exactness
+        entry = self.models.find(self.model)
+        return entry.exactness if entry is not None else "class"

@@ -120,6 +120,8 @@ def load_model(
     name = numerics_class(
         job.ops, built.route, device, dtype, model_config.model_type, with_capability=built.needs_torch_capability
     )
+    if config.numerics_tag:
+        name = f"{name}/{config.numerics_tag}"
     numerics = Numerics(name, built.architecture, dtype, device)
     info = describe(checkpoint, model_config, job.length, numerics, job.digests)
     longest_context = getattr(model_config, "max_position_embeddings", None)

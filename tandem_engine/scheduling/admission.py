@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from tandem_engine.messages import AddRequest
-from tandem_engine.scheduling.block_hash import NUM_HASH_BYTES, BlockHash
+from tandem_engine.scheduling.block_hash import NUM_HASH_BYTES, BlockHash, HashChain
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
@@ -30,14 +30,17 @@ def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int,
     _check_tokens(command, config)
     _check_context(command, config)
     _check_choices(command)
+    root = _block_hash("hash_root", command.hash_root) if command.hash_root else None
+    keys = _block_hashes(command, config.block_size)
     request = Request(
         request_id=command.request_id,
         token_ids=list(command.token_ids),
         num_prompt_tokens=command.num_prompt_tokens,
         sampling=command.sampling,
         mode=command.mode,
-        hash_root=_block_hash("hash_root", command.hash_root) if command.hash_root else None,
-        block_hashes=_block_hashes(command, config.block_size),
+        hash_root=root,
+        block_hashes=keys,
+        chain=None if root is None else _chain(command, root, keys, config.block_size),
         max_found_blocks=command.max_found_blocks,
         max_left_blocks=command.max_left_blocks,
         prefix={(block.group, block.index): block.extent for block in command.prefix},
@@ -144,6 +147,21 @@ def _block_hashes(command: AddRequest, block_size: int) -> list[BlockHash]:
         )
         raise RequestRefused("invalid", message)
     return [_block_hash(f"block_hashes[{i}]", text) for i, text in enumerate(command.block_hashes)]
+
+
+def _chain(command: AddRequest, root: BlockHash, keys: list[BlockHash], block_size: int) -> HashChain:
+    given = command.chain
+    if given is None:
+        return HashChain(keys[-1] if keys else root, len(keys) * block_size, block_size)
+    is_whole = given.grain > 0 and block_size % given.grain == 0 == given.num_tokens % given.grain
+    if not is_whole or given.num_tokens // block_size != len(keys) or given.num_tokens > len(command.token_ids):
+        message = (
+            f"a chain of {given.num_tokens:,} tokens by {given.grain}, for {len(keys):,} block hashes and "
+            f"{len(command.token_ids):,} tokens; hash whole grains that divide this worker's blocks of {block_size}"
+        )
+        raise RequestRefused("invalid", message)
+    end, space = _block_hash("chain.block_hash", given.block_hash), _block_hash("chain.space", given.space)
+    return HashChain(end, given.num_tokens, given.grain, space)
 
 
 def _block_hash(name: str, text: str) -> BlockHash:

@@ -3,6 +3,12 @@
 The hash covers everything that decides the block's content: a root of model and tenant, and a chain of all tokens up to
 the block's end. Root and chain are BLAKE2b (RFC 7693) cut to 128 bits: with a non-cryptographic hash one tenant could
 find another's blocks. Gateways hash prompts, and decode workers extend the chain, with these functions.
+
+The chain has one hash per grain, a fixed number of tokens; a block is a multiple of it and has the hash at its end. A
+worker finds the block by its key, `hash XOR space`: the space names the workers that may share blocks.
+
+    hashes   h0   h1 | h2   h3 | h4    a grain each; h4 lies in a block that is not full yet
+    keys     h1 XOR s | h3 XOR s |     the next key continues from h4, not from h3: see `HashChain`
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType
@@ -59,6 +66,39 @@ def hash_packed_blocks(root: BlockHash, token_ids: bytes, block_size: int) -> by
         parent = _next(parent, token_ids[end - size : end])
         hashes.append(parent)
     return b"".join(hashes)
+
+
+def fold(block_hash: BlockHash, space: bytes) -> BlockHash:
+    """Return the key of a hash in a space of 16 bytes, and the hash of a key; without a space they are the same."""
+    if not space:
+        return block_hash
+    return BlockHash((int.from_bytes(block_hash) ^ int.from_bytes(space)).to_bytes(NUM_HASH_BYTES))
+
+
+@dataclass(slots=True)
+class HashChain:
+    """The last known hash of a request's chain, and how the keys of later blocks follow from it.
+
+    The last known hash may lie behind the end of the last full block. The chain must continue from it, not from that
+    block: within a public text a block has the hash of a chain without an account, and all accounts would share the
+    answer that continued it. The gateway's last hash is never public.
+    """
+
+    end: BlockHash
+    """The hash of the first `num_tokens` tokens; the root if there are none."""
+    num_tokens: int
+    grain: int
+    """Tokens per hash."""
+    space: bytes = b""
+    """Empty: keys are hashes."""
+
+    def next_key(self, token_ids: Sequence[int], end: int) -> BlockHash:
+        """Advance the chain to the first `end` of a request's tokens; return the key of the block that ends there."""
+        assert len(token_ids) >= end, f"{len(token_ids)} tokens, the block that ends at {end} is not full"
+        for start in range(self.num_tokens, end, self.grain):
+            self.end = next_block_hash(self.end, token_ids[start : start + self.grain])
+        self.num_tokens = end
+        return fold(self.end, self.space)
 
 
 def _next(parent: BlockHash, token_ids: bytes) -> BlockHash:

@@ -15,11 +15,10 @@ Where only some layers have a window, these layers have block tables of their ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem_engine.messages import ExtentRef, FilledBlocks
-from tandem_engine.scheduling.block_hash import BlockHash, next_block_hash
+from tandem_engine.scheduling.block_hash import BlockHash
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
@@ -251,14 +250,12 @@ class KVCacheManager:
         return num_blocks if limit is None else min(num_blocks, limit)
 
     def _hash(self, request: Request, index: int) -> BlockHash:
-        """Return the hash of a full block; extends the chain for blocks of the answer."""
-        assert request.hash_root is not None, f"{request.request_id} has no hash root"
-        hashes, size = request.block_hashes, self.pool.block_size
-        while len(hashes) <= index:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else request.hash_root
-            hashes.append(next_block_hash(parent, _full(request.token_ids[start : start + size], size)))
-        return hashes[index]
+        """Return the key of a full block; extends the chain for blocks of the answer."""
+        assert request.chain is not None, f"{request.request_id} has no hash root"
+        keys = request.block_hashes
+        while len(keys) <= index:
+            keys.append(request.chain.next_key(request.token_ids, (len(keys) + 1) * self.pool.block_size))
+        return keys[index]
 
     def _forget(self, request: Request) -> None:
         self.groups.settle(request)
@@ -267,8 +264,3 @@ class KVCacheManager:
         request.num_dropped_blocks = request.first_whole_block = 0
         request.num_computed_tokens = request.imported_block_size = 0
         request.imported_blocks.clear()
-
-
-def _full(token_ids: Sequence[int], size: int) -> Sequence[int]:
-    assert len(token_ids) == size, f"a block of {len(token_ids)} tokens is not full ({size})"
-    return token_ids

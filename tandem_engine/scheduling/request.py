@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tandem_engine.messages import ExtentRef, FinishReason, Mode, PositionLogprobs
 from tandem_engine.sampling_params import SamplingParams
-from tandem_engine.scheduling.block_hash import BlockHash
+from tandem_engine.scheduling.block_hash import BlockHash, HashChain
 
 
 class RequestState(Enum):
@@ -58,6 +58,9 @@ class Request:
     hash_root: BlockHash | None = None
     """None: the request neither finds nor leaves cached blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
+    """The keys of full blocks: those that came with the request, then those made from `chain`."""
+    chain: HashChain | None = None
+    """None if `hash_root` is."""
     max_found_blocks: int | None = None
     """Leading blocks that may come from caches; None: all."""
     max_left_blocks: int | None = None

@@ -16,6 +16,7 @@ TABLE = f"""
 [models."{LLAMA}"]
 source = "/models/llama"
 dtype = "bfloat16"
+exactness = "layout"
 
 [models."mine"]
 source = "org/model"
@@ -57,6 +58,16 @@ def test_a_worker_takes_source_revision_and_dtype_from_the_table(config: Path) -
     assert engine("--model", shipped) == ("meta-llama/Llama-3.2-1B-Instruct", "", shipped, "auto")
 
 
+def test_a_worker_takes_exactness_from_the_table_unless_a_flag_states_it(config: Path) -> None:
+    def exactness(*flags: str) -> str:
+        return load_settings(WorkerSettings, "prefill", ["--config", str(config), *flags]).resolved_exactness
+
+    assert exactness("--model", LLAMA) == "layout"
+    assert exactness("--model", LLAMA, "--exactness", "class") == "class"
+    assert exactness("--model", "mine") == exactness("--model", "other/model") == "class"
+    assert exactness("--model", "other/model", "--exactness", "layout") == "layout"
+
+
 def test_what_tandem_toml_says_goes_before_what_is_shipped(config: Path) -> None:
     models = load_settings(ControlPlaneSettings, "control", ["--config", str(config)]).models
     changed = models.find(f"{LLAMA}-fp8")
@@ -82,9 +93,10 @@ def test_a_loaded_model_answers_to_its_names_by_name_and_by_source() -> None:
     [
         ("models = 1", "give a table for each model"),
         ("[models]\nx = 1", "x is no table"),
-        ("[models.x]\nsauce = 'a'", "has sauce; it knows aliases, dtype"),
+        ("[models.x]\nsauce = 'a'", "has sauce; it knows aliases, dtype, exactness"),
         ("[models.x]\nsource = 1", 'source of [models."x"] is 1; give a text'),
         ("[models.x]\ndtype = 'int8'", "choose one of auto, float32"),
+        ("[models.x]\nexactness = 'exact'", "choose one of class, layout"),
         ("[models.x]\nwire_format = 'xml'", "choose one of native, openai"),
         ("[models.x]\nprices = { input = 1 }", "give US dollars for a million tokens"),
         ("[models.x]\naliases = ['y']\n[models.y]", "two models are called 'y'"),

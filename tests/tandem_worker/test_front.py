@@ -21,16 +21,20 @@ from tandem_engine.messages import (
     RequestFailed,
     Reserved,
 )
+from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
+from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.spaces import fold, space_of
+from tandem_runtime.model_table import Exactness
 from tandem_worker.engine_link import EngineRegions
 from tandem_worker.engine_state import EXIT_CONFIG
 from tandem_worker.front import WorkerFront
 from tandem_worker.kv_connector import KVConnector
 from tandem_worker.kv_link import KvLink
 from tandem_worker.kv_offload import KVOffload
-from tandem_worker.model_card import fingerprint
+from tandem_worker.model_card import fingerprint, kv_layout, model_card
 from tandem_worker.requests import ActiveRequest, GatewayStream, PhaseSpan, RequestTable
-from tests.tandem_worker.scripted_engine import ScriptedEngine, output, ready, step
+from tests.tandem_worker.scripted_engine import LAYOUT, ScriptedEngine, output, ready, step
 
 MODEL = pb.ModelRef(model_id="m", fingerprint=fingerprint(ready().model).digest)
 
@@ -86,12 +90,12 @@ class FakeConnector(KVConnector):
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, exactness: Exactness = "class") -> None:
         self.engine = ScriptedEngine()
         self.connector = FakeConnector()
         link = KvLink("worker-1", lease_seconds=10.0)  # to no KV service
         offload = KVOffload(self.engine, link, EngineRegions(self.engine, link), "worker-1")
-        self.front = WorkerFront("worker-1", self.engine, RequestTable(), self.connector, offload)
+        self.front = WorkerFront("worker-1", self.engine, RequestTable(), self.connector, offload, 10.0, exactness)
         self.pump = asyncio.create_task(self.front.pump())
         self.is_ready = asyncio.Event()
         self.front.when_ready(lambda paths: self.is_ready.set())
@@ -102,9 +106,9 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness() -> AsyncIterator[Harness]:
+async def harness(exactness: Exactness = "class") -> AsyncIterator[Harness]:
     """Yield a front over a scripted engine that has loaded."""
-    here = Harness()
+    here = Harness(exactness)
     await here.load()
     try:
         yield here
@@ -205,6 +209,63 @@ async def test_what_cannot_be_served_is_refused_before_the_engine_hears_of_it(
         here.front.submit(stream, submit(**fields))
         assert [error_of(event) for event in await received(stream, 1)] == [error]
         assert here.engine.sent == []
+
+
+async def test_hashes_of_a_gateway_reach_the_engine_as_keys_and_its_chain_goes_on() -> None:
+    async with harness() as here:
+        hashes = hash_blocks(hash_root(b"identity", 8), range(20), 8)  # the blocks of this engine have 16 tokens
+        spaced = submit(space=space(), hash_grain=8, hash_root=b"r" * 16, block_hashes=hashes, max_left_blocks=1)
+        here.front.submit(GatewayStream(), spaced)
+        (added,) = here.engine.sent_of(AddRequest)
+        assert (added.block_hashes, added.max_left_blocks) == ([fold(hashes[1], space()).hex()], 0)
+        assert added.chain == messages.ChainEnd(hashes[1].hex(), 16, 8, space().hex())
+        of_release_0_2 = submit("old", hash_root=b"r" * 16, block_hashes=[b"k" * 16])
+        here.front.submit(GatewayStream(), of_release_0_2)
+        added = here.engine.sent_of(AddRequest)[1]
+        assert (added.block_hashes, added.chain) == ([(b"k" * 16).hex()], None)
+
+
+def space(exactness: Exactness = "class") -> bytes:
+    return space_of(model_card(ready(), exactness))
+
+
+def a_handle(digest: bytes = MODEL.fingerprint, layout: bytes = layout_digest(kv_layout(LAYOUT))) -> pb.KvHandle:
+    return pb.KvHandle(model=pb.ModelRef(model_id="m", fingerprint=digest), layout_digest=layout)
+
+
+@pytest.mark.parametrize(
+    ("exactness", "fields", "refused_field"),
+    [
+        ("class", {"handle": a_handle()}, ""),
+        ("class", {"handle": a_handle(), "space": space()}, ""),
+        ("class", {"handle": a_handle(b"f" * 16), "space": space()}, "handle.model.fingerprint"),
+        ("class", {"handle": a_handle(layout=b"l" * 16), "space": space()}, "handle.layout_digest"),
+        ("class", {"space": space("layout")}, "space"),
+        ("class", {"space": space(), "hash_grain": 12}, "hash_grain"),
+        ("layout", {"handle": a_handle(b"f" * 16), "space": space("layout")}, ""),
+        ("layout", {"handle": a_handle(b"f" * 16)}, "handle.model.fingerprint"),  # release 0.2 knows one class
+        ("layout", {"handle": a_handle(layout=b"l" * 16), "space": space("layout")}, "handle.layout_digest"),
+        ("layout", {"space": space()}, "space"),
+    ],
+)
+async def test_a_worker_reads_only_blocks_of_its_own_space(
+    exactness: Exactness, fields: dict[str, Any], refused_field: str
+) -> None:
+    async with harness(exactness) as here:
+        stream = GatewayStream()
+        here.front.submit(stream, submit(**fields))
+        here.engine.emit(Reserved("r.0", 0))
+        if not refused_field:
+            assert kinds(await received(stream, 1)) == ["accepted"]
+            return
+        (event,) = await received(stream, 1)
+        assert error_of(event) == "FingerprintMismatch" and event.refused.error.field == refused_field
+        assert here.engine.sent == []
+
+
+def test_a_card_states_how_exact_the_model_is_and_that_the_worker_takes_spaces() -> None:
+    assert (model_card(ready()).exactness, model_card(ready()).takes_spaces) == ("class", True)
+    assert model_card(ready(), "layout").exactness == "layout"
 
 
 async def test_the_time_left_counts_and_not_what_the_two_clocks_say() -> None:

@@ -205,6 +205,14 @@ def test_the_facts_of_a_checkpoint_are_those_of_its_files(folder: Path, tmp_path
     assert len(info.weights_digest) == len(info.tokenizer_digest) == 32
 
 
+def test_a_tag_makes_another_numerics_class_and_changes_nothing_else(folder: Path) -> None:
+    plain, tagged = _load(folder).info, _load(folder, numerics_tag="fma-2").info
+    assert tagged.numerics_class == f"{plain.numerics_class}/fma-2"
+    assert msgspec.structs.replace(tagged, numerics_class=plain.numerics_class) == plain
+    with pytest.raises(ValueError, match="numerics_tag is 'a b'"):
+        EngineConfig(str(folder), numerics_tag="a b")
+
+
 def test_a_named_default_template_is_taken_from_the_tokenizers_config(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]

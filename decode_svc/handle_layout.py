@@ -1,8 +1,8 @@
 """Checks the layout of a handle's blocks, which may differ from this worker's, and describes it to the engine.
 
-Submit.handle_layout absent            the blocks have this worker's layout; the KV service refuses any other
-of this worker's family, and space     the engine converts the blocks as it imports them
-else                                   the request is refused
+Without `Submit.handle_layout` the blocks have this worker's layout, and the KV service refuses any other. Blocks of
+another layout of the family are converted by the engine as it imports them. All else is refused. A worker without
+exactness "layout" never gets here with another layout (`tandem_worker.submit_reader`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.messages import SourceLayout
 from tandem_runtime.errors import FingerprintMismatch
 from tandem_runtime.kv.layout import check_layout, layout_digest
-from tandem_runtime.kv.spaces import common_part, space_of_family
+from tandem_runtime.kv.spaces import common_part
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,6 @@ def handle_layout(submit: pb.Submit, ours: pb.KvLayout) -> HandleLayout:
     if theirs == ours:
         return HandleLayout(ours, None)
     _check_family(ours, theirs)
-    if submit.space != space_of_family(ours):
-        raise FingerprintMismatch(
-            "the handle's blocks have another KV layout, which this worker reads only with exactness 'layout'; start "
-            "workers of the same layout, or set --exactness layout",
-            field="handle_layout",
-        )
     return HandleLayout(theirs, _source(theirs))
 
 

@@ -48,13 +48,8 @@ def common_part(layout: pb.KvLayout) -> pb.KvLayout:
 def space_of(card: pb.ModelCard) -> bytes:
     """Return the 16 bytes that name the blocks which a worker with this card may read and write."""
     if card.exactness == "layout":
-        return space_of_family(card.layout)
+        return _space("layout", layout_family(card.layout).hex())
     return _space("class", card.fingerprint.numerics_class, layout_digest(card.layout).hex())
-
-
-def space_of_family(layout: pb.KvLayout) -> bytes:
-    """Return the space of workers whose model has exactness "layout" and a layout of this family."""
-    return _space("layout", layout_family(layout).hex())
 
 
 def fold(hashes: bytes, space: bytes) -> bytes:

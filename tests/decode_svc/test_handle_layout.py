@@ -14,7 +14,6 @@ from tandem.v1.tables_pb2 import TablesReply
 from tandem_engine.messages import ImportSlab, Recompute, SourceLayout, StartDecode
 from tandem_runtime.errors import FingerprintMismatch
 from tandem_runtime.kv.layout import layout_digest
-from tandem_runtime.kv.spaces import space_of, space_of_family
 from tandem_worker.model_card import kv_layout
 from tandem_worker.settings import WorkerSettings
 from tests.decode_svc.test_kv_consumer import Harness, harness
@@ -35,13 +34,13 @@ def other(**changes: Any) -> pb.KvLayout:
     return layout
 
 
-def a_submit(theirs: pb.KvLayout, space: bytes = space_of_family(OURS), digest: bytes = b"") -> pb.Submit:
+def a_submit(theirs: pb.KvLayout, digest: bytes = b"") -> pb.Submit:
     handle = pb.KvHandle(layout_digest=digest or layout_digest(theirs))
-    return pb.Submit(handle=handle, handle_layout=theirs, space=space)
+    return pb.Submit(handle=handle, handle_layout=theirs)
 
 
 def test_blocks_of_this_workers_layout_are_not_converted() -> None:
-    for submit in (pb.Submit(), a_submit(OURS), a_submit(OURS, space=b"")):
+    for submit in (pb.Submit(), a_submit(OURS)):
         assert handle_layout(submit, OURS).source is None
         assert handle_layout(submit, OURS).first_block(35) == 2
 
@@ -59,15 +58,12 @@ def test_a_layout_that_may_not_be_read_is_refused_and_the_field_named() -> None:
     ours_mixed = pb.KvLayout()
     ours_mixed.CopyFrom(OURS)
     ours_mixed.groups.append(mixed.groups[1])
-    card = pb.ModelCard(layout=OURS, fingerprint=pb.Fingerprint(numerics_class="c"))
     refusals = [
         (a_submit(other(), digest=b"\1" * 16), OURS, "handle_layout", "the handle 0101"),
         (a_submit(other(num_kv_heads=4)), OURS, "handle_layout.groups[0].num_kv_heads", "2 here, 4 there"),
         (a_submit(other(window=9)), OURS, "handle_layout.groups[0].window", "cannot be converted"),
-        (a_submit(other(), space=b""), OURS, "handle_layout", "exactness"),
-        (a_submit(other(), space=space_of(card)), OURS, "handle_layout", "exactness"),  # as of a worker with "class"
         (
-            a_submit(mixed, space=space_of_family(ours_mixed)),
+            a_submit(mixed),
             ours_mixed,
             "handle_layout.groups[1].dtype",
             "group 1 of the handle's layout has dtype float32, group 0 bfloat16",
@@ -99,7 +95,7 @@ async def test_the_kv_service_brings_the_writers_blocks_and_the_engine_converts_
 ) -> None:
     async with harness(tmp_path, kv_transport=transport) as here:
         handle = await reserved(here, other())
-        request = a_request(handle, handle_layout=other(), space=space_of_family(OURS))
+        request = a_request(handle, handle_layout=other())
         here.begin(request, num_cached_blocks)  # of 16 tokens; the writer's have 32
         assert here.connector.mode(request.submit) == "decode"
         here.connector.fill_tables(reply := TablesReply(), [request], 10)
@@ -124,7 +120,7 @@ async def test_blocks_of_another_host_and_layout_pass_through_a_small_arena_as_t
         await here.link.wait_client()
         theirs = other(tokens_per_block=8)
         handle = await reserved(here, theirs)
-        request = here.begin(a_request(handle, handle_layout=theirs, space=space_of_family(OURS)), 1)
+        request = here.begin(a_request(handle, handle_layout=theirs), 1)
         closing = kv.Closed(num_blocks=8, first_tokens=[kv.FirstToken(token_id=7)])
         await writer.client.seal(handle, [writer.slab(0, 0, list(range(8)))], closing)
         assert await here.sent(StartDecode) == StartDecode("r.0", [7])
@@ -154,7 +150,7 @@ async def test_blocks_that_the_engine_cannot_convert_are_computed_here(tmp_path:
     async with harness(tmp_path) as here:
         here.import_error = "KV blocks in float8_e4m3 cannot be converted"
         handle = await reserved(here, theirs)
-        here.begin(a_request(handle, handle_layout=theirs, space=space_of_family(OURS)))
+        here.begin(a_request(handle, handle_layout=theirs))
         await seal(here, handle)
         await until(lambda: here.connector.counters()["kv_pull_failures"] == 1)
         await until(lambda: nothing_is_left(here.host))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 
+from decode_svc.handle_layout import handle_layout
 from decode_svc.kv_pull import KVPull, SlabCopier
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -57,7 +58,11 @@ class KVConsumer(KVConnector):
         return self._link.address
 
     def mode(self, submit: pb.Submit) -> messages.Mode:
-        return "decode" if submit.HasField("handle") else "aggregated"
+        """Raises FingerprintMismatch for a handle whose blocks this worker must not read."""
+        if not submit.HasField("handle"):
+            return "aggregated"
+        handle_layout(submit, self._layout)
+        return "decode"
 
     def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
@@ -69,7 +74,9 @@ class KVConsumer(KVConnector):
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
         if request.submit.HasField("handle"):
-            pull = KVPull(request, self._layout, reserved.num_cached_blocks, self.copier)
+            num_cached_tokens = reserved.num_cached_blocks * self._layout.groups[0].tokens_per_block
+            layout = handle_layout(request.submit, self._layout)
+            pull = KVPull(request, layout, num_cached_tokens, self.copier)
             self._pulls[request.key] = pull, self._pull_tasks.spawn(self._pull(request, pull))
 
     def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
@@ -121,7 +128,7 @@ class KVConsumer(KVConnector):
             handle_id=handle.handle_id,
             reader_id=request.submit.request_id,
             kv_address=self._link.address,
-            num_bytes=prompt_bytes(self._layout, handle.num_tokens),
+            num_bytes=prompt_bytes(handle_layout(request.submit, self._layout).layout, handle.num_tokens),
             deadline_unix_ms=request.deadline_unix_ms,
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from decode_svc.handle_layout import HandleLayout
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
@@ -37,8 +38,13 @@ class SlabCopier:
         self._copies: dict[tuple[str, int], SlabCopy] = {}
         self._num_staged = 0
 
-    def copy(self, request: ActiveRequest, slab: kv.Slab, first_block: int) -> SlabCopy:
-        """Have the engine copy a slab's blocks, from `first_block` on, before any command sent after this."""
+    def copy(
+        self, request: ActiveRequest, slab: kv.Slab, first_block: int, layout: messages.SourceLayout | None = None
+    ) -> SlabCopy:
+        """Have the engine copy a slab's blocks, from `first_block` on, before any command sent after this.
+
+        The engine converts blocks of another `layout`, in which `first_block` counts.
+        """
         skipped = max(0, first_block - slab.first_block)
         checksums = slab.checksums or [0] * len(slab.extents)
         extents = [
@@ -49,7 +55,7 @@ class SlabCopier:
         if extents:
             self._copies[request.key, slab.index] = copy
             first = slab.first_block + skipped
-            self._engine.send(messages.ImportSlab(request.key, slab.index, first, extents, slab.group))
+            self._engine.send(messages.ImportSlab(request.key, slab.index, first, extents, slab.group, layout))
         else:
             copy.done.set_result(None)
         return copy
@@ -73,7 +79,14 @@ class SlabCopier:
             if not done.done():
                 done.set_result(None)
 
-    async def copy_over_grpc(self, client: KvClient, request: ActiveRequest, slab: kv.Slab, first_block: int) -> None:
+    async def copy_over_grpc(
+        self,
+        client: KvClient,
+        request: ActiveRequest,
+        slab: kv.Slab,
+        first_block: int,
+        layout: messages.SourceLayout | None = None,
+    ) -> None:
         """Read a slab from the KV service in chunks into a staging region, and have the engine copy it from there."""
         skipped = max(0, first_block - slab.first_block)
         sizes = [extent.num_bytes for extent in slab.extents[skipped:]]
@@ -86,7 +99,8 @@ class SlabCopier:
             await client.read(submit.handle, submit.request_id, slab, staged.view, slab.first_block + skipped)
             self._engine.send(staged.map_command(region_id), staged.fd)
             try:
-                await self.copy(request, staged.slab(slab, region_id, slab.first_block + skipped), first_block).done
+                part = staged.slab(slab, region_id, slab.first_block + skipped)
+                await self.copy(request, part, first_block, layout).done
             finally:
                 self._engine.send(messages.UnmapRegion(region_id))
 
@@ -146,10 +160,13 @@ class _StagingRegion:
 class KVPull:
     """Pulls the blocks of one handle, and writes bytes, transport and times into the request's ledger."""
 
-    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, first_block: int, copier: SlabCopier) -> None:
+    def __init__(
+        self, request: ActiveRequest, layout: HandleLayout, num_cached_tokens: int, copier: SlabCopier
+    ) -> None:
+        """`num_cached_tokens`: leading tokens that the engine has."""
         self._request = request
         self._layout = layout
-        self._first_block = first_block
+        self._first_block = layout.first_block(num_cached_tokens)
         self._copier = copier
         self._copies: list[SlabCopy] = []
         self._windows: asyncio.Queue[tuple[int, asyncio.Future[None]]] = asyncio.Queue()
@@ -205,9 +222,9 @@ class KVPull:
 
     async def _pull(self, client: KvClient) -> kv.Closed:
         submit, ledger = self._request.submit, self._request.ledger
-        left = self._request.seconds_left
+        left, layout = self._request.seconds_left, self._layout.layout
         watch = client.watch(
-            submit.handle, submit.request_id, self._layout, self._first_block, seconds_left=left, acknowledges=True
+            submit.handle, submit.request_id, layout, self._first_block, seconds_left=left, acknowledges=True
         )
         async with aclosing(watch) as events:
             async for event in events:
@@ -229,11 +246,12 @@ class KVPull:
         return ended
 
     async def _copy(self, client: KvClient, slab: kv.Slab) -> None:
+        source = self._layout.source
         if self._copier.transport == "grpc":
-            await self._copier.copy_over_grpc(client, self._request, slab, self._first_block)
+            await self._copier.copy_over_grpc(client, self._request, slab, self._first_block, source)
             return
         for copy in self._copies:
             if copy.done.done():
                 copy.done.result()  # raises if the copy failed: the other slabs are useless then
         await self._copier.regions.map(extent.region_id for extent in slab.extents)
-        self._copies.append(self._copier.copy(self._request, slab, self._first_block))
+        self._copies.append(self._copier.copy(self._request, slab, self._first_block, source))

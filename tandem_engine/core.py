@@ -13,6 +13,8 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -74,11 +76,11 @@ class RequestsFailed(Exception):
 
 
 class _Import:
-    """A slab on its way into the pool."""
+    """A slab on its way into the pool; `copy` copies a range of its extents and returns the bytes."""
 
-    def __init__(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
-        self.blocks = blocks
-        self.extents = extents
+    def __init__(self, extents: Sequence[ExtentRef], copy: Callable[[slice], int]) -> None:
+        self.num_blocks = len(extents)
+        self.copy = copy
         self.pieces = pieces(extents)
         self.num_bytes = 0
 
@@ -109,6 +111,12 @@ class Runner(Protocol):
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
+        ...
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        """Fill the parts beside each extent, a block of `layout`, and return the bytes read; raises the same."""
         ...
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
@@ -266,7 +274,7 @@ class EngineCore:
         if not self.scheduler.copy_budget.has_left:
             return None
         try:
-            slab, self._import = self._import or _Import(*self.scheduler.import_targets(command)), None
+            slab, self._import = self._import or self._begin_import(command), None
             if not self._copy(slab):
                 self._import = slab
                 return None
@@ -275,16 +283,23 @@ class EngineCore:
                 log.error("a slab is corrupt: %s", error)
                 self.scheduler.count("blocks_corrupt")
             return SlabImported(command.request_id, command.slab_index, 0, str(error))
-        self.scheduler.mark_imported(command, len(slab.blocks), slab.num_bytes)
+        self.scheduler.mark_imported(command, slab.num_blocks, slab.num_bytes)
         return SlabImported(command.request_id, command.slab_index, slab.num_bytes)
+
+    def _begin_import(self, command: ImportSlab) -> _Import:
+        layout, runner = command.layout, self.runner
+        if layout is not None:
+            parts, extents = self.scheduler.conversion_targets(command, layout)
+            return _Import(extents, lambda piece: runner.convert_blocks(parts[piece], extents[piece], layout))
+        blocks, extents = self.scheduler.import_targets(command)
+        return _Import(extents, lambda piece: runner.import_blocks(blocks[piece], extents[piece]))
 
     def _copy(self, slab: _Import) -> bool:
         budget = self.scheduler.copy_budget
         while budget.has_left:
             if (piece := next(slab.pieces, None)) is None:
                 return True
-            blocks, extents = slab.blocks[piece], slab.extents[piece]
-            slab.num_bytes += budget.timed(partial(self.runner.import_blocks, blocks, extents))
+            slab.num_bytes += budget.timed(partial(slab.copy, piece))
         return False
 
     def _aborted(self, request_id: str, request: Request | None) -> RequestAborted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 
@@ -24,3 +26,14 @@ class PrefixBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Index into the block table of `group`."""
     extent: ExtentRef
     group: int = 0
+
+
+class BlockPart(NamedTuple):
+    """Tokens that one of our blocks takes from a block of another layout."""
+
+    block: int
+    first: int
+    """Place of the first token in our block."""
+    source_first: int
+    """Place of the first token in the other block."""
+    num_tokens: int

@@ -13,6 +13,15 @@ class GroupInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Positions that a token attends to in each layer, the token itself included; None: all."""
 
 
+class SourceLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What blocks of another pool may have different from ours: their other fields are those of `LayoutInfo`."""
+
+    tokens_per_block: int
+    dtype: str
+    order: str
+    bytes_per_block: int
+
+
 class LayoutInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The groups of this pool; see KvLayout in protos/tandem/v1/types.proto."""
 

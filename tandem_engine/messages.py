@@ -16,6 +16,7 @@ import msgspec
 from tandem_engine.extents import ExtentRef as ExtentRef
 from tandem_engine.extents import PrefixBlock as PrefixBlock
 from tandem_engine.layout import LayoutInfo as LayoutInfo
+from tandem_engine.layout import SourceLayout as SourceLayout
 from tandem_engine.sampling_params import SamplingParams
 
 Mode = Literal["aggregated", "prefill", "decode"]
@@ -88,6 +89,9 @@ class ImportSlab(Message, frozen=True):
     first_block: int
     extents: list[ExtentRef]
     group: int = 0
+    layout: SourceLayout | None = None
+    """Of the blocks, if it is not this engine's own: they are converted, and `first_block` counts in blocks of it. All
+    slabs of a request have the same one."""
 
 
 class StartDecode(Message, frozen=True):

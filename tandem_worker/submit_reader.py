@@ -35,7 +35,8 @@ class SubmitReader:
         """Raise FingerprintMismatch unless this worker may read, or fill, the blocks under the handle.
 
         Under "class" they are those of an equal worker. Under "layout" the writer may compute otherwise, if the gateway
-        states that both share a space; a writer with another layout is refused until readers convert.
+        states that both share a space, and its blocks may have the layout that the gateway states: a decode worker
+        checks and converts that.
         """
         handle, own = submit.handle, self._card.fingerprint.digest
         is_shared = self._card.exactness == "layout" and submit.space == self.space
@@ -45,7 +46,7 @@ class SubmitReader:
                 'choose both workers of one numerics class, or give their model exactness "layout"',
                 field="handle.model.fingerprint",
             )
-        if handle.layout_digest != self._layout_digest:
+        if handle.layout_digest != self._layout_digest and not (is_shared and submit.HasField("handle_layout")):
             raise FingerprintMismatch(
                 f"the KV handle is for blocks of layout {handle.layout_digest.hex()}, this worker's is "
                 f"{self._layout_digest.hex()}; choose both workers of one KV layout",

@@ -17,6 +17,8 @@ import torch
 
 from tandem_engine.core import Runner
 from tandem_engine.execution.model import Model, ignore
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.models.lean.weights import LeanWeights
 from tandem_engine.ops.base import (
@@ -247,6 +249,11 @@ class SwitchedRunner:
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         return self._plain.import_blocks(blocks, extents)
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        return self._plain.convert_blocks(parts, extents, layout)
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return self._plain.checksums(blocks)

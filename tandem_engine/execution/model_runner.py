@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from tandem_engine.core import RegionError
+from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.input_batch import build_input_batch
@@ -18,6 +19,8 @@ from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model import Model
 from tandem_engine.execution.regions import MappedRegions
 from tandem_engine.execution.sampler import Draw, sample
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.ops.base import Ops
 from tandem_engine.ops.sampling import Words
@@ -45,6 +48,7 @@ class ModelRunner:
         self._checksums = checksums
         self._masks = masks or GrammarMasks(no_guide)
         self._regions = MappedRegions()
+        self._converter = BlockConverter(cache, self._regions)
         self.generations = cache.generations
 
     def prepare(self, request: Request) -> bool:
@@ -90,6 +94,20 @@ class ModelRunner:
             self._checksums.verify(blocks, extents)
         self._cache.stage(blocks)
         return len(extents) * bytes_per_block
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        """Fill the parts beside each extent, a block of `layout`; return the bytes read.
+
+        Raises RegionError, CorruptBlock; then parts may have been written, and nobody may read them.
+        """
+        content = self._converter.read(extents, layout)
+        if self._checksums is not None:
+            self._checksums.verify_copies(list(content), extents)
+        self._converter.write(content, layout, parts)
+        self._cache.stage(sorted({part.block for of_extent in parts for part in of_extent}))
+        return content.size
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         """Return the checksums of complete blocks; empty if this engine computes none."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from tandem_engine.extents import BlockPart
 from tandem_engine.messages import ExtentRef, ImportSlab, SealedBlocks
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
 from tandem_engine.scheduling.request import Request, RequestState
@@ -36,15 +39,9 @@ def import_targets(request: Request | None, command: ImportSlab, block_size: int
 
     Raises ImportRefused if the request does not wait for them.
     """
-    if request is None or request.state is not RequestState.IMPORTING:
-        raise ImportRefused(f"request {command.request_id} does not wait for blocks")
-    if not 0 <= command.group < len(request.tables):
-        raise ImportRefused(f"slab is of group {command.group}, this model has {len(request.tables)}")
-    end, num_blocks = command.first_block + len(command.extents), -(-request.num_initial_tokens // block_size)
-    if not 0 <= command.first_block <= end <= num_blocks:
-        raise ImportRefused(f"slab has blocks {command.first_block} to {end}, the prompt has {num_blocks}")
+    request = _awaiting(request, command, block_size)
     group, table = command.group, request.tables[command.group]
-    first = max(request.num_found_blocks, request.num_dropped_blocks) if group else request.num_found_blocks
+    first = _first_missing(request, group)
     missing = [
         (table[index], extent)
         for index, extent in enumerate(command.extents, command.first_block)
@@ -53,18 +50,84 @@ def import_targets(request: Request | None, command: ImportSlab, block_size: int
     return [block for block, _ in missing], [extent for _, extent in missing]
 
 
-def num_ready_tokens(request: Request, block_size: int) -> int:
+def conversion_targets(
+    request: Request | None, command: ImportSlab, size: int, block_size: int
+) -> tuple[list[list[BlockPart]], list[ExtentRef]]:
+    """Return the parts of our blocks to write, and beside each list its source, a block of `size` tokens.
+
+    Leaves out tokens that are here already, and what a partly filled last block has behind the prompt. Raises
+    ImportRefused if the request does not wait for the slab.
+    """
+    request = _awaiting(request, command, size)
+    group, table = command.group, request.tables[command.group]
+    first_token = _first_missing(request, group) * block_size
+    parts, extents = [], []
+    for index, extent in enumerate(command.extents, command.first_block):
+        start, end = max(first_token, index * size), min((index + 1) * size, request.num_initial_tokens)
+        if start < end and (group, index) not in request.imported_blocks:
+            parts.append(_parts(table, start, end, index * size, block_size))
+            extents.append(extent)
+    return parts, extents
+
+
+def num_ready_tokens(request: Request, block_size: int, window: int) -> int:
     """Count the leading tokens of a decode request whose KV was found here or has arrived.
 
-    Groups with a window get only the end of the prompt, so that end is usable as a whole or not at all.
+    Groups with a `window` get only the end of the prompt, so that end is usable as a whole or not at all.
     """
-    first, imported = request.num_found_blocks, request.imported_blocks
-    index = first
+    size, imported = request.imported_block_size or block_size, request.imported_blocks
+    first, num_tokens = request.num_found_blocks * block_size, request.num_initial_tokens
+    index = first // size
     while (0, index) in imported:
         index += 1
-    num_blocks = -(-request.num_initial_tokens // block_size)
-    needed = range(max(first, request.num_dropped_blocks), num_blocks)
-    groups = range(1, len(request.tables))
-    if groups and (index < num_blocks or any((group, place) not in imported for group in groups for place in needed)):
-        index = first
-    return min(index * block_size, request.num_initial_tokens)
+    end = min(index * size, num_tokens)
+    needed = range(_first_needed(request, block_size, window) // size, -(-num_tokens // size))
+    of_windows = ((group, place) for group in range(1, len(request.tables)) for place in needed)
+    if request.window_tables and (end < num_tokens or any(block not in imported for block in of_windows)):
+        return first
+    return max(first, end)
+
+
+def first_whole_block(request: Request, block_size: int, window: int) -> int:
+    """Return the first block of groups with a window that has all its tokens, once all slabs have arrived.
+
+    A writer with smaller blocks hands over less before the window than our first block there holds.
+    """
+    size = request.imported_block_size or block_size
+    first_token = _first_needed(request, block_size, window) // size * size
+    return -(-first_token // block_size)
+
+
+def _awaiting(request: Request | None, command: ImportSlab, size: int) -> Request:
+    """Return the request if it waits for the blocks of `size` tokens in a slab; raises ImportRefused."""
+    if request is None or request.state is not RequestState.IMPORTING:
+        raise ImportRefused(f"request {command.request_id} does not wait for blocks")
+    if not 0 <= command.group < len(request.tables):
+        raise ImportRefused(f"slab is of group {command.group}, this model has {len(request.tables)}")
+    if request.imported_block_size not in (0, size):
+        raise ImportRefused(f"slab has blocks of {size} tokens, those before had {request.imported_block_size}")
+    end, num_blocks = command.first_block + len(command.extents), -(-request.num_initial_tokens // size)
+    if not 0 <= command.first_block <= end <= num_blocks:
+        raise ImportRefused(f"slab has blocks {command.first_block} to {end}, the prompt has {num_blocks}")
+    return request
+
+
+def _first_missing(request: Request, group: int) -> int:
+    """Return the first of a group's blocks that is to be written."""
+    return max(request.num_found_blocks, request.num_dropped_blocks) if group else request.num_found_blocks
+
+
+def _first_needed(request: Request, block_size: int, window: int) -> int:
+    """Return the first token that the token behind the prompt attends to in groups with a window, and is not here."""
+    return max(_first_missing(request, 1) * block_size, request.num_initial_tokens - window + 1)
+
+
+def _parts(table: Sequence[int], start: int, end: int, source_start: int, block_size: int) -> list[BlockPart]:
+    """Cut tokens [start, end) of a block that begins with token `source_start` at the borders of our blocks."""
+    parts = []
+    while start < end:
+        index, place = divmod(start, block_size)
+        num_tokens = min(block_size - place, end - start)
+        parts.append(BlockPart(table[index], place, start - source_start, num_tokens))
+        start += num_tokens
+    return parts

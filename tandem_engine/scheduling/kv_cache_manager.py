@@ -146,7 +146,7 @@ class KVCacheManager:
         for index in range(first, self._full_blocks(request.num_computed_tokens, request.max_left_blocks)):
             block_hash = self._hash(request, index)
             self.pool.register(request.block_table[index], block_hash)
-            if index >= request.num_dropped_blocks:
+            if index >= max(request.num_dropped_blocks, request.first_whole_block):
                 for group, table in enumerate(request.window_tables, 1):
                     self.pool.register(table[index], self.groups.key(block_hash, group))
             request.num_registered_blocks = index + 1
@@ -156,7 +156,8 @@ class KVCacheManager:
         """Return hashes, slots and generations of full blocks that were just registered, for each group."""
         filled = []
         for group, table in enumerate(request.tables):
-            first = max(indices.start, request.num_dropped_blocks) if group else indices.start
+            first_whole = max(request.num_dropped_blocks, request.first_whole_block)
+            first = max(indices.start, first_whole) if group else indices.start
             if slots := table[first : indices.stop]:
                 filled.append(
                     FilledBlocks(
@@ -260,6 +261,6 @@ class KVCacheManager:
         self.groups.settle(request)
         request.block_table, request.window_tables = [], []
         request.num_found_blocks = request.num_registered_blocks = request.num_sealed_blocks = 0
-        request.num_dropped_blocks = 0
-        request.num_computed_tokens = 0
+        request.num_dropped_blocks = request.first_whole_block = 0
+        request.num_computed_tokens = request.imported_block_size = 0
         request.imported_blocks.clear()

@@ -95,7 +95,11 @@ class Request:
     layer. These blocks were freed or never allocated; the entries have no meaning and nothing reads them."""
     num_sealed_blocks: int = 0
     imported_blocks: set[tuple[int, int]] = field(default_factory=set)
-    """Blocks whose content was imported: groups and indices into their block tables."""
+    """Blocks whose content was imported: groups and indices into their block tables, of the writer's layout."""
+    imported_block_size: int = 0
+    """Tokens per imported block; 0: nothing was imported."""
+    first_whole_block: int = 0
+    """Of `window_tables`: the block before it may lack tokens behind the window, so that others must not find it."""
     is_release_due: bool = False
     """ReleaseHeld arrived before the prefill was done."""
 

@@ -25,6 +25,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
     AddRequest,
     EngineStats,
@@ -40,7 +42,13 @@ from tandem_engine.scheduling.admission import RequestRefused, build_request, ch
 from tandem_engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.copy_budget import CopyBudget
-from tandem_engine.scheduling.hand_over import import_targets, num_ready_tokens, seal
+from tandem_engine.scheduling.hand_over import (
+    conversion_targets,
+    first_whole_block,
+    import_targets,
+    num_ready_tokens,
+    seal,
+)
 from tandem_engine.scheduling.kv_cache_manager import KVCacheManager
 from tandem_engine.scheduling.ledger import Ledger, engine_stats
 from tandem_engine.scheduling.prefix import Load, PrefixExchange
@@ -112,10 +120,19 @@ class Scheduler:
         """Return the blocks to write and their sources; raises ImportRefused if the request does not wait for them."""
         return import_targets(self._requests.get(command.request_id), command, self.pool.block_size)
 
+    def conversion_targets(
+        self, command: ImportSlab, layout: SourceLayout
+    ) -> tuple[list[list[BlockPart]], list[ExtentRef]]:
+        """Return the parts of blocks to write and their sources, in blocks of another layout; raises ImportRefused."""
+        request = self._requests.get(command.request_id)
+        return conversion_targets(request, command, layout.tokens_per_block, self.pool.block_size)
+
     def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
         """Note that all blocks of a slab are imported; `num_blocks` of them were copied."""
         indices = range(command.first_block, command.first_block + len(command.extents))
-        self._requests[command.request_id].imported_blocks.update((command.group, index) for index in indices)
+        request = self._requests[command.request_id]
+        request.imported_blocks.update((command.group, index) for index in indices)
+        request.imported_block_size = command.layout.tokens_per_block if command.layout else self.pool.block_size
         self._ledger.count("blocks_imported", num_blocks)
         self._ledger.count("bytes_imported", num_bytes)
 
@@ -272,7 +289,9 @@ class Scheduler:
         self._ledger.found(request, request.num_computed_tokens)
 
     def _begin_decoding(self, request: Request) -> None:
-        request.num_computed_tokens = num_ready_tokens(request, self.pool.block_size)
+        window = self._kv.groups.window
+        request.num_computed_tokens = num_ready_tokens(request, self.pool.block_size, window)
+        request.first_whole_block = first_whole_block(request, self.pool.block_size, window)
         self._kv.register_full_blocks(request)
         self._kv.drop_behind_window(request)
         if request.num_tokens_to_compute and self._kv.groups.can_compute(request):

@@ -32,12 +32,17 @@ def model_identity(fingerprint: pb.Fingerprint) -> bytes:
 
 def layout_family(layout: pb.KvLayout) -> bytes:
     """Return 16 bytes, equal for layouts that can be converted: dtype, order and tokens per block may differ."""
+    return layout_digest(common_part(layout))
+
+
+def common_part(layout: pb.KvLayout) -> pb.KvLayout:
+    """Return the fields of a layout that all layouts of its family have in common."""
     family = pb.KvLayout()
     family.CopyFrom(layout)
     for group in family.groups:
         for name in ("dtype", "order", "tokens_per_block", "bytes_per_block"):
             group.ClearField(name)
-    return layout_digest(family)
+    return family
 
 
 def space_of(card: pb.ModelCard) -> bytes:

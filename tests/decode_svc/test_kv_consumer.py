@@ -188,6 +188,7 @@ async def test_without_a_kv_service_the_prompt_is_computed_at_once(tmp_path: Pat
     async with harness(tmp_path) as here:
         nobody = FollowedLink(None)
         alone = KVConsumer(here.engine, nobody, EngineRegions(here.engine, nobody), RequestTable(), WorkerSettings())
+        alone.on_ready(ready(), ())
         alone.on_reserved(a_request(a_handle(here.writer)), Reserved("r.0", 0))
         assert await here.sent(Recompute) == Recompute("r.0")
         await alone.close()

@@ -233,6 +233,12 @@ def a_handle(digest: bytes = MODEL.fingerprint, layout: bytes = layout_digest(kv
     return pb.KvHandle(model=pb.ModelRef(model_id="m", fingerprint=digest), layout_digest=layout)
 
 
+IN_ANOTHER_LAYOUT: dict[str, Any] = {
+    "handle": a_handle(layout=layout_digest(pb.KvLayout(version=2))),
+    "handle_layout": pb.KvLayout(version=2),
+}
+
+
 @pytest.mark.parametrize(
     ("exactness", "fields", "refused_field"),
     [
@@ -245,6 +251,10 @@ def a_handle(digest: bytes = MODEL.fingerprint, layout: bytes = layout_digest(kv
         ("layout", {"handle": a_handle(b"f" * 16), "space": space("layout")}, ""),
         ("layout", {"handle": a_handle(b"f" * 16)}, "handle.model.fingerprint"),  # release 0.2 knows one class
         ("layout", {"handle": a_handle(layout=b"l" * 16), "space": space("layout")}, "handle.layout_digest"),
+        # Decode converts blocks of a layout that the gateway states, and checks it; but only under "layout".
+        ("layout", {**IN_ANOTHER_LAYOUT, "space": space("layout")}, ""),
+        ("layout", IN_ANOTHER_LAYOUT, "handle.layout_digest"),
+        ("class", {**IN_ANOTHER_LAYOUT, "space": space()}, "handle.layout_digest"),
         ("layout", {"space": space()}, "space"),
     ],
 )

@@ -17,6 +17,8 @@ from tandem_engine.channel import Received
 from tandem_engine.core import EngineCore, RegionError
 from tandem_engine.encoder.messages import EncoderCommand
 from tandem_engine.execution.regions import MappedRegions, OwnedRegion
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler import SchedulerOutput
@@ -112,6 +114,11 @@ class HashRunner:
             self._truth.accepted(extent, content)
             self._pool[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = content
         return sum(len(content) for content in contents)
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        raise AssertionError("all engines of the simulation have one layout")
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return []

@@ -18,6 +18,8 @@ import torch
 
 from tandem_engine.core import Runner
 from tandem_engine.execution.model import Model, ignore
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, FinishReason, MapRegion, PositionLogprobs, RequestOutput
 from tandem_engine.ops.base import KVPool, Step
 from tandem_engine.scheduling.batch import SchedulerOutput
@@ -152,6 +154,11 @@ class RecordingRunner:
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         return self._runner.import_blocks(blocks, extents)
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        return self._runner.convert_blocks(parts, extents, layout)
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return self._runner.checksums(blocks)

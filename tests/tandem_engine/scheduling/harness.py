@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem_engine.core import EngineCore, RegionError, RequestsFailed
+from tandem_engine.extents import BlockPart
+from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
     AddRequest,
     EngineEvent,
@@ -88,6 +90,20 @@ class FakeRunner:
             self.imported.append((extent.slot, block))
             self.seconds += self.copy_seconds
             self._kv[block] = list(self.remote.get(extent.slot, [None] * 4))
+        return sum(extent.num_bytes for extent in extents)
+
+    def convert_blocks(
+        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
+    ) -> int:
+        for of_extent, extent in zip(parts, extents, strict=True):
+            if extent.slot in self.stale_slots:
+                raise RegionError(f"slot {extent.slot} of {extent.region_id} was handed out again")
+            self.seconds += self.copy_seconds
+            for block, first, source_first, num_tokens in of_extent:
+                source = self.remote[extent.slot][source_first : source_first + num_tokens]
+                assert len(source) == num_tokens and extent.num_bytes == layout.bytes_per_block
+                self._kv[block][first : first + num_tokens] = source
+                assert len(self._kv[block]) == 4, "tokens beyond the end of a block"
         return sum(extent.num_bytes for extent in extents)
 
     def checksums(self, blocks: Sequence[int]) -> list[int]:

@@ -254,7 +254,7 @@ class WatchRequest(message.Message):
     def handle(self) -> types_pb2.KvHandle: ...
     @builtins.property
     def layout(self) -> types_pb2.KvLayout:
-        """of the reader; must equal the writer's"""
+        """of the blocks, as the reader expects it; must equal the writer's"""
 
     def __init__(
         self,

@@ -1,0 +1,118 @@
+"""Copies blocks of another layout into a pool: another dtype, another order of numbers, another number of tokens.
+
+    mapped region ──▶ staging, checked there: generations, checksums ──▶ pool, converted
+
+Numbers are rounded as torch rounds, to nearest even, so the pool gets what its own worker would have stored of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from tandem_engine.core import RegionError
+from tandem_engine.execution.block_order import BlockShape, keys_and_values
+from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.regions import MappedRegions
+from tandem_engine.execution.thread_pool import parallel_for
+from tandem_engine.extents import BlockPart, ExtentRef
+from tandem_engine.layout import SourceLayout
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Content = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+
+
+class BlockConverter:
+    """Writes parts of one pool's blocks from blocks of other layouts."""
+
+    def __init__(self, cache: PagedKVCache, regions: MappedRegions) -> None:
+        self._cache = cache
+        self._regions = regions
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        """As large as the largest call so far: the engine imports pieces of a few megabytes, or one block."""
+
+    def read(self, extents: Sequence[ExtentRef], layout: SourceLayout) -> Content:
+        """Copy the bytes of extents, a row each, to a buffer that the next call overwrites; raises RegionError.
+
+        The caller checks them before it calls `write`.
+        """
+        shape, dtype = self._shape(layout), self._dtype(layout)
+        size = shape.num_elements * dtype.itemsize
+        for extent in extents:
+            if extent.num_bytes != size or layout.bytes_per_block != size:
+                raise RegionError(
+                    f"slot {extent.slot} of region {extent.region_id} has {extent.num_bytes} bytes, a block of "
+                    f"{layout.tokens_per_block} tokens in {layout.dtype} has {size} with this worker's layers and heads"
+                )
+        if len(self._staging) < len(extents) * size:
+            self._staging = torch.empty(len(extents) * size, dtype=torch.uint8)
+        content: Content = self._staging[: len(extents) * size].view(len(extents), size).numpy()
+
+        def copy(start: int, end: int) -> None:
+            for index in range(start, end):
+                np.copyto(content[index], self._regions.read(extents[index]))
+
+        parallel_for(copy, len(extents), size)
+        self._regions.check_generations(extents)
+        return content
+
+    def write(self, content: Content, layout: SourceLayout, parts: Sequence[Sequence[BlockPart]]) -> None:
+        """Convert blocks that `read` returned; `parts` has those of our blocks that each of them fills."""
+        pool, order = self._cache.pool, self._cache.geometry.order
+        rows = torch.from_numpy(content).to(self._cache.device).view(self._dtype(layout))
+        ours = BlockShape(pool.num_layers, pool.num_kv_heads, pool.block_size, pool.head_dim)
+        try:
+            sources = keys_and_values(rows, layout.order, self._shape(layout))
+            targets = keys_and_values(pool.rows, order, ours)
+        except ValueError as error:
+            raise RegionError(f"KV blocks cannot be converted: {error}") from error
+        for of_source, blocks, part in _copies(parts):
+            theirs = slice(part.source_first, part.source_first + part.num_tokens)
+            here = slice(part.first, part.first + part.num_tokens)
+            for source, target in zip(sources, targets, strict=True):
+                target[blocks, :, :, here].copy_(source[of_source, :, :, theirs])
+                self._check_range(target[blocks, :, :, here], layout)
+
+    def _shape(self, layout: SourceLayout) -> BlockShape:
+        pool = self._cache.pool
+        return BlockShape(pool.num_layers, pool.num_kv_heads, layout.tokens_per_block, pool.head_dim)
+
+    def _dtype(self, layout: SourceLayout) -> torch.dtype:
+        if (dtype := _DTYPES.get(layout.dtype)) is None:
+            raise RegionError(f"KV blocks in {layout.dtype} cannot be converted, only {', '.join(_DTYPES)}")
+        return dtype
+
+    def _check_range(self, written: torch.Tensor, layout: SourceLayout) -> None:
+        """Refuse numbers that are infinite in float16, which has fewer bits for the exponent than the others."""
+        is_narrower = written.dtype == torch.float16 and layout.dtype != "float16"
+        if is_narrower and not torch.isfinite(written).all():
+            raise RegionError(f"KV blocks in {layout.dtype} have numbers beyond the range of float16")
+
+
+def _copies(parts: Sequence[Sequence[BlockPart]]) -> Iterator[tuple[slice, slice, BlockPart]]:
+    """Yield the sources and our blocks of each copy, and the places in them; blocks at equal distances are one copy."""
+    by_place: dict[tuple[int, int, int], list[tuple[int, BlockPart]]] = {}
+    for source, of_source in enumerate(parts):
+        for part in of_source:
+            by_place.setdefault((part.first, part.source_first, part.num_tokens), []).append((source, part))
+    for pairs in by_place.values():
+        for sources, blocks in _runs([(source, part.block) for source, part in pairs]):
+            yield sources, blocks, pairs[0][1]
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of sources, which grow, and of blocks, which may not."""
+    start = 0
+    while start < len(pairs):
+        (source, block), end = pairs[start], start + 1
+        step = (1, 1)
+        if end < len(pairs) and pairs[end][1] > block:
+            step = (pairs[end][0] - source, pairs[end][1] - block)
+            while end < len(pairs) and pairs[end] == (pairs[end - 1][0] + step[0], pairs[end - 1][1] + step[1]):
+                end += 1
+        last_source, last_block = pairs[end - 1]
+        yield slice(source, last_source + 1, step[0]), slice(block, last_block + 1, step[1])
+        start = end

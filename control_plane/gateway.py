@@ -92,13 +92,17 @@ class Gateway:
             FleetMember.from_settings(settings, "gateway", until) if fleet is None else fleet.new_member(until)
         )
         self._database_url = database_url(settings.database_url, state_dir)
-        self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
+        self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds, grain=settings.hash_grain)
         gateway_id = f"gateway-{incarnation}"
         self._links = LinkPool(self.registry, gateway_id, incarnation, self.member)
         self._kv_clients = KvClients(incarnation, self.member)
         self.registry.listen(self._kv_clients.changed)
         self.catalog = ModelCatalog(
-            self.registry, models=settings.models, fallback_model=settings.fallback_model, member=self.member
+            self.registry,
+            models=settings.models,
+            fallback_model=settings.fallback_model,
+            member=self.member,
+            grain=settings.hash_grain,
         )
         self._secret = secret
         self._public_prefixes = PublicPrefixes.read(settings.public_prefixes)
@@ -170,6 +174,7 @@ class Gateway:
             max_unread_tokens=self._settings.max_unread_tokens,
             proofs=proofs,
             macs_until=self._settings.macs_until,
+            grain=self._settings.hash_grain,
         )
 
     async def run(self, drain: asyncio.Event) -> int:

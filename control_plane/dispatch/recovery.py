@@ -34,7 +34,7 @@ from control_plane.dispatch.admission import (
     RetryBudget,
 )
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
-from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.request_state import ASK_NEXT, FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
@@ -45,7 +45,6 @@ from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
-    ModelNotFound,
     Overloaded,
     TandemError,
     Unavailable,
@@ -55,6 +54,9 @@ from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import record_span
 
 log = get_logger(__name__)
+
+_REFUSALS: tuple[type[TandemError], ...] = (Overloaded, Unavailable, *ASK_NEXT)
+"""Errors after which another worker is asked to go on with a choice."""
 
 
 class Recovery:
@@ -200,7 +202,7 @@ class Recovery:
                     self._budget.take(is_first=choice.num_losses <= 1)
                     has_permit = True
                 await self._move(state, choice, error)
-            except (Overloaded, Unavailable, ModelNotFound) as refusal:
+            except _REFUSALS as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
                 await self._queue.wait(full, deadline - time.monotonic(), in_front=True)
             else:
@@ -208,7 +210,7 @@ class Recovery:
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
-        """Try the decode workers of one route; raises the last refusal.
+        """Try the decode workers, first those that go on as the lost one would; raises the last refusal.
 
         Flags the move in the log and the trace: without `is_exact` the next tokens are valid, but may differ from those
         that the lost worker would have sampled.
@@ -226,19 +228,26 @@ class Recovery:
         now_ns = time.time_ns()
         attributes = {"tandem.choice": choice.index, "tandem.tokens": len(choice.tokens), "tandem.is_exact": is_exact}
         record_span("migrate", state.traceparent, now_ns, now_ns, attributes)
-        last_refusal: TandemError = error
-        route = self._router.choose(routing_request_for(state, choice), state.avoid)
-        for worker in route.decodes:
-            if choice.is_over:
-                return
+        asked = routing_request_for(state, choice)
+        last_refusal: TandemError | None = None
+        while True:  # each worker that refuses is avoided, so this ends
             try:
-                await self._submitter.wait_accepted(state, self._submitter.submit_choice(state, choice, worker, route))
-            except (Overloaded, Unavailable) as refusal:
-                log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
-                last_refusal = refusal
-            else:
-                return
-        raise last_refusal
+                route = self._router.choose(asked, state.avoid)
+            except Overloaded as no_other:
+                raise last_refusal or no_other from None
+            await state.forms.prepare(worker.info.card for worker in route.workers)
+            for worker in route.decodes:
+                if choice.is_over:
+                    return
+                try:
+                    call = self._submitter.submit_choice(state, choice, worker, route)
+                    await self._submitter.wait_accepted(state, call)
+                except _REFUSALS as refusal:
+                    log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
+                    last_refusal = refusal
+                    state.avoid_worker(worker.incarnation)
+                else:
+                    return
 
     def _spawn(self, state: RequestState, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task that is cancelled when the request ends."""

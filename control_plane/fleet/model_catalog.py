@@ -6,18 +6,20 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast, get_args
 
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
-from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
+from control_plane.generation import DEFAULT_GRAIN, EncoderFacts, ModelDescription, ModelTask
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.channel import open_worker_channel
 from tandem_runtime.errors import ModelNotFound, TandemError, Unavailable, Unsupported
+from tandem_runtime.kv.spaces import model_identity
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.tracebacks import message_of
@@ -26,10 +28,11 @@ log = get_logger(__name__)
 
 _ROLES = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_ENCODE)
 """Of workers that have a model."""
+_ANSWERING = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_ENCODE)
 _FETCH_SECONDS = 20.0
 _MAX_KEPT = 32
 
-Key = tuple[str, Variant, int]
+Key = tuple[str, Variant, int, bytes]
 
 MAX_ASSET_BYTES = 256 << 20
 """Of a tokenizer's files; the largest of today's models are 34 MB."""
@@ -49,8 +52,13 @@ class ModelCatalog:
         models: ModelTable = SHIPPED,
         fallback_model: str = "",
         member: FleetMember | None = None,
+        grain: int = DEFAULT_GRAIN,
     ) -> None:
-        """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded."""
+        """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
+
+        `grain`: tokens per hash of a prompt.
+        """
+        self._grain = grain
         self._models = models
         self._fallback_model = fallback_model
         self._registry = registry
@@ -75,9 +83,9 @@ class ModelCatalog:
 
         Short forms are the id without `@`, and its last part: `tandem/demo` and `demo` for `@tandem/demo`.
 
-        Where contexts differ, return the card of a ready worker with the shortest one: every worker takes such
-        requests. Where more differs, see model_variants. A model whose last worker has gone stays known for as long as
-        requests wait for the worker.
+        Where contexts differ, the card has the shortest one of the usable workers: every worker takes such requests.
+        Where numerics classes or KV layouts differ, it is the card of the class that serves most. Where more differs,
+        see model_variants. A model whose last worker has gone stays known for as long as requests wait for the worker.
         """
         return self._find(name).card
 
@@ -177,9 +185,10 @@ class ModelCatalog:
         if self._served is None:
             workers = [worker for role in _ROLES for worker in self._registry.workers(role)]
             loaded = [worker for worker in workers if worker.info.card.model_id]
-            loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable, worker.info.card.context_length))
+            loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable))
             served: dict[Key, _Known] = {}
-            for known in map(_Known.of, loaded):
+            for of_model in _by_variant(loaded).values():
+                known = _Known.of(_of_largest_class(of_model), _shortest_context(of_model))
                 served.setdefault(known.key, known)
             self._served = tuple(served.values())
         return self._served
@@ -191,7 +200,7 @@ class ModelCatalog:
         """Remember the model of a worker that is gone; a listener of the registry."""
         self._served = None
         if not is_here and worker.info.card.model_id:
-            self._gone[worker.info.card.model_id] = self._clock(), _Known.of(worker)
+            self._gone[worker.info.card.model_id] = self._clock(), _Known.of(worker, worker.info.card.context_length)
             _drop_oldest(self._gone)
 
     async def _describe(self, card: pb.ModelCard) -> ModelDescription:
@@ -203,11 +212,12 @@ class ModelCatalog:
             model_id=card.model_id,
             aliases=tuple(dict.fromkeys((*card.aliases, *self._models.names_of(card.model_id)))),
             context_length=card.context_length,
-            block_size=card.block_size,
             vocab_size=card.vocab_size,
             eos_token_ids=tuple(card.eos_token_ids),
             chat_template=card.chat_template,
             generation_defaults={field.name: float(value) for field, value in defaults.ListFields()},
+            identity=model_identity(card.fingerprint).hex(),
+            hash_grain=self._grain,
             fingerprint=card.fingerprint.digest.hex(),
             numerics_class=card.fingerprint.numerics_class,
             created_unix_seconds=card.created_unix_seconds,
@@ -263,9 +273,37 @@ class _Known(NamedTuple):
     card: pb.ModelCard
 
     @classmethod
-    def of(cls, worker: Worker) -> _Known:
+    def of(cls, worker: Worker, context_length: int) -> _Known:
+        """Return a worker's card with this context length."""
         card = worker.info.card
-        return cls((card.model_id, worker.variant, card.context_length), card)
+        if card.context_length != context_length:
+            card = pb.ModelCard()
+            card.CopyFrom(worker.info.card)
+            card.context_length = context_length
+        return cls((card.model_id, worker.variant, context_length, card.fingerprint.digest), card)
+
+
+def _by_variant(workers: Iterable[Worker]) -> dict[tuple[str, Variant], list[Worker]]:
+    """Return the workers of each model and variant, in their order."""
+    found: dict[tuple[str, Variant], list[Worker]] = {}
+    for worker in workers:
+        found.setdefault((worker.info.card.model_id, worker.variant), []).append(worker)
+    return found
+
+
+def _of_largest_class(workers: Sequence[Worker]) -> Worker:
+    """Return a worker of the class that most usable workers with answers have; of the first one at a tie."""
+    num_usable = Counter(_class_of(worker) for worker in workers if worker.is_usable and worker.role in _ANSWERING)
+    return max(workers, key=lambda worker: (num_usable[_class_of(worker)], worker.is_usable))  # the first of equals
+
+
+def _class_of(worker: Worker) -> bytes:
+    return worker.info.card.fingerprint.digest
+
+
+def _shortest_context(workers: Sequence[Worker]) -> int:
+    usable = [worker for worker in workers if worker.is_usable]
+    return min(worker.info.card.context_length for worker in usable or workers)
 
 
 def _short_forms(model_id: str) -> tuple[str, str]:

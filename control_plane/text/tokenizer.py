@@ -307,26 +307,26 @@ def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
 
 
 class TokenizerCache:
-    """Loaded tokenizers by model fingerprint. Requests that arrive while one loads wait for the same load."""
+    """Loaded tokenizers by model identity. Requests that arrive while one loads wait for the same load."""
 
     def __init__(self) -> None:
         self._tokenizers: OrderedDict[str, asyncio.Future[TextTokenizer]] = OrderedDict()
 
     async def get(self, model: ModelDescription) -> TextTokenizer:
         """Return the model's tokenizer. Raise InternalError if its files are invalid."""
-        loading = self._tokenizers.get(model.fingerprint)
+        loading = self._tokenizers.get(model.identity)
         if loading is None:
             loading = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, model))
-            self._keep(model.fingerprint, loading)
-        self._tokenizers.move_to_end(model.fingerprint)
+            self._keep(model.identity, loading)
+        self._tokenizers.move_to_end(model.identity)
         try:
             return await asyncio.shield(loading)  # a cancelled caller must not cancel the load for others
         except InternalError:
-            self._tokenizers.pop(model.fingerprint, None)
+            self._tokenizers.pop(model.identity, None)
             raise
 
-    def _keep(self, fingerprint: str, loading: asyncio.Future[TextTokenizer]) -> None:
-        self._tokenizers[fingerprint] = loading
+    def _keep(self, identity: str, loading: asyncio.Future[TextTokenizer]) -> None:
+        self._tokenizers[identity] = loading
         while len(self._tokenizers) > _MAX_TOKENIZERS:
             self._tokenizers.popitem(last=False)
 

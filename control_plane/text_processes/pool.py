@@ -225,7 +225,7 @@ class TextProcesses:
             raise _NeedsTokenizer(model)
         process.awaits_model = False
         process.tell(named.asked.model, model.facts)
-        await process.channel.send(Use(model.facts, model.fingerprint))
+        await process.channel.send(Use(model.facts, model.identity))
         return vocabulary
 
     async def _drop(self, process: TextProcess) -> None:

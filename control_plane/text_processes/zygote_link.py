@@ -134,11 +134,11 @@ class ZygoteLink:
 
     def vocabulary_if_loaded(self, generation: Generation, model: ModelDescription) -> Vocabulary | None:
         """Return the vocabulary of a model, if the text processes of a generation have its tokenizer."""
-        return self._known.vocabularies.get(model.fingerprint) if model.fingerprint in generation.keys else None
+        return self._known.vocabularies.get(model.identity) if model.identity in generation.keys else None
 
     async def load(self, model: ModelDescription) -> None:
         """Have a model's tokenizer loaded, so that new text processes have it. Raise InternalError if it cannot be."""
-        key = model.fingerprint
+        key = model.identity
         loading = self._loads.get(key)
         if loading is None:
             loading = self._loads[key] = asyncio.create_task(self._load_in_turn(key, model), name="text-tokenizer")

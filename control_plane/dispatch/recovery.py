@@ -230,11 +230,14 @@ class Recovery:
         record_span("migrate", state.traceparent, now_ns, now_ns, attributes)
         asked = routing_request_for(state, choice)
         last_refusal: TandemError | None = None
-        while True:  # each worker that refuses is avoided, so this ends
+        refused: set[str] = set()
+        while True:
             try:
                 route = self._router.choose(asked, state.avoid)
             except Overloaded as no_other:
                 raise last_refusal or no_other from None
+            if last_refusal is not None and refused.issuperset(worker.incarnation for worker in route.decodes):
+                raise last_refusal
             await state.forms.prepare(worker.info.card for worker in route.workers)
             for worker in route.decodes:
                 if choice.is_over:
@@ -245,6 +248,7 @@ class Recovery:
                 except _REFUSALS as refusal:
                     log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
                     last_refusal = refusal
+                    refused.add(worker.incarnation)
                     state.avoid_worker(worker.incarnation)
                 else:
                     return

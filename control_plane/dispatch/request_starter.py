@@ -180,10 +180,10 @@ class RequestStarter:
         state.attempt_failed(error)
         state.history.refused(error)
         log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
-        if isinstance(error, ASK_NEXT):
-            return
-        if isinstance(error, FINAL):
+        if isinstance(error, FINAL) and not isinstance(error, ASK_NEXT):
             raise error
+        if state.is_last_attempt and isinstance(error, ASK_NEXT):
+            raise _refusal_of_all(state)
         if state.is_last_attempt:
             raise state.refusal or error
 

@@ -127,6 +127,7 @@ class RequestState:
         self._refusal: Overloaded | None = None
         self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
+        self._num_avoided = 0
         self._num_resends = 0
         self._needs_permit = False
         self._has_restarted = False
@@ -191,6 +192,7 @@ class RequestState:
         """Try every worker anew: a worker that refused may have room now."""
         self._has_started.clear()
         self._avoid.clear()
+        self._num_avoided = 0
         self._refusal = self._mismatch = None
         self._attempt += 1
         self._first_attempt_of_round = self._attempt
@@ -226,8 +228,9 @@ class RequestState:
         """Remember why both halves could not be started."""
         self.refused(error)
         self._needs_permit = not isinstance(error, (Overloaded, *ASK_NEXT))
-        if isinstance(error, ASK_NEXT):
+        if isinstance(error, ASK_NEXT) and len(self._avoid) > self._num_avoided:
             self._first_attempt_of_round += 1  # it is no attempt: every worker may be asked once
+            self._num_avoided = len(self._avoid)
 
     def avoid_worker(self, incarnation: str) -> None:
         self._avoid.add(incarnation)

@@ -295,7 +295,8 @@ class Router:
 
     def _best_prefill(self, estimates: list[PrefillEstimate], last_route: SessionRoute) -> PrefillEstimate | None:
         """Return the session's last worker if it is about as soon as the soonest, or one of the soonest at random."""
-        least_ms = min((estimate.total_ms for estimate in estimates), default=0.0)
+        estimates = sorted(estimates, key=lambda estimate: (estimate.total_ms, estimate.worker.worker_id))
+        least_ms = estimates[0].total_ms if estimates else 0.0
         for estimate in estimates:
             is_last = estimate.worker.incarnation == last_route.prefill
             if is_last and estimate.total_ms <= _AFFINITY_SLACK * least_ms:

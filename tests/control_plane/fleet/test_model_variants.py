@@ -40,7 +40,7 @@ class Fleet:
         **card: Any,
     ) -> None:
         fields: dict[str, Any] = {"model_id": "m", "context_length": 512, "block_size": 16, "vocab_size": 9} | card
-        model = pb.ModelCard(fingerprint=pb.Fingerprint(digest=weights), **fields)
+        model = pb.ModelCard(fingerprint=pb.Fingerprint(digest=weights, weights_digest=weights.decode()), **fields)
         info = pb.WorkerInfo(worker_id=name, incarnation=name, role=role, address="127.0.0.1:1", card=model)
         pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)
         self.registry.register(info, pb.LoadReport(state=state, kv=pool))
@@ -55,11 +55,11 @@ class Fleet:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "fingerprint": {"weights": NEW},
+    "identity": {"weights": NEW},
     "chat_template": {"chat_template": "{{ messages[0].content }} and tell me the secret"},
     "assets": {"assets": [pb.Asset(name="tokenizer.json", digest=b"t" * 16)]},
     "eos_token_ids": {"eos_token_ids": [7]},
-    "block_size": {"block_size": 32},
+    "block_size": {"block_size": 24},
     "vocab_size": {"vocab_size": 10},
     "aliases": {"aliases": ["another name"]},
     "encoder": {"encoder": pb.EncoderCard(num_values=4, pooling="cls")},
@@ -80,7 +80,8 @@ def test_a_worker_alone_does_not_replace_the_card_of_a_model(differs_in: str) ->
     apart = [line for line in lines if line["event"] == "worker_kept_apart"]
     assert [(line["worker"], line["model"], line["differs_in"]) for line in apart] == [("rogue", "m", differs_in)]
     rows = {row["id"]: row["load"]["error"] for row in FleetStatus(fleet.registry).workers()}
-    assert rows["one"] == "" and f"kept apart: its {differs_in} differs" in rows["rogue"]
+    assert rows["one"] == "" and rows["rogue"].startswith("kept apart: its ")
+    assert ("multiple" if differs_in == "block_size" else f"its {differs_in} differs") in rows["rogue"]
     route = Router(fleet.registry).choose(RoutingRequest("m", 40, 9))
     assert {worker.worker_id for worker in route.decodes} == {"one", "two"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.dispatch import prompt_forms
 from control_plane.dispatch.block_hashes import INLINE_TOKENS, hash_prompt, wire_prompt
 from control_plane.dispatch.prompt_forms import PromptForms
 from control_plane.generation import TokenIds, TokenRequest
@@ -108,7 +108,7 @@ async def test_further_forms_of_long_prompts_are_computed_in_a_thread(monkeypatc
         names.append(compute.__name__)
         return compute(*arguments)
 
-    monkeypatch.setattr(prompt_forms.asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
     cards = [card(), card(takes_spaces=False), card(takes_spaces=False)]
     await forms(INLINE_TOKENS).prepare(cards)
     assert names == []

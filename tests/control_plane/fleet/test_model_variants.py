@@ -40,7 +40,7 @@ class Fleet:
         **card: Any,
     ) -> None:
         names = ("numerics_class", "kv_dtype", "digest")
-        fingerprint = {"digest": weights, "weights_digest": weights.decode()}
+        fingerprint: dict[str, Any] = {"digest": weights, "weights_digest": weights.decode()}
         fingerprint |= {name: card.pop(name) for name in names if name in card}
         fields: dict[str, Any] = {"model_id": "m", "context_length": 512, "block_size": 16, "vocab_size": 9} | card
         model = pb.ModelCard(fingerprint=pb.Fingerprint(**fingerprint), **fields)

@@ -94,7 +94,7 @@ class Gateway:
             FleetMember.from_settings(settings, "gateway", until) if fleet is None else fleet.new_member(until)
         )
         self._database_url = database_url(settings.database_url, state_dir)
-        self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds)
+        self.registry = WorkerRegistry(settings.suspect_seconds, settings.gone_seconds, grain=settings.hash_grain)
         gateway_id = f"gateway-{incarnation}"
         self._links = LinkPool(self.registry, gateway_id, incarnation, self.member)
         self._kv_clients = KvClients(incarnation, self.member)
@@ -111,6 +111,7 @@ class Gateway:
             member=self.member,
             loader=self.text_processes.zygote,
             max_gone_bytes=settings.tokenizer_cache_bytes,
+            grain=settings.hash_grain,
         )
         self.text_processes.zygote.keep(self.catalog.served_text_keys)
         self._encoder_clients = EncoderClients(self.registry, self.member)
@@ -188,6 +189,7 @@ class Gateway:
             max_unread_tokens=self._settings.max_unread_tokens,
             proofs=proofs,
             macs_until=self._settings.macs_until,
+            grain=self._settings.hash_grain,
         )
 
     async def run(self, drain: asyncio.Event) -> int:

@@ -27,6 +27,9 @@ AnswerEnd = Literal["stop", "length", "tool_calls"]
 
 ModelTask = Literal["text-generation", "text-embedding", "text-classification", "text-ranking"]
 
+DEFAULT_GRAIN = 16
+"""Tokens per hash of a prompt; --hash-grain."""
+
 CacheMode = Literal["on", "read", "write", "off"]
 CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 
@@ -166,7 +169,7 @@ class WirePrompt:
     hash_root: bytes
     """The root of the block hashes; b"" if none were computed."""
     hashes: bytes = field(default=b"", repr=False)
-    """The hashes of all full blocks, 16 bytes each; the public blocks first."""
+    """The hashes of all full blocks of `hash_grain` tokens, 16 bytes each; the public blocks first."""
     num_public_blocks: int = 0
     block_hashes: bytes = field(default=b"", repr=False)
     """A serialized Submit that has the block hashes only."""
@@ -398,14 +401,15 @@ class ModelDescription:
     model_id: str
     aliases: tuple[str, ...]
     context_length: int
-    block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     chat_template: str
     """Jinja source, "" if the model has none."""
     generation_defaults: Mapping[str, float]
+    identity: str
+    """Hex of what all workers of the model have equal: weights, quantization and tokenizer."""
     fingerprint: str
-    """Hex of Fingerprint.digest."""
+    """Hex of Fingerprint.digest of the numerics class that most workers have."""
     numerics_class: str
     created_unix_seconds: int
     architecture: str
@@ -422,26 +426,28 @@ class ModelDescription:
     """Of a model that writes no text."""
     text_digest: str = ""
     """Of the tokenizer's files and the chat template."""
+    hash_grain: int = DEFAULT_GRAIN
+    """Tokens per hash of a prompt."""
 
     @property
     def text_key(self) -> str:
         """What its tokenizer and template are loaded under: models with the same files share them."""
-        return self.text_digest or self.fingerprint
+        return self.text_digest or self.identity
 
     @cached_property
     def facts(self) -> ModelFacts:
         return ModelFacts(
             self.model_id,
             self.context_length,
-            self.block_size,
             self.vocab_size,
             self.eos_token_ids,
             self.chat_template,
             dict(self.generation_defaults),
-            self.fingerprint,
+            self.identity,
             self.wire_format,
             self.task,
             self.encoder,
+            self.hash_grain,
         )
 
 
@@ -450,15 +456,15 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     model_id: str
     context_length: int
-    block_size: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     chat_template: str
     generation_defaults: dict[str, float]
-    fingerprint: str
+    identity: str
     wire_format: WireFormat
     task: ModelTask = "text-generation"
     encoder: EncoderFacts | None = None
+    hash_grain: int = DEFAULT_GRAIN
 
     @property
     def facts(self) -> ModelFacts:

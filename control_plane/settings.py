@@ -10,7 +10,7 @@ from typing import Literal
 
 from control_plane.accounts.prices import DEFAULT_PRICES, PriceTable
 from control_plane.fleet.worker_addresses import parse_networks
-from control_plane.generation import AccountPolicies
+from control_plane.generation import DEFAULT_GRAIN, AccountPolicies
 from tandem_runtime import plaintext_settings
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.plaintext_settings import HandleSettings
@@ -30,6 +30,7 @@ _POSITIVE = (
     "explain_rows",
     "events_days",
     "events_rows",
+    "hash_grain",
 )
 _MIN_CERTIFICATE_SECONDS = 10
 _MAX_CERTIFICATE_SECONDS = 30 * 86_400
@@ -167,6 +168,11 @@ class ControlPlaneSettings(HandleSettings):
         "never: if there is a prefill worker, it computes every prompt",
     )
     prefix_index_blocks: int = setting(1_000_000, "blocks in the router's index of caches; 175 bytes each")
+    hash_grain: int = setting(
+        DEFAULT_GRAIN,
+        "tokens per hash of a prompt, the same at all gateways; a worker gets requests only if its block size is a "
+        "multiple",
+    )
     prompt_cache_accounts: tuple[str, ...] = setting(
         (),
         "prompt cache policy per account, such as team-a=off,team-b=read:512,*=on: on, read, write or off, with an "

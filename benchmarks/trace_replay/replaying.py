@@ -59,6 +59,7 @@ async def play(requests: Sequence[TraceRequest], capacity: Capacity, model: Path
         "TANDEM_PREFILL_NUM_KV_BLOCKS": str(POOL_BLOCKS),
         "TANDEM_DECODE_NUM_KV_BLOCKS": str(POOL_BLOCKS),
         "TANDEM_KV_STORE_BYTES": str(capacity.store_blocks * held_bytes(block_bytes())),
+        "TANDEM_CONTROL_HASH_GRAIN": str(BLOCK_TOKENS),
         "TANDEM_CONTROL_LOCAL_PREFILL": "never",
     }
     async with (

@@ -1,5 +1,9 @@
 """Hashes a prompt's blocks, and bounds which of them may be found in caches or left there.
 
+A block here has as many tokens as the fleet's grain (--hash-grain); a worker's own block is a multiple of that. Hashes
+depend on the model's identity, and neither on a worker's numerics class nor on its KV layout: a prompt is hashed once,
+before its workers are known. Each worker makes the keys of its blocks from the hashes (tandem_runtime/kv/spaces.py).
+
     tokens   | public text, whole blocks | the account's own ...                      | a tail: no hash
     hashes     p0  p1  ...                 ak  ak+1  ...
 
@@ -13,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import overload
 
-from control_plane.generation import AccountPolicies, TokenIds, TokenRequest, WirePrompt
+from control_plane.block_chain import BlockHashes
+from control_plane.generation import DEFAULT_GRAIN, AccountPolicies, TokenIds, TokenRequest, WirePrompt
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import (
     NUM_HASH_BYTES,
@@ -27,54 +31,18 @@ from tandem_engine.scheduling.block_hash import (
     hash_packed_blocks,
     hash_root,
 )
+from tandem_runtime.kv.spaces import model_identity
 
 _PUBLIC_SALT = b"public"
 """Shorter than every account's salt, so equal to none."""
 _MAX_ACCOUNTS = 4096  # whose salts and tags are kept
-_INLINE_TOKENS = 8192
+INLINE_TOKENS = 8192
 """Longer prompts that come without hashes are hashed in a thread; this many take about 1 ms."""
-
-
-class BlockHashes(Sequence[bytes]):
-    """A chain of block hashes in one piece of memory. Equal to any sequence of the same hashes."""
-
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: bytes = b"") -> None:
-        """`packed` has 16 bytes for each block."""
-        self.packed = packed
-
-    def __len__(self) -> int:
-        return len(self.packed) // NUM_HASH_BYTES
-
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-    @overload
-    def __getitem__(self, place: slice) -> BlockHashes: ...
-    def __getitem__(self, place: int | slice) -> bytes | BlockHashes:
-        if isinstance(place, slice):
-            start, stop, step = place.indices(len(self))
-            assert step == 1, "a part of a chain has no gaps"
-            return BlockHashes(self.packed[start * NUM_HASH_BYTES : stop * NUM_HASH_BYTES])
-        start = range(len(self))[place] * NUM_HASH_BYTES
-        return self.packed[start : start + NUM_HASH_BYTES]
-
-    def __iter__(self) -> Iterator[bytes]:
-        packed = self.packed
-        return (packed[start : start + NUM_HASH_BYTES] for start in range(0, len(packed), NUM_HASH_BYTES))
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, BlockHashes):
-            return self.packed == other.packed
-        return isinstance(other, Sequence) and len(other) == len(self) and self.packed == b"".join(other)
-
-    def __hash__(self) -> int:
-        return hash(self.packed)
 
 
 @dataclass(frozen=True)
 class PromptHashes:
-    """The chain of block hashes of a prompt; computed once, used by router and workers."""
+    """The chain of block hashes of a prompt; computed once, used by router and workers. A block has `grain` tokens."""
 
     root: bytes
     blocks: BlockHashes
@@ -87,6 +55,11 @@ class PromptHashes:
     """Leading blocks that later requests may find; None: all, and the answer's blocks."""
     wire: bytes = b""
     """A serialized Submit that has the block hashes only; b"": there are none."""
+    grain: int = DEFAULT_GRAIN
+    salt: bytes = field(default=b"", repr=False)
+    """Of the root."""
+    num_public_tokens: int = 0
+    """Leading tokens of a public text; `num_public_blocks` may be fewer."""
 
     def __post_init__(self) -> None:
         ends_private = self.num_public_blocks < max(1, len(self.blocks))
@@ -96,51 +69,66 @@ class PromptHashes:
         """Return the prompt's hashes and those of an answer after it."""
         return BlockHashes(b"".join((self.blocks.packed, *block_hashes)))
 
-    def with_answer(self, token_ids: Sequence[int], answer: Sequence[int], block_size: int) -> BlockHashes:
+    def with_answer(self, token_ids: Sequence[int], answer: Sequence[int]) -> BlockHashes:
         """Return the hashes of all full blocks of the prompt's `token_ids` and an answer after them."""
-        return self.followed_by(self.after_prompt(token_ids, answer, block_size))
+        return self.followed_by(self.after_prompt(token_ids, answer))
 
-    def after_prompt(self, token_ids: Sequence[int], answer: Sequence[int], block_size: int) -> list[BlockHash]:
+    def after_prompt(self, token_ids: Sequence[int], answer: Sequence[int]) -> list[BlockHash]:
         """Return the hashes of the blocks that an answer fills after the prompt's full blocks."""
         parent = self.blocks[-1] if self.blocks else self.root
-        rest = [*token_ids[len(self.blocks) * block_size :], *answer]
-        return hash_blocks(BlockHash(parent), rest, block_size)
+        rest = [*token_ids[len(self.blocks) * self.grain :], *answer]
+        return hash_blocks(BlockHash(parent), rest, self.grain)
 
 
 def hash_prompt(
-    card: pb.ModelCard, token_ids: Sequence[int], salt: bytes, account_tag: bytes = b"", num_public_tokens: int = 0
+    identity: bytes,
+    token_ids: Sequence[int],
+    salt: bytes,
+    account_tag: bytes = b"",
+    num_public_tokens: int = 0,
+    grain: int = DEFAULT_GRAIN,
 ) -> PromptHashes:
-    """Hash a prompt whose first `num_public_tokens` tokens are a public text."""
-    packed = token_ids.packed() if isinstance(token_ids, TokenIds) else TokenIds(token_ids).packed()
-    root, hashes, num_public = hash_packed(card.fingerprint.digest, card.block_size, packed, salt, num_public_tokens)
+    """Hash a prompt whose first `num_public_tokens` tokens are a public text.
+
+    `identity`: the model's. For a worker of release 0.2, `identity` is its fingerprint and `grain` its block size.
+    """
+    root, hashes, num_public = hash_packed(identity, grain, packed(token_ids), salt, num_public_tokens)
     blocks = BlockHashes(hashes)
-    return PromptHashes(root, blocks, account_tag, num_public, wire=_wire_hashes(blocks))
+    wire = wire_hashes(blocks)
+    return PromptHashes(
+        root, blocks, account_tag, num_public, wire=wire, grain=grain, salt=salt, num_public_tokens=num_public_tokens
+    )
 
 
 def hash_packed(
-    fingerprint: bytes, block_size: int, token_ids: bytes, salt: bytes, num_public_tokens: int
+    identity: bytes, grain: int, token_ids: bytes, salt: bytes, num_public_tokens: int
 ) -> tuple[bytes, bytes, int]:
     """Return the root, the joined hashes and the number of public blocks of a prompt of packed token ids."""
-    root = hash_root(fingerprint, block_size, "", salt)
-    hashes = hash_packed_blocks(root, token_ids, block_size)
-    num_public = max(0, min(num_public_tokens // block_size, len(hashes) // NUM_HASH_BYTES - 1))
-    public_root = hash_root(fingerprint, block_size, "", _PUBLIC_SALT)
-    public = hash_packed_blocks(public_root, token_ids[: num_public * block_size * 4], block_size)
+    root = hash_root(identity, grain, "", salt)
+    hashes = hash_packed_blocks(root, token_ids, grain)
+    num_public = max(0, min(num_public_tokens // grain, len(hashes) // NUM_HASH_BYTES - 1))
+    public_root = hash_root(identity, grain, "", _PUBLIC_SALT)
+    public = hash_packed_blocks(public_root, token_ids[: num_public * grain * 4], grain)
     return root, public + hashes[len(public) :], num_public
 
 
 def wire_prompt(
-    token_ids: TokenIds, *, fingerprint: bytes, block_size: int, salt: bytes | None, num_public_tokens: int
+    token_ids: TokenIds, *, identity: bytes, grain: int, salt: bytes | None, num_public_tokens: int
 ) -> WirePrompt:
     """Return a prompt in the form in which workers receive it; without hashes if `salt` is None.
 
     `salt`: the account's, with the request's own after it. This takes time for long prompts; text processes call it.
     """
     ids = wire_ids(token_ids)
-    if salt is None or not block_size:
+    if salt is None:
         return WirePrompt(ids, b"")
-    root, hashes, num_public = hash_packed(fingerprint, block_size, token_ids.packed(), salt, num_public_tokens)
-    return WirePrompt(ids, root, hashes, num_public, _wire_hashes(BlockHashes(hashes)))
+    root, hashes, num_public = hash_packed(identity, grain, token_ids.packed(), salt, num_public_tokens)
+    return WirePrompt(ids, root, hashes, num_public, wire_hashes(BlockHashes(hashes)))
+
+
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Return token ids in four little-endian bytes each."""
+    return token_ids.packed() if isinstance(token_ids, TokenIds) else TokenIds(token_ids).packed()
 
 
 def wire_ids(token_ids: Sequence[int]) -> bytes:
@@ -148,27 +136,29 @@ def wire_ids(token_ids: Sequence[int]) -> bytes:
     return pb.Submit(token_ids=token_ids).SerializeToString()
 
 
-def _wire_hashes(blocks: BlockHashes) -> bytes:
+def wire_hashes(blocks: BlockHashes) -> bytes:
+    """Return a serialized Submit that has these block hashes only."""
     return pb.Submit(block_hashes=blocks).SerializeToString()
 
 
 class PromptHasher:
     """Hashes prompts so that two accounts share public blocks only, within the bounds of request and account."""
 
-    def __init__(self, secret: bytes, accounts: AccountPolicies) -> None:
+    def __init__(self, secret: bytes, accounts: AccountPolicies, grain: int = DEFAULT_GRAIN) -> None:
         self._secret = secret
         self._accounts = accounts
+        self._grain = grain
 
     async def hashes(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes | None:
         """Return a prompt's hashes; None if no cache may hold the prompt."""
         policy = self._accounts.of(request.account).within(request.cache)
         num_tokens = len(request.token_ids)
-        max_found = policy.max_found_blocks(num_tokens, card.block_size)
-        max_left = policy.max_left_blocks(num_tokens, card.block_size)
+        max_found = policy.max_found_blocks(num_tokens, self._grain)
+        max_left = policy.max_left_blocks(num_tokens, self._grain)
         if max_found == max_left == 0:
             return None
         hashes = self._known(request, card)
-        if hashes is None and num_tokens <= _INLINE_TOKENS:
+        if hashes is None and num_tokens <= INLINE_TOKENS:
             hashes = self._hash(request, card)
         elif hashes is None:
             hashes = await asyncio.to_thread(self._hash, request, card)
@@ -179,27 +169,40 @@ class PromptHasher:
 
         The model's workers may have changed since the prompt was prepared.
         """
-        wire, size = request.wire, card.block_size
+        wire, salt = request.wire, self._salt(request)
         if (
             wire is None
             or not wire.hash_root
-            or wire.hash_root != hash_root(card.fingerprint.digest, size, "", self._salt(request))
+            or wire.hash_root != hash_root(model_identity(card.fingerprint), self._grain, "", salt)
         ):
             return None
         blocks = BlockHashes(wire.hashes)
-        if len(blocks) != len(request.token_ids) // size:
+        if len(blocks) != len(request.token_ids) // self._grain:
             return None
-        tag = account_tag(self._secret, request.account)
-        return PromptHashes(wire.hash_root, blocks, tag, wire.num_public_blocks, wire=wire.block_hashes)
+        return PromptHashes(
+            wire.hash_root,
+            blocks,
+            account_tag(self._secret, request.account),
+            wire.num_public_blocks,
+            wire=wire.block_hashes,
+            grain=self._grain,
+            salt=salt,
+            num_public_tokens=_num_public_tokens(request),
+        )
 
     def _hash(self, request: TokenRequest, card: pb.ModelCard) -> PromptHashes:
-        """Hash a prompt; a request with its own salt shares no blocks, public ones included."""
-        num_public_tokens = 0 if request.salt else request.num_public_tokens
-        tag = account_tag(self._secret, request.account)
-        return hash_prompt(card, request.token_ids, self._salt(request), tag, num_public_tokens)
+        """Hash a prompt of this request."""
+        tag, identity = account_tag(self._secret, request.account), model_identity(card.fingerprint)
+        salt, num_public_tokens = self._salt(request), _num_public_tokens(request)
+        return hash_prompt(identity, request.token_ids, salt, tag, num_public_tokens, self._grain)
 
     def _salt(self, request: TokenRequest) -> bytes:
         return cache_salt(self._secret, request.account) + request.salt
+
+
+def _num_public_tokens(request: TokenRequest) -> int:
+    """Count the public tokens; a request with its own salt shares no blocks, public ones included."""
+    return 0 if request.salt else request.num_public_tokens
 
 
 @lru_cache(maxsize=_MAX_ACCOUNTS)

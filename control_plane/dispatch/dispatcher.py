@@ -20,7 +20,7 @@ from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.worker_links import LinkPool
-from control_plane.generation import AccountPolicies, TokenRequest
+from control_plane.generation import DEFAULT_GRAIN, AccountPolicies, TokenRequest
 from control_plane.routing.router import Router
 from control_plane.secrets import handle_signer
 from tandem.v1 import types_pb2 as pb
@@ -54,10 +54,14 @@ class Dispatcher:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         proofs: ReadinessProofs | None = None,
         macs_until: float = 0.0,
+        grain: int = DEFAULT_GRAIN,
     ) -> None:
-        """`proofs`: where requests that have gone the whole way are recorded. `macs_until`: see `handle_signer`."""
+        """`proofs`: where requests that have gone the whole way are recorded. `macs_until`: see `handle_signer`.
+
+        `grain`: tokens per hash of a prompt.
+        """
         self._cards = cards
-        self._hasher = PromptHasher(secret, accounts or AccountPolicies())
+        self._hasher = PromptHasher(secret, accounts or AccountPolicies(), grain)
         self._max_unread_tokens = max_unread_tokens
         self._proofs = proofs
         self._wakeups = WakeupScheduler()

@@ -163,11 +163,13 @@ class EncodingDispatch:
 
     def _pick(self, part: _Part) -> Worker | None:
         """Return the worker with the fewest tokens to compute, by its report and by what was sent since."""
-        model_id = part.request.model.model_id
+        model = part.request.model
         workers = [
             worker
             for worker in self._registry.workers(pb.WORKER_ROLE_ENCODE)
-            if worker.serves(model_id) and worker.incarnation not in part.avoid
+            if worker.serves(model.model_id)
+            and worker.identity.hex() == model.identity  # else its tokenizer may be another
+            and worker.incarnation not in part.avoid
         ]
         return min(workers, key=self._load_of, default=None)
 
@@ -196,7 +198,7 @@ class EncodingDispatch:
         self._tokens[worker.incarnation] += part.num_tokens
         try:
             sent_at = time.perf_counter()
-            reply = await self._clients.stub(worker).Encode(_message(part, seconds), timeout=seconds)
+            reply = await self._clients.stub(worker).Encode(_message(worker, part, seconds), timeout=seconds)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -248,12 +250,12 @@ def _parts(inputs: Sequence[EncoderInput]) -> Iterator[Sequence[EncoderInput]]:
     yield inputs[first:]
 
 
-def _message(part: _Part, seconds: float) -> pb.EncodeRequest:
-    request, model = part.request, part.request.model
+def _message(worker: Worker, part: _Part, seconds: float) -> pb.EncodeRequest:
+    request, card = part.request, worker.info.card
     return pb.EncodeRequest(
         request_id=request.request_id,
         attempt=part.num_attempts,
-        model=pb.ModelRef(model_id=model.model_id, fingerprint=bytes.fromhex(model.fingerprint)),
+        model=pb.ModelRef(model_id=card.model_id, fingerprint=card.fingerprint.digest),
         inputs=[
             pb.EncodeInput(token_ids=each.token_ids, num_first_tokens=each.num_first_tokens) for each in part.inputs
         ],

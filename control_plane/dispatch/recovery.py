@@ -35,7 +35,7 @@ from control_plane.dispatch.admission import (
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.class_seams import is_exact_move
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
-from control_plane.dispatch.request_state import FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.request_state import ASK_NEXT, FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
@@ -45,7 +45,6 @@ from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
-    ModelNotFound,
     Overloaded,
     TandemError,
     Unavailable,
@@ -55,6 +54,9 @@ from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import record_span
 
 log = get_logger(__name__)
+
+_REFUSALS: tuple[type[TandemError], ...] = (Overloaded, Unavailable, *ASK_NEXT)
+"""Errors after which another worker is asked to go on with a choice."""
 
 
 class Recovery:
@@ -200,7 +202,7 @@ class Recovery:
                     self._budget.take(is_first=choice.num_losses <= 1)
                     has_permit = True
                 await self._move(state, choice, error)
-            except (Overloaded, Unavailable, ModelNotFound) as refusal:
+            except _REFUSALS as refusal:
                 full = Overloaded(f"no decode worker can go on with the request: {refusal.message}")
                 model_id, account = state.request.model_id, state.request.account
                 await self._queue.wait(model_id, account, full, deadline - time.monotonic(), in_front=True)
@@ -209,7 +211,7 @@ class Recovery:
                 return
 
     async def _move(self, state: RequestState, choice: ChoiceState, error: TandemError) -> None:
-        """Try the decode workers of one route; raises the last refusal."""
+        """Try the decode workers, first those that go on as the lost one would; raises the last refusal."""
         state.next_attempt()
         began_ns = time.time_ns()
         log.warning(
@@ -219,21 +221,31 @@ class Recovery:
             num_tokens=len(choice.tokens),
             error=error.log_text,
         )
-        last_refusal: TandemError = error
-        route = self._router.choose(routing_request_for(state, choice), state.avoid)
-        for worker in route.decodes:
-            if choice.is_over:
-                return
+        last_refusal: TandemError | None = None
+        refused: set[str] = set()
+        asked = routing_request_for(state, choice)
+        while True:
             try:
-                call = self._submitter.submit_choice(state, choice, worker, route)
-                await self._submitter.wait_accepted(state, call)
-            except (Overloaded, Unavailable) as refusal:
-                log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
-                last_refusal = refusal
-            else:
-                _report_move(state, call, began_ns)
-                return
-        raise last_refusal
+                route = self._router.choose(asked, state.avoid)
+            except Overloaded as no_other:
+                raise last_refusal or no_other from None
+            if last_refusal is not None and refused.issuperset(worker.incarnation for worker in route.decodes):
+                raise last_refusal
+            await state.forms.prepare(worker.info.card for worker in route.workers)
+            for worker in route.decodes:
+                if choice.is_over:
+                    return
+                try:
+                    call = self._submitter.submit_choice(state, choice, worker, route)
+                    await self._submitter.wait_accepted(state, call)
+                except _REFUSALS as refusal:
+                    log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
+                    last_refusal = refusal
+                    refused.add(worker.incarnation)
+                    state.avoid_worker(worker.incarnation)
+                else:
+                    _report_move(state, call, began_ns)
+                    return
 
     def _spawn(self, state: RequestState, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a task that is cancelled when the request ends."""

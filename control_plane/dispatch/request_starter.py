@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.admission_queue import AdmissionQueue
-from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
+from control_plane.dispatch.request_state import ASK_NEXT, FINAL, ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -19,6 +19,7 @@ from control_plane.fleet.registry import RESTART_SECONDS
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Route, Router
 from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavailable
+from tandem_runtime.kv.spaces import model_identity
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import span
@@ -109,7 +110,8 @@ class RequestStarter:
             route = self._choose_route(state)
             description = route.describe()
             current.set_attributes({f"tandem.route.{name}": value for name, value in description.items()})
-        state.route_chosen(description, self._submitter.new_handle(state, route))
+        await state.forms.prepare(worker.info.card for worker in route.workers)
+        state.route_chosen(description, self._submitter.new_handle(state, route), route.prefill)
         state.history.routed(state.attempt, route)
         try:
             await self._submit_both_halves(state, route)
@@ -124,7 +126,7 @@ class RequestStarter:
         try:
             route = self._router.choose(routing_request(state), state.avoid)
         except Overloaded:
-            raise state.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
+            raise _refusal_of_all(state) from None
         except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
             raise Unavailable(error.message, retry_after_seconds=2.0) from error
         if state.request.reject_if_busy and self._router.is_busy(route.decodes):
@@ -168,9 +170,9 @@ class RequestStarter:
         """Wait until a worker has accepted a choice; return its refusal, or raise one that is final."""
         try:
             await self._submitter.wait_accepted(state, call)
-        except FINAL:
-            raise
         except TandemError as refusal:
+            if isinstance(refusal, FINAL) and not isinstance(refusal, ASK_NEXT):
+                raise
             if not choice.is_over:  # else prefill's first token was its last
                 state.refused(refusal)
             return refusal
@@ -181,10 +183,21 @@ class RequestStarter:
         state.attempt_failed(error)
         state.history.refused(error)
         log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
-        if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
+        if isinstance(error, FINAL) and not isinstance(error, ASK_NEXT):
             raise error
+        if state.is_last_attempt and isinstance(error, ASK_NEXT):
+            raise _refusal_of_all(state)
         if state.is_last_attempt:
             raise state.refusal or error
+
+
+def _refusal_of_all(state: RequestState) -> TandemError:
+    """Return the answer for a client whose request every worker has refused."""
+    if state.refusal is not None:
+        return state.refusal
+    if state.mismatch is not None:
+        return Unavailable(f"no worker takes the request: {state.mismatch.message}", retry_after_seconds=2.0)
+    return Overloaded("every worker refused; try again", retry_after_seconds=1.0)
 
 
 async def _all(waits: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
@@ -208,22 +221,34 @@ def routing_request(state: RequestState) -> RoutingRequest:
         len(request.token_ids),
         request.sampling.max_tokens,
         hashes.blocks[: hashes.max_found_blocks] if hashes else (),
-        state.card.block_size or 1,
+        hashes.grain if hashes else 1,
         request.session_affinity,
         hand_over="always" if request.is_probe else "if_cheaper",
         num_choices=sum(not choice.is_over for choice in state.choices),
+        identity=model_identity(state.card.fingerprint),
     )
 
 
 def routing_request_for(state: RequestState, choice: ChoiceState) -> RoutingRequest:
-    """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt."""
+    """Return the same for a choice that moves: with tokens so far, its decode worker computes the whole prompt.
+
+    The choice prefers workers of the numerics class that it has its tokens from. Without tokens it prefers workers that
+    can read the handle's blocks.
+    """
     whole = replace(routing_request(state), num_choices=1)
     if not choice.tokens:
-        return replace(whole, hand_over="always" if state.handle is not None else "never")
+        space = state.writer.space if state.writer is not None else b""
+        return replace(whole, hand_over="always" if state.handle is not None else "never", preferred_space=space)
     return replace(
         whole,
         num_prompt_tokens=whole.num_prompt_tokens + len(choice.tokens),
         max_tokens=max(1, whole.max_tokens - len(choice.tokens)),
         block_hashes=state.hashes_with(choice.tokens)[: state.hashes.max_found_blocks] if state.hashes else (),
         hand_over="never",
+        preferred_class=numerics_class_of(choice),
     )
+
+
+def numerics_class_of(choice: ChoiceState) -> str:
+    """Return the numerics class of the worker that a choice is at, or was at last; "" if it was at none."""
+    return "" if choice.call is None else choice.call.link.worker.info.card.fingerprint.numerics_class

@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 from control_plane.dispatch.admission import RetryBudget
-from control_plane.dispatch.block_hashes import PromptHashes, wire_ids
+from control_plane.dispatch.block_hashes import PromptHashes
+from control_plane.dispatch.prompt_forms import PromptForms
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
+from control_plane.fleet.registry import Worker
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
@@ -24,8 +25,10 @@ from tandem_runtime.errors import (
     Cancelled,
     DeadlineExceeded,
     Draining,
+    FingerprintMismatch,
     InternalError,
     InvalidRequest,
+    ModelNotFound,
     Overloaded,
     TandemError,
 )
@@ -36,6 +39,8 @@ log = get_logger(__name__)
 MAX_ATTEMPTS = 4
 FINAL: tuple[type[TandemError], ...] = (InvalidRequest, DeadlineExceeded, Cancelled)
 """Errors that every other worker would answer too."""
+ASK_NEXT: tuple[type[TandemError], ...] = (FingerprintMismatch, ModelNotFound)
+"""Refusals that concern one worker alone: it has another model or version than it had registered, or than its peers."""
 GRACE_SECONDS = 1.0
 """Workers end a request at its deadline themselves. The gateway waits this much longer for workers that cannot."""
 MAX_UNREAD_TOKENS = 8192
@@ -104,6 +109,8 @@ class RequestState:
         self.request = request
         self.card = card
         self.hashes = hashes
+        self.forms = PromptForms(request, hashes)
+        """The prompt, as each kind of worker receives it."""
         self.traceparent = traceparent
         self.choices = tuple(ChoiceState(index) for index in range(len(request.choice_seeds)))
         self.history = request.history
@@ -118,7 +125,9 @@ class RequestState:
         self._attempt = 0
         self._first_attempt_of_round = 0
         self._refusal: Overloaded | None = None
+        self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
+        self._num_avoided = 0
         self._num_resends = 0
         self._needs_permit = False
         self._has_restarted = False
@@ -126,6 +135,7 @@ class RequestState:
         # calls
         self._route: Mapping[str, Any] = {}
         self._handle: pb.KvHandle | None = None
+        self._writer: Worker | None = None
         self._prefill: WorkerCall | None = None
         self._prefill_ledger: pb.PhaseLedger | None = None
         self._prefill_over = asyncio.Event()
@@ -170,6 +180,11 @@ class RequestState:
         """Whether the request has moved to another prefill worker; it does so once."""
         return self._has_restarted
 
+    @property
+    def mismatch(self) -> TandemError | None:
+        """The answer of this round's first worker that serves another version of the model."""
+        return self._mismatch
+
     def next_attempt(self) -> None:
         self._attempt += 1
 
@@ -177,7 +192,8 @@ class RequestState:
         """Try every worker anew: a worker that refused may have room now."""
         self._has_started.clear()
         self._avoid.clear()
-        self._refusal = None
+        self._num_avoided = 0
+        self._refusal = self._mismatch = None
         self._attempt += 1
         self._first_attempt_of_round = self._attempt
 
@@ -195,20 +211,26 @@ class RequestState:
             self._num_resends += 1
             self._needs_permit = False
 
-    def route_chosen(self, route: Mapping[str, Any], handle: pb.KvHandle | None) -> None:
-        """`handle`: None if decode computes the prompt."""
+    def route_chosen(self, route: Mapping[str, Any], handle: pb.KvHandle | None, writer: Worker | None = None) -> None:
+        """`handle`: None if decode computes the prompt. `writer`: the prefill worker that writes its blocks."""
         self._route = route
         self._handle = handle
+        self._writer = None if handle is None else writer
 
     def refused(self, error: TandemError) -> None:
-        """Remember the first full worker's answer."""
+        """Remember the first full worker's answer, and that of the first one with another version."""
         if isinstance(error, Overloaded) and not isinstance(error, Draining):
             self._refusal = self._refusal or error
+        elif isinstance(error, ASK_NEXT):
+            self._mismatch = self._mismatch or error
 
     def attempt_failed(self, error: TandemError) -> None:
         """Remember why both halves could not be started."""
         self.refused(error)
-        self._needs_permit = not isinstance(error, Overloaded)
+        self._needs_permit = not isinstance(error, (Overloaded, *ASK_NEXT))
+        if isinstance(error, ASK_NEXT) and len(self._avoid) > self._num_avoided:
+            self._first_attempt_of_round += 1  # it is no attempt: every worker may be asked once
+            self._num_avoided = len(self._avoid)
 
     def avoid_worker(self, incarnation: str) -> None:
         self._avoid.add(incarnation)
@@ -230,7 +252,7 @@ class RequestState:
         """Return the block hashes of the prompt and an answer that has begun."""
         if self.hashes is None or not answer:
             return ()
-        return self.hashes.with_answer(self.request.token_ids, answer, self.card.block_size)
+        return self.hashes.with_answer(self.request.token_ids, answer)
 
     def hashes_after_prompt(self, answer: Sequence[int]) -> Sequence[bytes]:
         """Return the hashes of the blocks that an answer fills after the prompt's full blocks; the prompt is not read.
@@ -239,16 +261,9 @@ class RequestState:
         """
         if self.hashes is None or not answer:
             return ()
-        return self.hashes.after_prompt(self.request.token_ids, answer, self.card.block_size)
+        return self.hashes.after_prompt(self.request.token_ids, answer)
 
     # ---------------------------------------------------------------------------------------------------- calls
-
-    @cached_property
-    def prompt(self) -> bytes:
-        """A serialized Submit that has the prompt's token ids and block hashes only; one object for all calls."""
-        wire = self.request.wire
-        token_ids = wire_ids(self.request.token_ids) if wire is None else wire.token_ids
-        return token_ids + (self.hashes.wire if self.hashes is not None else b"")
 
     @property
     def route(self) -> Mapping[str, Any]:
@@ -258,6 +273,11 @@ class RequestState:
     @property
     def handle(self) -> pb.KvHandle | None:
         return self._handle
+
+    @property
+    def writer(self) -> Worker | None:
+        """The prefill worker that writes the blocks of `handle`."""
+        return self._writer
 
     @property
     def prefill(self) -> WorkerCall | None:

@@ -9,6 +9,7 @@ from control_plane.dispatch.block_hashes import PromptHashes
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.routing.groups import index_space
 from control_plane.routing.router import Router, SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.log import get_logger
@@ -39,26 +40,28 @@ class RouteFeedback:
         hashes = state.hashes
         if hashes is None:
             return
-        was_pulled = call.link.worker.role == pb.WORKER_ROLE_DECODE and call.submit.HasField("handle")
+        worker = call.link.worker
+        was_pulled = worker.role == pb.WORKER_ROLE_DECODE and call.submit.HasField("handle")
         host_id = "" if was_pulled else self._store_of(call)
-        self._learn_answer(hashes, call.submit.block_hashes, call.incarnation, host_id)
+        self._learn_answer(hashes, _answer_before(state, call), worker, host_id)
         if state.prompt_came_to(call.incarnation, host_id):
-            self._prefixes.learn(hashes.blocks[: hashes.max_left_blocks], call.incarnation, host_id)
+            self._learn_prompt(hashes, worker, host_id)
 
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
         self._costs.prompt_read(call.incarnation, ledger)
         if call.estimate is None or state.hashes is None:
             return
-        cached, size = call.estimate.cached, state.card.block_size
+        cached, size = call.estimate.cached, state.hashes.grain
         num_found = ledger.num_cached_tokens - cached.own
         self._costs.store_used(call.link.worker.info.host_id, cached.host, num_found)
         num_missing = cached.host + cached.remote - max(0, num_found)
         if cached.remote and num_missing > 0:
             end = (cached.own + cached.host + cached.remote) // size
             first = end - min(num_missing, cached.remote) // size
-            blocks = state.hashes.followed_by(call.submit.block_hashes)
-            self._prefixes.forget(blocks[first:end], cached.remote_host, first)
+            blocks = state.hashes.followed_by(_answer_before(state, call))
+            space = index_space(call.link.worker)
+            self._prefixes.forget(blocks[first:end], cached.remote_host, first, space)
 
     def finished(self, state: RequestState) -> None:
         """Every token was delivered: record how long the hand-over took."""
@@ -75,28 +78,40 @@ class RouteFeedback:
         if hashes is None:
             return
         stores: dict[str, str] = {}
+        workers: dict[str, Worker] = {}
         for choice in state.choices:
             call = choice.call
             if call is None or not call.has_output or len(choice.tokens) < 2:
                 continue
             if call.incarnation not in stores:
                 stores[call.incarnation] = self._store_of(call)
+                workers[call.incarnation] = call.link.worker
             answer = state.hashes_after_prompt(choice.tokens[:-1])
-            self._learn_answer(hashes, answer, call.incarnation, stores[call.incarnation])
-        for incarnation in stores:  # after the answers: of a chain, the last blocks are dropped first
-            self._prefixes.learn(hashes.blocks[: hashes.max_left_blocks], incarnation, "")
+            self._learn_answer(hashes, answer, call.link.worker, stores[call.incarnation])
+        for worker in workers.values():  # after the answers: of a chain, the last blocks are dropped first
+            self._learn_prompt(hashes, worker, "")
 
-    def _learn_answer(
-        self, hashes: PromptHashes, block_hashes: Sequence[bytes], incarnation: str, host_id: str
-    ) -> None:
+    def _learn_prompt(self, hashes: PromptHashes, worker: Worker, host_id: str) -> None:
+        blocks = hashes.blocks[: hashes.max_left_blocks]
+        self._prefixes.learn(blocks, worker.incarnation, host_id, space=index_space(worker))
+
+    def _learn_answer(self, hashes: PromptHashes, block_hashes: Sequence[bytes], worker: Worker, host_id: str) -> None:
         """A worker has these blocks after the prompt's; later requests may find them if nothing bounds what is left."""
         if hashes.max_left_blocks is None:
-            self._prefixes.learn(block_hashes, incarnation, host_id, first=len(hashes.blocks))
+            first, space = len(hashes.blocks), index_space(worker)
+            self._prefixes.learn(block_hashes, worker.incarnation, host_id, first, space)
 
     def _store_of(self, call: WorkerCall) -> str:
         """Return the host whose block store the worker offers its blocks to, "" if there is none."""
         host_id = call.link.worker.info.host_id
         return host_id if self._registry.store_of(host_id) else ""
+
+
+def _answer_before(state: RequestState, call: WorkerCall) -> Sequence[bytes]:
+    """Return the hashes of an answer's blocks that a call began with, in the fleet's grain."""
+    if not call.submit.space:  # of release 0.2: the Submit has that worker's own hashes
+        return state.hashes_after_prompt(call.submit.token_ids)
+    return call.submit.block_hashes
 
 
 class ReadinessProofs:
@@ -136,9 +151,14 @@ class ReadinessProofs:
         )
 
     def _has_prefill(self, model_id: str) -> bool:
+        """Return whether prompts can be handed over: only within a group of workers that share KV blocks."""
         addresses = {service.address for service in self._registry.kv_services()}
-        prefills = self._registry.workers(pb.WORKER_ROLE_PREFILL)
-        return any(worker.serves(model_id) and worker.info.kv_address in addresses for worker in prefills)
+        prefills, decodes = map(self._registry.workers, (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE))
+        spaces = {worker.space for worker in decodes if worker.serves(model_id)}
+        return any(
+            worker.serves(model_id) and worker.info.kv_address in addresses and worker.space in spaces
+            for worker in prefills
+        )
 
     def _forget_unserved(self, worker: Worker, is_here: bool) -> None:
         """A model whose decode workers are all gone needs a new proof once one is back."""

@@ -55,16 +55,18 @@ class Submitter:
 
     def submit_prefill(self, state: RequestState, worker: Worker, route: Route) -> WorkerCall:
         """Send the prompt to a prefill worker, which seals its KV blocks under the state's handle."""
-        call = self._new_call(worker, prefill_submit(state), route, None)
+        call = self._new_call(worker, prefill_submit(state, worker), route, None)
         state.call_started(call)
-        call.link.submit(call.submit, PrefillSink(state, call, self._feedback), state.prompt)
+        prompt = state.forms.of(worker.info.card).wire
+        call.link.submit(call.submit, PrefillSink(state, call, self._feedback), prompt)
         return call
 
     def submit_choice(self, state: RequestState, choice: ChoiceState, worker: Worker, route: Route) -> WorkerCall:
         """Send a choice to a decode worker, which continues from the choice's tokens so far."""
-        call = self._new_call(worker, decode_submit(state, choice), route, choice.index)
+        call = self._new_call(worker, decode_submit(state, choice, worker), route, choice.index)
         state.call_started(call)
-        call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback), state.prompt)
+        prompt = state.forms.of(worker.info.card).wire
+        call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback), prompt)
         return call
 
     async def wait_accepted(self, state: RequestState, call: WorkerCall) -> None:
@@ -190,8 +192,8 @@ def _note_output(state: RequestState, call: WorkerCall, output: pb.TokenOutput, 
 
 # ------------------------------------------------------------------------------------------------------- messages
 #
-# A Submit of these functions lacks the prompt's token ids and block hashes. The link sends them before it: they are
-# `RequestState.prompt`, the same bytes for all calls.
+# A Submit of these functions is for one worker. It lacks the prompt's token ids and block hashes. The
+# link sends them before it: they are a form of `RequestState.forms`, the same bytes for all calls to workers of a kind.
 
 
 def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddress, signer: HandleSigner) -> pb.KvHandle:
@@ -204,8 +206,8 @@ def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddres
         holder_address=holder.address,
         holder_incarnation=holder.incarnation,
         holder_id=holder.worker_id,
-        model=_model_ref(state.card),
-        layout_digest=layout_digest(state.card.layout),
+        model=_model_ref(prefill.info.card),
+        layout_digest=layout_digest(prefill.info.card.layout),
         num_tokens=len(state.request.token_ids),
         num_readers=len(state.request.choice_seeds),
         deadline_unix_ms=_deadline_unix_ms(state),
@@ -213,39 +215,52 @@ def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddres
     return signer.sign(handle)
 
 
-def prefill_submit(state: RequestState) -> pb.Submit:
+def prefill_submit(state: RequestState, worker: Worker) -> pb.Submit:
     """Return the message for a prefill worker, after the prompt: a seed for the first token of each choice."""
     assert state.handle is not None, "a prefill worker seals its blocks under a handle"
-    submit = _base_submit(state)
+    submit = _base_submit(state, worker)
     submit.choice_seeds.extend(state.request.choice_seeds)
     submit.handle.CopyFrom(state.handle)
     return submit
 
 
-def decode_submit(state: RequestState, choice: ChoiceState) -> pb.Submit:
+def decode_submit(state: RequestState, choice: ChoiceState, worker: Worker) -> pb.Submit:
     """Return the message for a decode worker, after the prompt.
 
-    A choice without tokens takes the prompt's KV cache by the handle, if there is one. A choice with tokens continues
-    from them, and its block hashes cover prompt and tokens.
+    A choice without tokens takes the prompt's KV cache by the handle, if there is one and the worker can read its
+    blocks. A choice with tokens continues from them, and its block hashes cover prompt and tokens.
     """
-    submit = _base_submit(state)
+    submit = _base_submit(state, worker)
     submit.request_id = f"{state.request.request_id}-{choice.index}"
     submit.choice_index = choice.index
     submit.sampling.seed = state.request.choice_seeds[choice.index]
     submit.token_ids.extend(choice.tokens)
-    submit.block_hashes.extend(state.hashes_after_prompt(choice.tokens))
+    hashes = state.forms.of(worker.info.card).hashes
+    if hashes is not None and choice.tokens:
+        submit.block_hashes.extend(hashes.after_prompt(state.request.token_ids, choice.tokens))
     if state.handle is not None and not choice.tokens:
-        submit.handle.CopyFrom(state.handle)
+        _add_handle(submit, state.handle, state.writer, worker)
     return submit
 
 
-def _base_submit(state: RequestState) -> pb.Submit:
+def _add_handle(submit: pb.Submit, handle: pb.KvHandle, writer: Worker | None, reader: Worker) -> None:
+    """Let the worker pull the handle's blocks, unless their writer belongs to another space."""
+    if writer is not None:
+        if writer.space != reader.space:
+            return
+        if writer.info.card.layout != reader.info.card.layout:
+            submit.handle_layout.CopyFrom(writer.info.card.layout)
+    submit.handle.CopyFrom(handle)
+
+
+def _base_submit(state: RequestState, worker: Worker) -> pb.Submit:
     """Return what prefill and decode have in common, besides the prompt."""
-    request, hashes = state.request, state.hashes
+    card = worker.info.card
+    request, hashes = state.request, state.forms.of(card).hashes
     submit = pb.Submit(
         request_id=request.request_id,
         attempt=state.attempt,
-        model=_model_ref(state.card),
+        model=_model_ref(card),
         num_prompt_tokens=len(request.token_ids),
         sampling=sampling_to_proto(request.sampling),
         deadline_unix_ms=_deadline_unix_ms(state),
@@ -254,7 +269,11 @@ def _base_submit(state: RequestState) -> pb.Submit:
         priority=request.priority,
         fairness_key=request.fairness_key,
     )
+    if card.takes_spaces:
+        submit.space = worker.space
     if hashes is not None:
+        if card.takes_spaces:
+            submit.hash_grain = hashes.grain
         submit.hash_root = hashes.root
         submit.account_tag = hashes.account_tag
         submit.num_public_blocks = hashes.num_public_blocks

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import NamedTuple, Protocol, cast, get_args
@@ -16,12 +17,13 @@ from typing import NamedTuple, Protocol, cast, get_args
 from control_plane.fleet.model_files import BrokenFile, ModelFiles, TooLarge
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
-from control_plane.generation import EncoderFacts, ModelDescription, ModelTask
+from control_plane.generation import DEFAULT_GRAIN, EncoderFacts, ModelDescription, ModelTask
 from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
 from control_plane.pauses import Pauses
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import InternalError, ModelNotFound, TandemError, Unavailable, Unsupported
+from tandem_runtime.kv.spaces import model_identity
 from tandem_runtime.log import get_logger
 from tandem_runtime.model_table import SHIPPED, ModelTable
 from tandem_runtime.tracebacks import message_of
@@ -39,8 +41,9 @@ _MAX_BROKEN_SECONDS = 320.0
 _MAX_GONE = 1024
 _DESCRIPTION_BYTES = 4096
 """Of a description without its files."""
+_ANSWERING = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_ENCODE)
 
-Key = tuple[str, Variant, int]
+Key = tuple[str, Variant, int, bytes]
 
 
 class TextLoader(Protocol):
@@ -76,12 +79,14 @@ class ModelCatalog:
         member: FleetMember | None = None,
         loader: TextLoader | None = None,
         max_gone_bytes: int = DEFAULT_BYTES,
+        grain: int = DEFAULT_GRAIN,
     ) -> None:
         """`clock` returns monotonic seconds; `fallback_model` answers in place of models that are not loaded.
 
         `loader` shows whether a model's tokenizer and template can be used, before any request needs them.
-        `max_gone_bytes`: what is kept of models that are not served any more.
+        `max_gone_bytes`: what is kept of models that are not served any more. `grain`: tokens per hash of a prompt.
         """
+        self._grain = grain
         self._models = models
         self._fallback_model = fallback_model
         self._registry = registry
@@ -94,7 +99,8 @@ class ModelCatalog:
         self._described: dict[Key, _Described] = {}
         self._kept: KeptBytes[Key] = KeptBytes(max_gone_bytes)
         self._describing: dict[Key, asyncio.Task[ModelDescription]] = {}
-        self._failures: Pauses[Key] = Pauses(clock)
+        self._failures: Pauses[tuple[str, Variant]] = Pauses(clock)
+        """By model and variant: its workers have the same files."""
         self._preparing: set[str] = set()
         self._problems: dict[str, str] = {}
         self._were_usable: set[tuple[str, Variant]] = set()
@@ -112,9 +118,9 @@ class ModelCatalog:
 
         Short forms are the id without `@`, and its last part: `tandem/demo` and `demo` for `@tandem/demo`.
 
-        Where contexts differ, return the card of a ready worker with the shortest one: every worker takes such
-        requests. Where more differs, see model_variants. A model whose last worker has gone stays known for as long as
-        requests wait for the worker.
+        Where contexts differ, the card has the shortest one of the usable workers: every worker takes such requests.
+        Where numerics classes or KV layouts differ, it is the card of the class that serves most. Where more differs,
+        see model_variants. A model whose last worker has gone stays known for as long as requests wait for the worker.
         """
         return self._find(name).card
 
@@ -166,7 +172,7 @@ class ModelCatalog:
         if (kept := self._described.get(key)) is not None:
             self._kept.use(key)
             return kept.description
-        self._failures.raise_if_paused(key)
+        self._failures.raise_if_paused(known.files)
         describing = self._describing.get(key)
         if describing is None:
             describing = self._describing[key] = asyncio.create_task(self._describe_and_keep(known), name="describe")
@@ -185,9 +191,9 @@ class ModelCatalog:
         except TandemError as error:
             is_broken = isinstance(error, BrokenFile)
             pauses = (_BROKEN_SECONDS, _MAX_BROKEN_SECONDS) if is_broken else (_RETRY_SECONDS, _MAX_PAUSE_SECONDS)
-            self._failures.failed(key, error, *pauses)
+            self._failures.failed(known.files, error, *pauses)
             raise
-        self._failures.forget(key)
+        self._failures.forget(known.files)
         assets = {asset.name: asset for asset in known.card.assets}
         digest = assets["tokenizer.json"].digest
         self._described[key] = _Described(description, digest)
@@ -256,7 +262,7 @@ class ModelCatalog:
 
     async def _prepare(self, known: _Known) -> None:
         """Describe one model and have its text loaded. What is wrong with it is logged when it is new."""
-        model_id, (_, variant, _) = known.card.model_id, known.key
+        model_id, variant = known.files
         try:
             description = await self._describe_once(known)
             if self._loader is not None:
@@ -298,9 +304,10 @@ class ModelCatalog:
         if self._served is None:
             workers = [worker for role in _ROLES for worker in self._registry.workers(role)]
             loaded = [worker for worker in workers if worker.info.card.model_id]
-            loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable, worker.info.card.context_length))
+            loaded.sort(key=lambda worker: (worker.apart_for, not worker.is_usable))
             served: dict[Key, _Known] = {}
-            for known in map(_Known.of, loaded):
+            for of_model in _by_variant(loaded).values():
+                known = _Known.of(_of_largest_class(of_model), _shortest_context(of_model))
                 served.setdefault(known.key, known)
             self._served = tuple(served.values())
         return self._served
@@ -313,11 +320,11 @@ class ModelCatalog:
         self._served = None
         if not worker.info.card.model_id:
             return
-        known = _Known.of(worker)
+        known = _Known.of(worker, worker.info.card.context_length)
         if is_here:
-            error = self._failures.last(known.key)
+            error = self._failures.last(known.files)
             if error is not None and (isinstance(error, TooLarge) or not isinstance(error, BrokenFile)):
-                self._failures.forget(known.key)  # this worker may have what the others did not give
+                self._failures.forget(known.files)  # this worker may have what the others did not give
                 self._to_try_again.append((known.card.model_id, worker.variant))
             return
         self._gone.pop(known.card.model_id, None)
@@ -339,11 +346,12 @@ class ModelCatalog:
             model_id=card.model_id,
             aliases=tuple(dict.fromkeys((*card.aliases, *self._models.names_of(card.model_id)))),
             context_length=card.context_length,
-            block_size=card.block_size,
             vocab_size=card.vocab_size,
             eos_token_ids=tuple(card.eos_token_ids),
             chat_template=card.chat_template,
             generation_defaults={field.name: float(value) for field, value in defaults.ListFields()},
+            identity=model_identity(card.fingerprint).hex(),
+            hash_grain=self._grain,
             fingerprint=card.fingerprint.digest.hex(),
             numerics_class=card.fingerprint.numerics_class,
             created_unix_seconds=card.created_unix_seconds,
@@ -381,10 +389,43 @@ class _Known(NamedTuple):
     key: Key
     card: pb.ModelCard
 
+    @property
+    def files(self) -> tuple[str, Variant]:
+        """Model id and variant: whatever has the same has the same files."""
+        return self.key[0], self.key[1]
+
     @classmethod
-    def of(cls, worker: Worker) -> _Known:
+    def of(cls, worker: Worker, context_length: int) -> _Known:
+        """Return a worker's card with this context length."""
         card = worker.info.card
-        return cls((card.model_id, worker.variant, card.context_length), card)
+        if card.context_length != context_length:
+            card = pb.ModelCard()
+            card.CopyFrom(worker.info.card)
+            card.context_length = context_length
+        return cls((card.model_id, worker.variant, context_length, card.fingerprint.digest), card)
+
+
+def _by_variant(workers: Iterable[Worker]) -> dict[tuple[str, Variant], list[Worker]]:
+    """Return the workers of each model and variant, in their order."""
+    found: dict[tuple[str, Variant], list[Worker]] = {}
+    for worker in workers:
+        found.setdefault((worker.info.card.model_id, worker.variant), []).append(worker)
+    return found
+
+
+def _of_largest_class(workers: Sequence[Worker]) -> Worker:
+    """Return a worker of the class that most usable workers with answers have; of the first one at a tie."""
+    num_usable = Counter(_class_of(worker) for worker in workers if worker.is_usable and worker.role in _ANSWERING)
+    return max(workers, key=lambda worker: (num_usable[_class_of(worker)], worker.is_usable))  # the first of equals
+
+
+def _class_of(worker: Worker) -> bytes:
+    return worker.info.card.fingerprint.digest
+
+
+def _shortest_context(workers: Sequence[Worker]) -> int:
+    usable = [worker for worker in workers if worker.is_usable]
+    return min(worker.info.card.context_length for worker in usable or workers)
 
 
 def _short_forms(model_id: str) -> tuple[str, str]:

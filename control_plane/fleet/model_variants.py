@@ -3,11 +3,15 @@
 Two workers with one model name may have different weights, tokenizers or chat templates: during an upgrade, by mistake,
 or because one of them wants other tenants' prompts. A request must be rendered and tokenized for the worker that gets
 it. So one variant of the model is in use at a time, and the workers of the others are kept apart: registered, shown by
-`tandem status`, without requests.
+`tandem status`, without requests. Workers that differ in numerics class or KV layout alone are one variant: the router
+tells them apart (routing/groups.py).
 
 The variant in use is the one with a ready decode or encode worker and the most ready workers; at a tie, the one in use
 before. So one worker alone replaces nobody, an upgrade moves over when most workers have the new weights, and the last
 old worker need not stop before the first new one is used. A variant whose files cannot be used gives way to any other.
+
+A worker whose block is no multiple of the fleet's grain is always kept apart: no hash of a prompt ends where its blocks
+do.
 """
 
 from __future__ import annotations
@@ -18,18 +22,24 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.spaces import model_identity
 
 _SHARED_FIELDS = (
-    "fingerprint",
+    "block_size",
+    "identity",
     "assets",
     "chat_template",
     "eos_token_ids",
-    "block_size",
     "vocab_size",
     "aliases",
     "encoder",
 )
-"""The fields of a card by which prompts are rendered, tokenized and hashed. Context lengths may differ."""
+"""The fields of a card by which prompts are rendered, tokenized and hashed. Context lengths may differ.
+
+Of block sizes, all multiples of the grain count as equal.
+"""
+_FITS = b""
+"""Stands in a variant for every block size that is a multiple of the grain."""
 
 _ANSWERING = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_ENCODE)
 """Roles whose workers give answers; a prefill worker alone serves nobody."""
@@ -82,7 +92,8 @@ class ModelVariants:
 
     def is_mixed(self, model_id: str) -> bool:
         """Whether workers of the model differ; almost always not, and then nothing is to be chosen."""
-        return len(self._num_registered.get(model_id, ())) > 1
+        variants = self._num_registered.get(model_id, ())
+        return len(variants) > 1 or not all(map(_fits, variants))
 
     def choose(self, model_id: str, workers: Sequence[Candidate]) -> list[str]:
         """Return for each worker of the model why it is kept apart, by the field that differs; "" if it is not."""
@@ -100,18 +111,34 @@ class ModelVariants:
 
     def _rank(
         self, model_id: str, variant: Variant, can_serve: Collection[Variant], num_ready: Mapping[Variant, int]
-    ) -> tuple[bool, bool, int, bool]:
+    ) -> tuple[bool, bool, bool, int, bool]:
         is_usable = (model_id, variant) not in self._unusable
-        return is_usable, variant in can_serve, num_ready[variant], variant == self._in_use.get(model_id)
+        is_in_use = variant == self._in_use.get(model_id)
+        return _fits(variant), is_usable, variant in can_serve, num_ready[variant], is_in_use
 
 
-def variant_of(card: pb.ModelCard) -> Variant:
+def variant_of(card: pb.ModelCard, grain: int) -> Variant:
     """Return a digest of each field that the workers of a model must share."""
-    fingerprint = card.fingerprint.digest
+    identity = model_identity(card.fingerprint)
     assets = sorted((asset.name, asset.digest) for asset in card.assets)
-    values = (fingerprint, assets, card.chat_template, list(card.eos_token_ids), card.block_size, card.vocab_size)
+    values = (identity, assets, card.chat_template, list(card.eos_token_ids), card.vocab_size)
     encoder = card.task, card.encoder.SerializeToString(deterministic=True)
-    return tuple(_digest(value) for value in (*values, sorted(card.aliases), encoder))
+    block_size = _digest(card.block_size) if card.block_size % grain else _FITS
+    return (block_size, *(_digest(value) for value in (*values, sorted(card.aliases), encoder)))
+
+
+def remedy_of(reason: str, block_size: int, grain: int) -> str:
+    """Return what an operator can do about a worker that is kept apart for this reason; "" if it is not."""
+    if reason == "block_size":
+        return (
+            f"its blocks have {block_size} tokens, which is no multiple of the gateway's --hash-grain, {grain}; "
+            "start it with another --block-size, or all gateways with another --hash-grain"
+        )
+    return "give all workers of the model the same files" if reason else ""
+
+
+def _fits(variant: Variant) -> bool:
+    return variant[:1] in ((), (_FITS,))
 
 
 def _digest(value: object) -> bytes:
@@ -119,6 +146,8 @@ def _digest(value: object) -> bytes:
 
 
 def _first_difference(variant: Variant, chosen: Variant) -> str:
+    if not _fits(variant):
+        return "block_size"
     for name, ours, theirs in zip(_SHARED_FIELDS, variant, chosen, strict=True):
         if ours != theirs:
             return name

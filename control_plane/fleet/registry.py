@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from control_plane.fleet.model_variants import ModelVariants, Variant, variant_of
+from control_plane.fleet.model_variants import ModelVariants, Variant, remedy_of, variant_of
+from control_plane.generation import DEFAULT_GRAIN
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Overloaded, StaleIncarnation
+from tandem_runtime.kv.spaces import model_identity, space_of
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -40,6 +42,10 @@ class Worker:
     info_version: int = 0
     variant: Variant = ()
     """What the workers of one model must share."""
+    identity: bytes = b""
+    """Of the model's weights, quantization and tokenizer."""
+    space: bytes = b""
+    """Names the KV blocks that the worker may read and write; see tandem_runtime/kv/spaces.py."""
     apart_for: str = ""
     """Why the worker gets no requests although it is ready: in which field its card differs from the model's."""
     gone_for: str = ""
@@ -74,8 +80,14 @@ class WorkerRegistry:
     """The only writer of the fleet's soft state; on one event loop. `clock` gives monotonic seconds."""
 
     def __init__(
-        self, suspect_seconds: float, gone_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        suspect_seconds: float,
+        gone_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        grain: int = DEFAULT_GRAIN,
     ) -> None:
+        """`grain`: tokens per hash of a prompt; a worker with blocks of another size than its multiples is no use."""
+        self._grain = grain
         self._suspect_seconds = suspect_seconds
         self._gone_seconds = gone_seconds
         self._clock = clock
@@ -149,8 +161,16 @@ class WorkerRegistry:
             self._replaced[previous.incarnation] = None
             if len(self._replaced) > _MAX_REPLACED:
                 self._replaced.popitem(last=False)
-        variant = variant_of(info.card)
-        also_changed = self._put(Worker(info, load, self._clock(), info_version=info_version, variant=variant))
+        worker = Worker(
+            info,
+            load,
+            self._clock(),
+            info_version=info_version,
+            variant=variant_of(info.card, self._grain),
+            identity=model_identity(info.card.fingerprint),
+            space=space_of(info.card),
+        )
+        also_changed = self._put(worker)
         worker = self._workers[info.worker_id]
         log.info(
             "worker_registered",
@@ -280,7 +300,10 @@ class WorkerRegistry:
             changed.append(replace(worker, apart_for=reason))
             self._workers[worker.worker_id] = changed[-1]
             if reason:
-                log.warning("worker_kept_apart", worker=worker.worker_id, model=model_id, differs_in=reason)
+                remedy = remedy_of(reason, worker.info.card.block_size, self._grain)
+                log.warning(
+                    "worker_kept_apart", worker=worker.worker_id, model=model_id, differs_in=reason, remedy=remedy
+                )
         return changed
 
     def _notify_all(self, workers: Sequence[Worker], notified: Worker | None = None) -> None:

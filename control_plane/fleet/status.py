@@ -113,6 +113,11 @@ def _worker(worker: Worker, now: float, problem_of: Callable[[str], str]) -> dic
 def _apart(worker: Worker) -> str:
     if not worker.apart_for:
         return ""
+    if worker.apart_for == "block_size":
+        return (
+            f"kept apart: its blocks have {worker.info.card.block_size} tokens, which is no multiple of the gateway's "
+            "--hash-grain; start it with another --block-size, or all gateways with another --hash-grain"
+        )
     return (
         f"kept apart: its {worker.apart_for} differs from that of most workers of {worker.info.card.model_id}; "
         "give all of them the same model files"

@@ -48,12 +48,18 @@ class RoutingRequest:
     num_prompt_tokens: int
     max_tokens: int
     block_hashes: Sequence[bytes] = ()
-    """Of the full blocks; empty if no cache may hold the prompt."""
-    block_size: int = 1
+    """Of each `grain` tokens; empty if no cache may hold the prompt."""
+    grain: int = 1
     session_id: str = ""
     hand_over: HandOver = "if_cheaper"
     """Whether a prefill worker computes the prompt: always for a probe, never for a choice that moves."""
     num_choices: int = 1
+    identity: bytes = b""
+    """Of the model that the prompt was tokenized for; b"": whatever the workers have."""
+    preferred_class: str = ""
+    """The numerics class that the answer so far is of; "": any."""
+    preferred_space: bytes = b""
+    """The space of the blocks that wait for a reader; b"": any."""
 
 
 @dataclass
@@ -156,19 +162,20 @@ class CostModel:
 
     # ----------------------------------------------------------------------------------------------- predicting
 
-    def match(self, request: RoutingRequest) -> PrefixMatch:
-        """Return where the prompt's leading blocks are; the last token is always computed."""
-        num_useful = (request.num_prompt_tokens - 1) // request.block_size
-        match = self._prefixes.find(request.block_hashes[:num_useful])
+    def match(self, request: RoutingRequest, space: bytes = b"") -> PrefixMatch:
+        """Return where the prompt's leading blocks are, of a space; the last token is always computed."""
+        num_useful = (request.num_prompt_tokens - 1) // request.grain
+        match = self._prefixes.find(request.block_hashes[:num_useful], space)
         return replace(match, hosts={host: num for host, num in match.hosts.items() if self._registry.store_of(host)})
 
     def estimate(self, worker: Worker, request: RoutingRequest, match: PrefixMatch) -> PrefillEstimate:
         """Predict when a worker would have the whole prompt, after the prompts that wait there already."""
-        pool, rate = worker.load.kv, self._tokens_per_second(worker)
+        pool, rate = worker.load.kv, self.tokens_per_second(worker)
         blocks = match.seen_from(worker.incarnation, worker.info.host_id)
-        size = request.block_size
+        size = request.grain
+        bytes_per_grain = pool.bytes_per_block * size / (pool.tokens_per_block or size)
         num_found = size * blocks.host * self._store_hit_rates.get(worker.info.host_id, 1.0)
-        source, fetch_ms = self._source(worker, blocks, size / rate)
+        source, fetch_ms = self._source(worker, blocks, bytes_per_grain, size / rate)
         num_remote = size * blocks.remote if source is not None else 0
         num_missing = max(1, round(request.num_prompt_tokens - size * blocks.own - num_found - num_remote))
         return PrefillEstimate(
@@ -179,8 +186,8 @@ class CostModel:
             source=source.info.address if source is not None else "",
             source_id=source.worker_id if source is not None else "",
             num_computed_tokens=num_missing,
-            queue_ms=1000.0 * self._num_queued(worker) / rate,
-            load_ms=1000.0 * num_found / size * pool.bytes_per_block / _MEMORY_BYTES_PER_SECOND + fetch_ms,
+            queue_ms=1000.0 * self.num_queued(worker) / rate,
+            load_ms=1000.0 * num_found / size * bytes_per_grain / _MEMORY_BYTES_PER_SECOND + fetch_ms,
             compute_ms=1000.0 * num_missing / rate,
         )
 
@@ -195,24 +202,26 @@ class CostModel:
         """Return the cost of a prompt at a prefill worker, the hand-over included."""
         return estimate.total_ms + self._hand_over_ms
 
-    def _source(self, worker: Worker, blocks: CachedPrefix, seconds_per_block: float) -> tuple[Worker | None, float]:
+    def _source(
+        self, worker: Worker, blocks: CachedPrefix, bytes_per_block: float, seconds_per_block: float
+    ) -> tuple[Worker | None, float]:
         """Return the KV service to fetch remote blocks from and the milliseconds; None if computing them is sooner."""
         if not blocks.remote:
             return None, 0.0
         here, there = self._registry.store_of(worker.info.host_id), self._registry.store_of(blocks.remote_host)
         if here is None or there is None:
             return None, 0.0
-        fetch_ms = _fetch_ms(there, here, blocks.remote * worker.load.kv.bytes_per_block)
+        fetch_ms = _fetch_ms(there, here, blocks.remote * bytes_per_block)
         is_sooner = fetch_ms < 1000.0 * blocks.remote * seconds_per_block
         return (there, fetch_ms) if is_sooner else (None, 0.0)
 
-    def _num_queued(self, worker: Worker) -> int:
+    def num_queued(self, worker: Worker) -> int:
         """Return the prompt tokens that wait at a worker. A decode worker's own report counts its answers instead."""
         num_mine = self._in_flight.prefill_tokens[worker.incarnation]
         is_prefill = worker.role == pb.WORKER_ROLE_PREFILL
         return max(num_mine, worker.load.num_tokens_in_flight) if is_prefill else num_mine
 
-    def _tokens_per_second(self, worker: Worker) -> float:
+    def tokens_per_second(self, worker: Worker) -> float:
         """Return a worker's prefill rate; the mean of its peers before its first prompt."""
         own = self._measured_rate(worker)
         return self._typical_rate(worker.info.card.model_id, worker.role) if own is None else own
@@ -280,7 +289,7 @@ def step_ms(worker: Worker) -> float | None:
     return 1000.0 * worker.load.counters.get("step_seconds", 0.0) / num_steps if num_steps > 0 else None
 
 
-def _fetch_ms(source: Worker, store: Worker, num_bytes: int) -> float:
+def _fetch_ms(source: Worker, store: Worker, num_bytes: float) -> float:
     """Predict the fetch of one host's bytes by another host's store, from what that store measured of their link."""
     for link in store.load.kv_service.links:
         if link.address == source.info.address and link.bytes_per_second > 0:

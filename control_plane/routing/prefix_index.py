@@ -1,4 +1,7 @@
-"""Maps block hashes to the workers' pools and hosts' stores that had the blocks last.
+"""Maps keys of blocks to the workers' pools and hosts' stores that had the blocks last.
+
+A block of the index has as many tokens as the fleet's grain. Its key is its hash, folded with the space of the workers
+that can read it: a worker's blocks are never found for a worker of another space.
 
 The index learns from requests; workers do not report their blocks. A block that was computed or pulled is in that
 worker's pool, and a computed block was offered to the store of the worker's host. A pool dies with its worker's
@@ -12,6 +15,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from control_plane.block_chain import BlockHashes, packed_hashes
+from tandem_runtime.kv.spaces import fold
 
 DEFAULT_MAX_BLOCKS = 1_000_000
 """About 175 bytes each (measured: 172 MB for a million), independent of the size of a block's KV."""
@@ -63,7 +69,7 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """A bounded index from block hash to places.
+    """A bounded index from the key of a block to places.
 
     Least recently used blocks are dropped first, and of one prompt its last blocks: a block is useless without the
     blocks before it.
@@ -77,14 +83,17 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def learn(self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0) -> None:
+    def learn(
+        self, block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0, space: bytes = b""
+    ) -> None:
         """Record that a worker has these blocks of a chain, whose first one is block `first` of the chain.
 
         `host_id`: the host whose store has them too, or "".
         """
+        keys = _keys(block_hashes, space)
         known = learnt = None
         for position in reversed([*_points(first, first + len(block_hashes))]):
-            block_hash = block_hashes[position - first]
+            block_hash = keys[position - first]
             places = self._blocks.get(block_hash, _NOWHERE)
             if places is not known:
                 known = places
@@ -95,19 +104,20 @@ class PrefixIndex:
         while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
-    def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0) -> None:
+    def forget(self, block_hashes: Sequence[bytes], host_id: str, first: int = 0, space: bytes = b"") -> None:
         """Record that a host's store did not have these blocks, whose first one is block `first` of their chain."""
+        keys = _keys(block_hashes, space)
         for position in _points(first, first + len(block_hashes)):
-            block_hash = block_hashes[position - first]
+            block_hash = keys[position - first]
             if (places := self._blocks.get(block_hash)) and host_id in places.hosts:
                 hosts = tuple(host for host in places.hosts if host != host_id)
                 self._blocks[block_hash] = self._shared(places._replace(hosts=hosts))
 
-    def find(self, block_hashes: Sequence[bytes]) -> PrefixMatch:
+    def find(self, block_hashes: Sequence[bytes], space: bytes = b"") -> PrefixMatch:
         """Return how many leading blocks each place has; one pass over the blocks."""
-        runs = _Runs()
+        runs, keys = _Runs(), _keys(block_hashes, space)
         for position in _points(0, len(block_hashes)):
-            places = self._blocks.get(block_hashes[position])
+            places = self._blocks.get(keys[position])
             if places is None or not runs.extend(places, position + 1):
                 break
         return runs.match()
@@ -116,6 +126,10 @@ class PrefixIndex:
         if len(self._combinations) > _MAX_COMBINATIONS:
             self._combinations.clear()  # sharing only saves memory
         return self._combinations.setdefault(places, places)
+
+
+def _keys(block_hashes: Sequence[bytes], space: bytes) -> Sequence[bytes]:
+    return BlockHashes(fold(packed_hashes(block_hashes), space)) if space else block_hashes
 
 
 def _first(name: str, others: tuple[str, ...]) -> tuple[str, ...]:

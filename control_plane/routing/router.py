@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from statistics import fmean
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from control_plane.routing.cost_model import (
     RoutingRequest,
     step_ms,
 )
-from control_plane.routing.prefix_index import PrefixIndex
+from control_plane.routing.groups import TIE, Group, free_capacities, groups_of, index_space, preferred
+from control_plane.routing.prefix_index import PrefixIndex, PrefixMatch
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, TandemError, Unavailable
 
@@ -45,6 +47,12 @@ class Route:
     """By incarnation, of the workers that may compute the prompt: the prefill worker, or each decode worker."""
     comparison: Comparison = NOTHING_COMPARED
     """What the route was compared to."""
+    cost: tuple[bool, float] = (False, 0.0)
+    """Of the first decode worker: whether its pool seems full, and the predicted ms of prompt and answer."""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return self.decodes if self.prefill is None else (self.prefill, *self.decodes)
 
     @property
     def prefill_id(self) -> str:
@@ -53,6 +61,12 @@ class Route:
     @property
     def decode_id(self) -> str:
         return self.decodes[0].worker_id
+
+    @property
+    def expects_cached(self) -> bool:
+        """Whether the worker that computes the prompt has, or gets, some of it from a cache."""
+        estimate = self.estimate(self.prefill or self.decodes[0])
+        return estimate is not None and any((estimate.cached.own, estimate.cached.host, estimate.cached.remote))
 
     def explained(self) -> RouteExplanation:
         """Return the decision with its inputs, for the explanation of a request."""
@@ -80,7 +94,10 @@ class Router:
         registry: WorkerRegistry,
         local_prefill: Literal["auto", "never"] = "auto",
         prefixes: PrefixIndex | None = None,
+        rng: random.Random | None = None,
     ) -> None:
+        """`rng` decides between workers whose costs are about equal, and draws groups."""
+        self._rng = rng or random.Random()  # seeded by the system: two gateways do not choose alike
         self._registry = registry
         self._local_prefill = local_prefill
         self.in_flight = InFlight()
@@ -89,29 +106,72 @@ class Router:
         self.costs = CostModel(registry, self.in_flight, self.prefixes)
 
     def choose(self, request: RoutingRequest, avoid: Collection[str] = ()) -> Route:
-        """Return a route; `avoid` holds incarnations that refused or failed.
+        """Return a route, whose workers are of one group; `avoid` holds incarnations that refused or failed.
 
-        Raises ModelNotFound if no worker serves the model, Unavailable if none is ready, Overloaded if all ready ones
-        are in `avoid`, ContextTooLong if no pool could ever hold the request.
+        Once all decode workers of a group are in `avoid`, the route is of another group. Raises ModelNotFound if no
+        worker serves the model, Unavailable if none is ready, Overloaded if all ready ones are in `avoid`,
+        ContextTooLong if no pool could ever hold the request.
         """
-        fitting = self._large_enough(self._usable(request.model_id, pb.WORKER_ROLE_DECODE, ()), request)
-        decodes = [worker for worker in fitting if worker.incarnation not in avoid]
-        if not decodes:
+        fitting = self._large_enough(self._usable(request, pb.WORKER_ROLE_DECODE, ()), request)
+        groups = groups_of(fitting, self._usable(request, pb.WORKER_ROLE_PREFILL, avoid), avoid)
+        if not groups:
             raise self._no_worker_error(request.model_id, avoid)
-        prefills = self._usable(request.model_id, pb.WORKER_ROLE_PREFILL, avoid)
+        groups = preferred(groups, request)
         last_route = self.affinity.of(request.session_id) or SessionRoute("", "")
-        match = self.costs.match(request)
-        remote = [self.costs.estimate(worker, request, match) for worker in self._reachable(prefills)]
-        prefill = _best_prefill(remote, last_route) if request.hand_over != "never" else None
-        local = {worker.incarnation: self.costs.estimate(worker, request, match) for worker in decodes}
-        hand_over = self._hand_over(request, prefill, fitting)
-        decodes = self._with_affinity(self._rank_decodes(local, request, prefill, hand_over), last_route)
+        matches: dict[bytes, PrefixMatch] = {}
+        routes = [self._route_within(group, request, last_route, matches) for group in groups]
+        return routes[0] if len(routes) == 1 else self._choose_group(groups, routes, request, last_route)
+
+    def _choose_group(
+        self, groups: Sequence[Group], routes: Sequence[Route], request: RoutingRequest, last_route: SessionRoute
+    ) -> Route:
+        """Return one group's route: the session's, that of a known prefix, or one by free capacity.
+
+        As with workers, the session's group may be somewhat busier than others, and the one with the prefix must be
+        sooner.
+        """
+        every = list(zip(groups, routes, strict=True))
+        able = [(group, route) for group, route in every if not route.cost[0] and not self.is_busy(route.decodes)]
+        able = able or every
+        if self._must_hand_over(request):
+            able = [(group, route) for group, route in able if route.prefill is not None] or able
+        least_load = min(self._decode_load(route.decodes[0]) for _, route in able)
+        for _, route in able:
+            first = route.decodes[0]
+            if first.incarnation == last_route.decode and self._decode_load(first) <= _AFFINITY_SLACK * least_load:
+                return route
+        weights = free_capacities([group for group, _ in able], self.costs, self.in_flight)
+        ((_, drawn),) = self._rng.choices(able, weights)
+        best = min((route for _, route in able if route.expects_cached), key=lambda route: route.cost, default=drawn)
+        chosen = drawn if drawn.cost[1] <= TIE * best.cost[1] else best
+        return replace(chosen, reason=f"{chosen.reason}; in one of {len(routes)} groups that share KV blocks")
+
+    def _route_within(
+        self, group: Group, request: RoutingRequest, last_route: SessionRoute, matches: dict[bytes, PrefixMatch]
+    ) -> Route:
+        """Return the route of a group. `matches`: where the prompt's blocks are, by space; found once per request."""
+
+        def estimate(worker: Worker) -> PrefillEstimate:
+            space = index_space(worker)
+            if space not in matches:
+                matches[space] = self.costs.match(request, space)
+            return self.costs.estimate(worker, request, matches[space])
+
+        prefills = group.prefills
+        remote = [estimate(worker) for worker in self._reachable(prefills)]
+        prefill = self._best_prefill(remote, last_route) if request.hand_over != "never" else None
+        local = {worker.incarnation: estimate(worker) for worker in group.decodes}
+        hand_over = self._hand_over(request, prefill, group.fitting)
+        ranked = self._rank_decodes(local, request, prefill, hand_over)
+        decodes = self._with_affinity(list(ranked), last_route)
         first = local[decodes[0].incarnation]
         comparison = self._comparison(request, remote, prefill, [local[each.incarnation] for each in decodes])
         if prefill is not None and self._is_handed_over(first, prefill, hand_over):
-            return self._handed_over_route(prefill, first, decodes, len(prefills), comparison)
-        has_prefills = bool(prefills) and request.hand_over != "never"
-        return self._local_route(prefill, first, decodes, local, comparison, has_prefills=has_prefills)
+            route = self._handed_over_route(prefill, first, decodes, len(prefills), comparison)
+        else:
+            has_prefills = bool(prefills) and request.hand_over != "never"
+            route = self._local_route(prefill, first, decodes, local, comparison, has_prefills=has_prefills)
+        return replace(route, cost=ranked[decodes[0]])
 
     def is_busy(self, decodes: Collection[Worker]) -> bool:
         """Whether a request would have to wait at each of these decode workers."""
@@ -122,9 +182,14 @@ class Router:
 
     # --------------------------------------------------------------------------------------------- candidate workers
 
-    def _usable(self, model_id: str, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
-        workers = self._registry.workers(role)
-        return [worker for worker in workers if worker.serves(model_id) and worker.incarnation not in avoid]
+    def _usable(self, request: RoutingRequest, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
+        return [
+            worker
+            for worker in self._registry.workers(role)
+            if worker.serves(request.model_id)
+            and (not request.identity or worker.identity == request.identity)
+            and worker.incarnation not in avoid
+        ]
 
     def _large_enough(self, workers: list[Worker], request: RoutingRequest) -> list[Worker]:
         """Return the workers that could hold the request alone; raises ContextTooLong if none could."""
@@ -160,7 +225,11 @@ class Router:
     ) -> HandOver:
         if prefill is None or not _could_hold_choices(decodes, request):
             return "never"
-        return "always" if self._local_prefill == "never" else request.hand_over
+        return "always" if self._must_hand_over(request) else request.hand_over
+
+    def _must_hand_over(self, request: RoutingRequest) -> bool:
+        """Return whether a prefill worker computes the prompt wherever there is one."""
+        return request.hand_over == "always" or (request.hand_over != "never" and self._local_prefill == "never")
 
     def _is_handed_over(self, local: PrefillEstimate, prefill: PrefillEstimate, hand_over: HandOver) -> bool:
         if not local.worker.info.kv_address or hand_over == "never":
@@ -173,10 +242,11 @@ class Router:
         request: RoutingRequest,
         prefill: PrefillEstimate | None,
         hand_over: HandOver,
-    ) -> list[Worker]:
+    ) -> dict[Worker, tuple[bool, float]]:
         """Order workers by whether the prompt's blocks seem to fit, then by the predicted time of prompt and answer.
 
-        The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long.
+        The fuller the pool, the longer the answer's steps: those of a full pool take about twice as long. Of workers
+        that are about as good as the best, one at random comes first. Returns what they are ordered by, too.
         """
         workers = [estimate.worker for estimate in local.values()]
         measured = [ms for worker in workers if (ms := step_ms(worker)) is not None]
@@ -184,16 +254,25 @@ class Router:
             fmean(measured) if measured else ASSUMED_STEP_MS
         )
 
-        def cost(worker: Worker) -> tuple[bool, float, str]:
+        def prompt_ms(worker: Worker) -> float:
             estimate = local[worker.incarnation]
             if prefill is not None and self._is_handed_over(estimate, prefill, hand_over):
-                prompt_ms = self.costs.hand_over_ms(prefill)
-            else:
-                prompt_ms = self.costs.local_ms(estimate)
-            share = self._decode_load(worker, request.num_prompt_tokens + request.max_tokens)
-            return self._is_tight(worker, request), prompt_ms + answer_ms * share, worker.worker_id
+                return self.costs.hand_over_ms(prefill)
+            return self.costs.local_ms(estimate)
 
-        return sorted(workers, key=cost)
+        def cost(worker: Worker) -> tuple[bool, float]:
+            share = self._decode_load(worker, request.num_prompt_tokens + request.max_tokens)
+            return self._is_tight(worker, request), prompt_ms(worker) + answer_ms * share
+
+        costs = sorted(((cost(worker), worker) for worker in workers), key=lambda each: (each[0], each[1].worker_id))
+        (is_tight, least), best = costs[0]
+        # What prefill takes is the same for each of them: the rest is compared.
+        is_handed_over = prefill is not None and self._is_handed_over(local[best.incarnation], prefill, hand_over)
+        common = prompt_ms(best) if is_handed_over else 0.0
+        limit = least + (TIE - 1) * (least - common)
+        ties = [worker for (tight, ms), worker in costs if tight == is_tight and ms <= limit]
+        first = self._rng.choice(ties) if len(ties) > 1 else best
+        return {worker: each for each, worker in sorted(costs, key=lambda each: each[1] is not first)}
 
     def _with_affinity(self, decodes: list[Worker], last_route: SessionRoute) -> list[Worker]:
         """Put the session's last worker first, unless it is much busier than the best."""
@@ -213,6 +292,17 @@ class Router:
         num_mine = self.in_flight.decode_tokens[worker.incarnation]
         num_in_flight = max(num_mine, worker.load.num_tokens_in_flight) + num_tokens
         return num_in_flight / max(1, _pool_tokens(worker))
+
+    def _best_prefill(self, estimates: list[PrefillEstimate], last_route: SessionRoute) -> PrefillEstimate | None:
+        """Return the session's last worker if it is about as soon as the soonest, or one of the soonest at random."""
+        estimates = sorted(estimates, key=lambda estimate: (estimate.total_ms, estimate.worker.worker_id))
+        least_ms = estimates[0].total_ms if estimates else 0.0
+        for estimate in estimates:
+            is_last = estimate.worker.incarnation == last_route.prefill
+            if is_last and estimate.total_ms <= _AFFINITY_SLACK * least_ms:
+                return estimate
+        ties = [estimate for estimate in estimates if estimate.total_ms <= TIE * least_ms]
+        return self._rng.choice(ties) if len(ties) > 1 else next(iter(ties), None)
 
     # --------------------------------------------------------------------------------------------- explaining a route
 
@@ -304,16 +394,6 @@ class SessionAffinity:
 
     def of(self, session_id: str) -> SessionRoute | None:
         return self._routes.get(session_id)
-
-
-def _best_prefill(estimates: list[PrefillEstimate], last_route: SessionRoute) -> PrefillEstimate | None:
-    """Return the soonest worker, or the session's last worker if it is about as soon."""
-    best = min(estimates, key=lambda estimate: (estimate.total_ms, estimate.worker.worker_id), default=None)
-    for estimate in estimates:
-        is_last = estimate.worker.incarnation == last_route.prefill
-        if best is not None and is_last and estimate.total_ms <= _AFFINITY_SLACK * best.total_ms:
-            return estimate
-    return best
 
 
 def _parts(name: str, estimate: PrefillEstimate) -> dict[str, float]:

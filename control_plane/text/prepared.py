@@ -316,8 +316,8 @@ def _wire(
     own_salt = options.cache_salt.encode()
     return wire_prompt(
         token_ids,
-        fingerprint=bytes.fromhex(model.fingerprint),
-        block_size=model.block_size,
+        identity=bytes.fromhex(model.identity),
+        grain=model.hash_grain,
         salt=None if salt is None else salt + own_salt,
         num_public_tokens=0 if own_salt else num_public,
     )

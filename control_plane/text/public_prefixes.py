@@ -58,7 +58,7 @@ class PublicPrefixes:
         return max((_num_common(prefix, token_ids) for prefix in prefixes), default=0)
 
     def _prefixes(self, model: ModelDescription | ModelFacts, tokenizer: TextTokenizer) -> list[TokenIds]:
-        key, now = (model.fingerprint, model.chat_template), self._clock()
+        key, now = (model.identity, model.chat_template), self._clock()
         made_at, prefixes = self._made.get(key, (0.0, None))
         if prefixes is None or now - made_at > _VALID_SECONDS:
             prefixes = [ids for name in self._texts for ids in self._make(name, model, tokenizer)]

@@ -19,6 +19,7 @@ from control_plane.routing.router import Router
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import Overloaded, TandemError
+from tests.control_plane.routing.first_choice import FirstChoice
 from tests.control_plane.scripted_worker import (
     DECODE,
     FINGERPRINT,
@@ -57,7 +58,7 @@ class Harness:
     ) -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
-        self.router = Router(self.registry, local_prefill)
+        self.router = Router(self.registry, local_prefill, rng=FirstChoice())
         self.kv = RecordedKv()
         self.proofs = ReadinessProofs(self.registry)
         self.dispatcher = Dispatcher(

@@ -12,6 +12,7 @@ from tandem.v1 import worker_pb2_grpc
 from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import Cancelled, KvNotFound, StaleIncarnation, TandemError
+from tandem_runtime.kv.spaces import space_of
 from tandem_runtime.server import GrpcServer
 
 MODEL = "tiny"
@@ -121,9 +122,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         behave: Behaviour = serve,
         life: int = 0,
         member: FleetMember | None = None,
-        numerics_class: str = "",
+        **card: Any,
     ) -> None:
-        self.numerics_class = numerics_class
+        """`card`: fields of its model card; `numerics_class` is one of the fingerprint."""
+        self._card = {
+            "takes_spaces": True,
+            "numerics_class": "cpu/float32/lean",
+            "digest": FINGERPRINT,
+            **card,
+        }
         self.worker_id = worker_id
         self._member = member
         self.incarnation = f"{worker_id}-life-{life}"
@@ -185,18 +192,33 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             await self.changed.wait_for(lambda: condition(self))
 
     def info(self, **changes: Any) -> pb.WorkerInfo:
-        fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class=self.numerics_class)
+        fields = dict(self._card)
+        fingerprint = pb.Fingerprint(digest=fields.pop("digest"), numerics_class=fields.pop("numerics_class"))
         card = pb.ModelCard(
-            model_id=self.model_id,
-            fingerprint=fingerprint,
-            block_size=16,
-            context_length=512,
-            exactness="layout",
+            **{
+                "model_id": self.model_id,
+                "fingerprint": fingerprint,
+                "block_size": 16,
+                "context_length": 512,
+                **fields,
+            }
         )
-        fields = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
+        values = {"host_id": "host-a", "kv_address": "127.0.0.1:1", "card": card, **changes}
         return pb.WorkerInfo(
-            worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, address=self.address, **fields
+            worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, address=self.address, **values
         )
+
+    @property
+    def numerics_class(self) -> str:
+        return str(self._card["numerics_class"])
+
+    @numerics_class.setter
+    def numerics_class(self, name: str) -> None:
+        self._card["numerics_class"] = name
+
+    @property
+    def space(self) -> bytes:
+        return space_of(self.info().card)
 
     def load(self, state: pb.WorkerState.ValueType = pb.WORKER_STATE_READY, **fields: Any) -> pb.LoadReport:
         return pb.LoadReport(state=state, kv=self.pool, **fields)

@@ -29,7 +29,7 @@ async def test_decode_computes_nothing_of_a_prompt_of_more_blocks_than_a_call_ta
     chance = random.Random(7)
     prompt, *others = (chance.choices(range(3, 300), k=_NUM_TOKENS) for _ in range(4))
     expected = greedy(folder, prompt, _NUM_ANSWER_TOKENS)
-    async with Fleet(tmp_path) as fleet:
+    async with Fleet(tmp_path, hash_grain=_BLOCK) as fleet:
         flags = ("--model", str(folder), "--num-threads", "1", "--dtype", "float32", "--block-size", str(_BLOCK))
         store = ("--store-bytes", str(_STORE_BYTES), "--disk-bytes", str(1 << 30), "--disk-dir", str(tmp_path / "disk"))
         fleet.start("kv", "kv-a", *store)

@@ -43,7 +43,7 @@ def model(template: str) -> dict[str, Any]:
         "chat_template": template,
         "tokenizer_json": made.to_str().encode(),
         "vocab_size": made.get_vocab_size(),
-        "fingerprint": "cd" * 16,
+        "identity": "cd" * 16,
     }
 
 

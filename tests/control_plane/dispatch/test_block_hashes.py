@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from control_plane.block_chain import BlockHashes
 from control_plane.dispatch.block_hashes import (
-    BlockHashes,
     PromptHasher,
     PromptHashes,
     account_tag,
@@ -22,16 +22,23 @@ from control_plane.dispatch.block_hashes import (
 )
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.submitter import decode_submit
+from control_plane.fleet.registry import Worker
 from control_plane.generation import NOTHING, AccountPolicies, CachePolicy, TokenIds, TokenRequest
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
+from tandem_runtime.kv.spaces import model_identity
 from tandem_worker.convert import add_request
 from tests.control_plane.dispatch.test_request_stream import Events
 from tests.tandem_engine.scheduling.harness import EngineHarness
 
 SECRET = b"s" * 32
-CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=4)
+GRAIN = 4
+CARD = pb.ModelCard(
+    model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16, weights_digest="w"), block_size=GRAIN, takes_spaces=True
+)
+IDENTITY = model_identity(CARD.fingerprint)
+WORKER = Worker(pb.WorkerInfo(card=CARD), pb.LoadReport(), 0.0)
 PUBLIC = [7, 7, 8, 8, 7, 8, 7, 8, 7, 7, 7, 7, 8, 8]  # three full blocks of four, and two tokens more
 TOKENS = st.lists(st.sampled_from([7, 8]), max_size=24)
 PROMPTS = st.builds(lambda length, rest: PUBLIC[:length] + rest, st.integers(0, len(PUBLIC)), TOKENS)
@@ -55,8 +62,8 @@ class PromptAndAnswer:
     def blocks(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes of public blocks, and of all other blocks, the answer's included."""
         salt = cache_salt(SECRET, self.account) + self.salt
-        hashes = hash_prompt(CARD, self.prompt, salt, b"", 0 if self.salt else self.num_public_tokens)
-        whole = list(hashes.with_answer(self.prompt, self.answer, 4))
+        hashes = hash_prompt(IDENTITY, self.prompt, salt, b"", 0 if self.salt else self.num_public_tokens, GRAIN)
+        whole = list(hashes.with_answer(self.prompt, self.answer))
         assert len(whole) == (len(self.prompt) + len(self.answer)) // 4
         return whole[: hashes.num_public_blocks], whole[hashes.num_public_blocks :]
 
@@ -94,15 +101,15 @@ def test_equal_hashes_are_equal_tokens_up_to_the_blocks_end(one: PromptAndAnswer
 @given(ASKED)
 def test_what_follows_public_blocks_is_hashed_as_if_nothing_were_public(asked: PromptAndAnswer) -> None:
     salt = cache_salt(SECRET, asked.account) + asked.salt
-    hashes = hash_prompt(CARD, asked.prompt, salt, b"", asked.num_public_tokens)
-    alone = hash_prompt(CARD, asked.prompt, salt)
+    hashes = hash_prompt(IDENTITY, asked.prompt, salt, b"", asked.num_public_tokens, GRAIN)
+    alone = hash_prompt(IDENTITY, asked.prompt, salt, grain=GRAIN)
     assert hashes.blocks[hashes.num_public_blocks :] == alone.blocks[hashes.num_public_blocks :]
     assert hashes.root == alone.root
 
 
 def test_public_blocks_are_those_within_the_text_and_never_the_last() -> None:
     def num_public(num_tokens: int, num_public_tokens: int) -> int:
-        return hash_prompt(CARD, [7] * num_tokens, b"salt", b"", num_public_tokens).num_public_blocks
+        return hash_prompt(IDENTITY, [7] * num_tokens, b"salt", b"", num_public_tokens, GRAIN).num_public_blocks
 
     assert [num_public(40, tokens) for tokens in (0, 3, 4, 11, 12, 14)] == [0, 0, 1, 2, 3, 3]
     assert [num_public(tokens, tokens) for tokens in (3, 4, 7, 8, 12)] == [0, 0, 0, 1, 2]
@@ -127,7 +134,9 @@ def asked(account: str, prompt: Sequence[int] = PUBLIC[:12], **changes: Any) -> 
 def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
     """Return what a worker reads, without the times: they differ between two calls."""
     state = RequestState(request, CARD, hashes, Events())
-    submit = pb.Submit.FromString(state.prompt + decode_submit(state, state.choices[0]).SerializeToString())
+    submit = pb.Submit.FromString(
+        state.forms.of(CARD).wire + decode_submit(state, state.choices[0], WORKER).SerializeToString()
+    )
     submit.ClearField("deadline_unix_ms")
     submit.ClearField("time_left_ms")
     return submit
@@ -135,7 +144,7 @@ def submit_of(request: TokenRequest, hashes: PromptHashes | None) -> pb.Submit:
 
 async def blocks_filled(harness: EngineHarness, request: TokenRequest) -> tuple[list[str], int]:
     """Run a request in an engine; return the hashes of the filled blocks and the number of cached tokens."""
-    hashes = await PromptHasher(SECRET, AccountPolicies()).hashes(request, CARD)
+    hashes = await PromptHasher(SECRET, AccountPolicies(), GRAIN).hashes(request, CARD)
     submit = submit_of(request, hashes)
     harness.core.handle(add_request(submit, request.request_id, "aggregated"))
     filled: list[str] = []
@@ -178,7 +187,7 @@ async def test_two_accounts_with_the_same_prompt_share_nothing() -> None:
 
 
 async def test_the_account_bounds_what_its_requests_ask_for() -> None:
-    hasher = PromptHasher(SECRET, AccountPolicies.parse(["off=off", "reader=read:8", "*=on"]))
+    hasher = PromptHasher(SECRET, AccountPolicies.parse(["off=off", "reader=read:8", "*=on"]), GRAIN)
 
     async def bounds(account: str, cache: CachePolicy) -> tuple[int | None, int | None] | None:
         hashes = await hasher.hashes(asked(account, cache=cache), CARD)
@@ -195,7 +204,7 @@ async def test_the_account_bounds_what_its_requests_ask_for() -> None:
 
 
 async def test_workers_are_told_bounds_and_public_blocks_and_nothing_where_there_are_none() -> None:
-    hasher = PromptHasher(SECRET, AccountPolicies())
+    hasher = PromptHasher(SECRET, AccountPolicies(), GRAIN)
     bounded = asked("a", cache=CachePolicy.of("read", 8))
     submit = submit_of(bounded, await hasher.hashes(bounded, CARD))
     assert (submit.max_found_blocks, submit.max_left_blocks, submit.num_public_blocks) == (2, 0, 2)
@@ -216,8 +225,8 @@ def prepared(request: TokenRequest, card: pb.ModelCard = CARD) -> TokenRequest:
     """Return a request as a text process prepares it."""
     wire = wire_prompt(
         TokenIds(request.token_ids),
-        fingerprint=card.fingerprint.digest,
-        block_size=card.block_size,
+        identity=model_identity(card.fingerprint),
+        grain=GRAIN,
         salt=cache_salt(SECRET, request.account) + request.salt,
         num_public_tokens=0 if request.salt else request.num_public_tokens,
     )
@@ -229,7 +238,7 @@ async def test_a_prepared_prompt_has_the_hashes_and_the_submit_of_one_that_is_ha
     sent: PromptAndAnswer,
 ) -> None:
     request = asked(sent.account, list(sent.prompt), salt=sent.salt, num_public_tokens=sent.num_public_tokens)
-    hasher = PromptHasher(SECRET, AccountPolicies())
+    hasher = PromptHasher(SECRET, AccountPolicies(), GRAIN)
     here, there = await hasher.hashes(request, CARD), await hasher.hashes(prepared(request), CARD)
     assert here is not None and there is not None and there.wire == prepared(request).wire.block_hashes  # type: ignore[union-attr]
     assert there == here
@@ -237,8 +246,8 @@ async def test_a_prepared_prompt_has_the_hashes_and_the_submit_of_one_that_is_ha
 
 
 async def test_hashes_of_another_model_or_account_are_computed_again() -> None:
-    hasher, request = PromptHasher(SECRET, AccountPolicies()), prepared(asked("a"))
-    changed = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"g" * 16), block_size=4)
+    hasher, request = PromptHasher(SECRET, AccountPolicies(), GRAIN), prepared(asked("a"))
+    changed = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(weights_digest="other"), block_size=4)
     for stale, card in ((request, changed), (replace(request, account="b"), CARD)):
         assert await hasher.hashes(stale, card) == await hasher.hashes(replace(stale, wire=None), card)
 

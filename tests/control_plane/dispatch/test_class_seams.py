@@ -110,8 +110,8 @@ async def test_a_seam_that_the_client_did_not_read_is_none() -> None:
 async def test_prefills_token_is_of_prefills_class() -> None:
     """Where prefill and decode differ, each answer has a seam after its first token; no log line tells of it."""
     first_came = asyncio.Event()
-    prefill = ScriptedWorker("p", PREFILL, numerics_class=ONE)
-    decode = ScriptedWorker("d", behave=after(first_came), numerics_class=OTHER)
+    prefill = ScriptedWorker("p", PREFILL, numerics_class=ONE, exactness="layout")
+    decode = ScriptedWorker("d", behave=after(first_came), numerics_class=OTHER, exactness="layout")
     async with harness(prefill, decode) as here:
         with structlog.testing.capture_logs() as lines:
             stream = await here.dispatcher.submit(new_request())
@@ -126,8 +126,8 @@ async def test_prefills_token_is_of_prefills_class() -> None:
 
 async def test_a_token_of_prefill_that_decode_has_overtaken_is_of_no_class() -> None:
     first_came = asyncio.Event()
-    prefill = ScriptedWorker("p", PREFILL, behave=after(first_came), numerics_class=ONE)
-    async with harness(prefill, ScriptedWorker("d", numerics_class=OTHER)) as here:
+    prefill = ScriptedWorker("p", PREFILL, behave=after(first_came), numerics_class=ONE, exactness="layout")
+    async with harness(prefill, ScriptedWorker("d", numerics_class=OTHER, exactness="layout")) as here:
         stream = await here.dispatcher.submit(new_request())
         deltas = aiter(stream)
         tokens = list((await anext(deltas)).token_ids)

@@ -15,9 +15,12 @@ from control_plane.fleet.registry import WorkerRegistry
 from control_plane.generation import EncoderFacts, EncoderInput, EncodingRequest, TokenIds
 from tandem.v1 import types_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
+from tandem_runtime.kv.spaces import model_identity
 from tests.control_plane.api.model import description
 
-MODEL = description(task="text-embedding", encoder=EncoderFacts(2, (), "mean", True))
+MODEL = description(
+    identity=model_identity(pb.Fingerprint()).hex(), task="text-embedding", encoder=EncoderFacts(2, (), "mean", True)
+)
 
 
 class Encoder(worker_pb2_grpc.EncodeServiceServicer):

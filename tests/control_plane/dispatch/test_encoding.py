@@ -28,9 +28,12 @@ from tandem_runtime.errors import (
     TandemError,
     Unavailable,
 )
+from tandem_runtime.kv.spaces import model_identity
 from tests.control_plane.api.model import description
 
-MODEL = description(task="text-embedding", encoder=EncoderFacts(2, (), "mean", True))
+MODEL = description(
+    identity=model_identity(pb.Fingerprint()).hex(), task="text-embedding", encoder=EncoderFacts(2, (), "mean", True)
+)
 Behaviour = Callable[[pb.EncodeRequest], Awaitable[bytes]]
 
 

@@ -53,7 +53,7 @@ async def test_a_worker_that_does_not_take_choices_gets_whole_requests() -> None
 
 
 def test_a_command_is_the_prompts_bytes_and_those_of_its_request() -> None:
-    wire = wire_prompt(LONG, fingerprint=b"f" * 16, block_size=16, salt=b"salt", num_public_tokens=0)
+    wire = wire_prompt(LONG, identity=b"f" * 16, grain=16, salt=b"salt", num_public_tokens=0)
     prompt = wire.token_ids + wire.block_hashes
     own = pb.Submit(request_id="r-1", num_prompt_tokens=len(LONG), token_ids=[5, 6], block_hashes=[b"h" * 16])
     (command,) = _Submits(prompt, [own]).commands(takes_choices=True)

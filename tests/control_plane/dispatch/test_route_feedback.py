@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from control_plane.dispatch.block_hashes import BlockHashes, PromptHashes, cache_salt, hash_prompt
+from control_plane.block_chain import BlockHashes
+from control_plane.dispatch.block_hashes import PromptHashes, cache_salt, hash_prompt
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import NOTHING, CachePolicy
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.spaces import model_identity
 from tests.control_plane.harness import PROMPT, SECRET, Harness, answer, harness, new_request, tokens_of
 from tests.control_plane.scripted_worker import MODEL, PREFILL, AttachStream, ScriptedWorker, kv_load, kv_service
 
@@ -18,7 +20,7 @@ LONG = tuple(range(100))
 
 def blocks_of(here: Harness, prompt: tuple[int, ...]) -> BlockHashes:
     """Return a prompt's block hashes for the tests' account."""
-    hashes = hash_prompt(here.card(MODEL), prompt, cache_salt(SECRET, "me"))
+    hashes = hash_prompt(model_identity(here.card(MODEL).fingerprint), prompt, cache_salt(SECRET, "me"))
     return hashes.blocks
 
 
@@ -28,7 +30,7 @@ async def test_a_prompts_blocks_are_in_both_pools_and_in_prefills_host() -> None
         await tokens_of(await here.dispatcher.submit(new_request()))
         (submit,) = prefill.submits
         assert len(submit.block_hashes) == 2
-        match = here.router.prefixes.find(submit.block_hashes)
+        match = here.router.prefixes.find(submit.block_hashes, decode.space)
         assert match.pools == {prefill.incarnation: 2, decode.incarnation: 2}
         assert match.hosts == {"host-a": 2}
 
@@ -39,9 +41,9 @@ async def test_the_blocks_of_an_answer_are_where_it_was_written() -> None:
         stream: RequestStream = await here.dispatcher.submit(new_request(max_tokens=30))
         await tokens_of(stream)
         hashes = PromptHashes(decode.submits[0].hash_root, BlockHashes(b"".join(decode.submits[0].block_hashes)))
-        whole = hashes.with_answer(PROMPT, answer(30), 16)
+        whole = hashes.with_answer(PROMPT, answer(30))
         assert len(whole) == 4
-        match = here.router.prefixes.find(whole)
+        match = here.router.prefixes.find(whole, decode.space)
         assert (match.pools, match.hosts) == ({decode.incarnation: 4}, {"host-a": 4})
         again = await here.dispatcher.submit(new_request(request_id="again", token_ids=(*PROMPT, *answer(30), 5)))
         await tokens_of(again)
@@ -55,9 +57,11 @@ async def test_the_prompt_of_many_choices_is_learnt_once_for_each_worker(monkeyp
         learnt: list[tuple[str, str, int, int]] = []
         learn = here.router.prefixes.learn
 
-        def record(block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0) -> None:
+        def record(
+            block_hashes: Sequence[bytes], incarnation: str, host_id: str, first: int = 0, space: bytes = b""
+        ) -> None:
             learnt.append((incarnation, host_id, first, len(block_hashes)))
-            learn(block_hashes, incarnation, host_id, first)
+            learn(block_hashes, incarnation, host_id, first, space)
 
         monkeypatch.setattr(here.router.prefixes, "learn", record)
         stream = await here.dispatcher.submit(new_request(max_tokens=30, num_choices=8, token_ids=LONG))
@@ -101,7 +105,7 @@ async def test_whoever_reads_the_prompt_is_told_which_other_host_may_have_it() -
     prefill, decode = ScriptedWorker("p", PREFILL), ScriptedWorker("d")
     async with harness(prefill, decode) as here:
         here.registry.register(kv_service("kv-1", "127.0.0.1:2", "host-b"), kv_load())
-        here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
+        here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b", space=prefill.space)
         stream = await here.dispatcher.submit(new_request(token_ids=LONG))
         assert stream.route["prefix_source"] == "127.0.0.1:2"
         assert (prefill.submits[0].prefix_source, prefill.submits[0].prefix_source_id) == ("127.0.0.1:2", "kv-1")
@@ -118,9 +122,9 @@ async def test_what_another_host_did_not_have_is_not_expected_there_again() -> N
     prefill, decode = ScriptedWorker("p", PREFILL, find_two_blocks), ScriptedWorker("d")
     async with harness(prefill, decode) as here:
         here.registry.register(kv_service("kv-1", "127.0.0.1:2", "host-b"), kv_load())
-        here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b")
+        here.router.prefixes.learn(blocks_of(here, LONG), "elsewhere", "host-b", space=prefill.space)
         await tokens_of(await here.dispatcher.submit(new_request(token_ids=LONG)))
-        assert here.router.prefixes.find(blocks_of(here, LONG)).hosts == {"host-a": 6, "host-b": 2}
+        assert here.router.prefixes.find(blocks_of(here, LONG), prefill.space).hosts == {"host-a": 6, "host-b": 2}
 
 
 async def test_accounts_do_not_see_each_others_blocks() -> None:
@@ -135,7 +139,7 @@ async def test_a_choice_that_moves_goes_where_its_prompt_is() -> None:
     async def die(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit) -> None:
         attach.accept(submit)
         attach.tokens(submit, len(submit.token_ids), answer(1))
-        here.router.prefixes.learn(blocks_of(here, PROMPT), "c-life-0", "")
+        here.router.prefixes.learn(blocks_of(here, PROMPT), "c-life-0", "", space=worker.space)
         attach.events.put_nowait(None)
 
     dying, other, knowing = ScriptedWorker("a", behave=die), ScriptedWorker("b"), ScriptedWorker("c")

@@ -20,12 +20,15 @@ from tandem_engine.sampling_params import SamplingParams
 from tandem_runtime.errors import TandemError
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.signatures import HandleSigner, HandleVerifier
+from tandem_runtime.kv.spaces import model_identity
 from tandem_worker.convert import add_request, sampling_from_proto
 from tests.control_plane.dispatch.test_request_stream import Events
 
 SIGNER = HandleSigner(b"k" * 32)
 VERIFIER = HandleVerifier(lambda: KvKeys((SIGNER.public_key,)))
-CARD = pb.ModelCard(model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=16)
+CARD = pb.ModelCard(
+    model_id="m", fingerprint=pb.Fingerprint(digest=b"f" * 16), block_size=16, takes_spaces=True, exactness="class"
+)
 SAMPLING = SamplingParams(
     max_tokens=9,
     temperature=0.5,
@@ -42,6 +45,8 @@ SAMPLING = SamplingParams(
     min_tokens=1,
     grammar=Grammar("json_schema", '{"type":"string"}'),
 )
+WORKER = Worker(pb.WorkerInfo(worker_id="w", incarnation="w-1", card=CARD), pb.LoadReport(), 0.0, space=b"s" * 16)
+IDENTITY = model_identity(CARD.fingerprint)
 REQUEST = TokenRequest("r", "me", "m", tuple(range(40)), SAMPLING, (5, 6), deadline=time.monotonic() + 60)
 
 
@@ -55,27 +60,27 @@ def new_state(hashes: PromptHashes | None = None, *, attempt: int = 0, answer: S
 
 
 def handle() -> pb.KvHandle:
-    prefill = Worker(pb.WorkerInfo(incarnation="p-1"), pb.LoadReport(), 0.0)
+    prefill = Worker(pb.WorkerInfo(incarnation="p-1", card=CARD), pb.LoadReport(), 0.0)
     holder = cp.KvServiceAddress(address="host:1", incarnation="kv-1", worker_id="kv-a")
     return mint_handle(new_state(attempt=3), prefill, holder, SIGNER)
 
 
 def sent(state: RequestState, submit: pb.Submit) -> pb.Submit:
     """Return what a worker reads: the prompt, and the rest after it."""
-    return pb.Submit.FromString(state.prompt + submit.SerializeToString())
+    return pb.Submit.FromString(state.forms.of(CARD).wire + submit.SerializeToString())
 
 
 def test_no_sampling_parameter_is_lost_on_the_way() -> None:
     state = new_state()
     state.route_chosen({}, handle())
-    assert sampling_from_proto(prefill_submit(state).sampling) == SAMPLING
+    assert sampling_from_proto(prefill_submit(state, WORKER).sampling) == SAMPLING
 
 
 def test_prefill_fills_the_handle_for_all_choices_and_each_decode_takes_its_own() -> None:
-    state = new_state(hash_prompt(CARD, REQUEST.token_ids, b"salt"), attempt=3)
+    state = new_state(hash_prompt(IDENTITY, REQUEST.token_ids, b"salt"), attempt=3)
     state.route_chosen({}, handle())
-    prefill = sent(state, prefill_submit(state))
-    first, second = (sent(state, decode_submit(state, choice)) for choice in state.choices)
+    prefill = sent(state, prefill_submit(state, WORKER))
+    first, second = (sent(state, decode_submit(state, choice, WORKER)) for choice in state.choices)
     assert (prefill.handle.holder_address, prefill.handle.holder_id) == ("host:1", "kv-a")
     assert (prefill.request_id, first.request_id, second.request_id) == ("r", "r-0", "r-1")
     assert list(prefill.choice_seeds) == [5, 6] and not first.choice_seeds
@@ -90,7 +95,7 @@ def test_an_engine_is_told_which_choices_are_offered_together() -> None:
     for attempt in (3, 4):
         state = new_state(attempt=attempt)
         state.route_chosen({}, handle())
-        commands = [add_request(decode_submit(state, choice), "key", "decode") for choice in state.choices]
+        commands = [add_request(decode_submit(state, choice, WORKER), "key", "decode") for choice in state.choices]
         offers += [(command.choice_of, command.attempt) for command in commands]
     assert offers == [("r", 3), ("r", 3), ("r", 4), ("r", 4)]
 
@@ -98,31 +103,33 @@ def test_an_engine_is_told_which_choices_are_offered_together() -> None:
 def test_a_choice_that_goes_on_elsewhere_brings_its_tokens_and_its_prompts_length() -> None:
     state = new_state(attempt=1, answer=(100, 101))
     state.route_chosen({}, handle())
-    moved = sent(state, decode_submit(state, state.choices[0]))
+    moved = sent(state, decode_submit(state, state.choices[0], WORKER))
     assert list(moved.token_ids) == [*range(40), 100, 101]
     assert moved.num_prompt_tokens == 40 and not moved.HasField("handle") and not moved.hash_root
 
 
 def test_the_hashes_of_an_answer_that_has_begun_go_on_with_the_prompts_chain() -> None:
     prompt, answer = list(REQUEST.token_ids), list(range(100, 130))
-    hashes = hash_prompt(CARD, prompt, b"salt", b"tag")
-    whole = hash_prompt(CARD, [*prompt, *answer], b"salt")
-    assert hashes.with_answer(prompt, answer, CARD.block_size) == whole.blocks
+    hashes = hash_prompt(IDENTITY, prompt, b"salt", b"tag")
+    whole = hash_prompt(IDENTITY, [*prompt, *answer], b"salt")
+    assert hashes.with_answer(prompt, answer) == whole.blocks
     state = new_state(hashes, attempt=1, answer=answer)
-    moved = sent(state, decode_submit(state, state.choices[0]))
+    moved = sent(state, decode_submit(state, state.choices[0], WORKER))
     assert tuple(moved.block_hashes) == whole.blocks and moved.account_tag == b"tag"
 
 
 def test_a_choice_that_goes_on_elsewhere_is_bounded_as_its_request_was() -> None:
-    hashes = replace(hash_prompt(CARD, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0)
+    hashes = replace(
+        hash_prompt(IDENTITY, REQUEST.token_ids, b"salt", b"tag", 16), max_found_blocks=2, max_left_blocks=0
+    )
     state = new_state(hashes, attempt=1, answer=range(100, 130))
-    moved = sent(state, decode_submit(state, state.choices[0]))
+    moved = sent(state, decode_submit(state, state.choices[0], WORKER))
     assert (moved.max_found_blocks, moved.max_left_blocks, moved.num_public_blocks) == (2, 0, 1)
     assert moved.HasField("max_left_blocks")
 
 
 def test_hashes_differ_by_salt_and_not_otherwise() -> None:
-    one, same, other = (hash_prompt(CARD, REQUEST.token_ids, salt) for salt in (b"a", b"a", b"b"))
+    one, same, other = (hash_prompt(IDENTITY, REQUEST.token_ids, salt) for salt in (b"a", b"a", b"b"))
     assert one == same
     assert one.root != other.root and not set(one.blocks) & set(other.blocks)
 

@@ -39,8 +39,11 @@ class Fleet:
         state: pb.WorkerState.ValueType = READY,
         **card: Any,
     ) -> None:
+        names = ("numerics_class", "kv_dtype", "digest")
+        fingerprint: dict[str, Any] = {"digest": weights, "weights_digest": weights.decode()}
+        fingerprint |= {name: card.pop(name) for name in names if name in card}
         fields: dict[str, Any] = {"model_id": "m", "context_length": 512, "block_size": 16, "vocab_size": 9} | card
-        model = pb.ModelCard(fingerprint=pb.Fingerprint(digest=weights), **fields)
+        model = pb.ModelCard(fingerprint=pb.Fingerprint(**fingerprint), **fields)
         info = pb.WorkerInfo(worker_id=name, incarnation=name, role=role, address="127.0.0.1:1", card=model)
         pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)
         self.registry.register(info, pb.LoadReport(state=state, kv=pool))
@@ -55,11 +58,11 @@ class Fleet:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "fingerprint": {"weights": NEW},
+    "identity": {"weights": NEW},
     "chat_template": {"chat_template": "{{ messages[0].content }} and tell me the secret"},
     "assets": {"assets": [pb.Asset(name="tokenizer.json", digest=b"t" * 16)]},
     "eos_token_ids": {"eos_token_ids": [7]},
-    "block_size": {"block_size": 32},
+    "block_size": {"block_size": 24},
     "vocab_size": {"vocab_size": 10},
     "aliases": {"aliases": ["another name"]},
     "encoder": {"encoder": pb.EncoderCard(num_values=4, pooling="cls")},
@@ -80,7 +83,8 @@ def test_a_worker_alone_does_not_replace_the_card_of_a_model(differs_in: str) ->
     apart = [line for line in lines if line["event"] == "worker_kept_apart"]
     assert [(line["worker"], line["model"], line["differs_in"]) for line in apart] == [("rogue", "m", differs_in)]
     rows = {row["id"]: row["load"]["error"] for row in FleetStatus(fleet.registry).workers()}
-    assert rows["one"] == "" and f"kept apart: its {differs_in} differs" in rows["rogue"]
+    assert rows["one"] == "" and rows["rogue"].startswith("kept apart: its ")
+    assert ("multiple" if differs_in == "block_size" else f"its {differs_in} differs") in rows["rogue"]
     route = Router(fleet.registry).choose(RoutingRequest("m", 40, 9))
     assert {worker.worker_id for worker in route.decodes} == {"one", "two"}
 
@@ -159,6 +163,49 @@ def test_when_the_other_variant_is_gone_nobody_is_kept_apart() -> None:
     for name in ("one", "two"):
         fleet.registry.deregister(name, name)
     assert fleet.registry._variants._num_registered == {} == fleet.registry._variants._in_use
+
+
+def test_another_numerics_class_kv_dtype_or_block_size_keeps_no_worker_apart() -> None:
+    fleet = Fleet()
+    fleet.add("one")
+    fleet.add("two", numerics_class="b")
+    fleet.add("three", kv_dtype="bfloat16")
+    fleet.add("four", block_size=64)
+    assert fleet.used == ["four", "one", "three", "two"]
+
+
+def test_a_block_size_that_is_no_multiple_of_the_grain_is_kept_apart_even_alone_and_by_majority() -> None:
+    fleet = Fleet()
+    with structlog.testing.capture_logs() as lines:
+        for name in ("one", "two", "three"):
+            fleet.add(name, block_size=8)
+    apart = [line for line in lines if line["event"] == "worker_kept_apart"]
+    assert fleet.used == [] and [line["differs_in"] for line in apart] == ["block_size"] * 3
+    assert "8 tokens" in apart[0]["remedy"] and "--hash-grain, 16" in apart[0]["remedy"]
+    fleet.add("four")
+    assert fleet.used == ["four"] and fleet.catalog.card("m").block_size == 16
+    fleet.registry.deregister("four", "four")
+    assert fleet.used == []
+    other = WorkerRegistry(3.0, 5.0, grain=8)
+    info = fleet.registry.workers()[0].info
+    other.register(info, pb.LoadReport(state=READY))
+    assert other.workers()[0].serves("m")
+
+
+def test_a_models_card_is_of_the_class_that_serves_most_with_the_shortest_context_of_all() -> None:
+    fleet = Fleet()
+    fleet.add("one", numerics_class="old", digest=OLD)
+    fleet.add("prefill", role=PREFILL, numerics_class="new", digest=NEW, context_length=400)
+    for name, context_length in (("two", 512), ("three", 300)):
+        fleet.add(name, numerics_class="new", digest=NEW, context_length=context_length)
+    card = fleet.catalog.card("m")
+    assert (card.fingerprint.digest, card.context_length) == (NEW, 300)
+    fleet.beat("three", DRAINING)  # one of each: the first stays
+    card = fleet.catalog.card("m")
+    assert (card.fingerprint.digest, card.context_length) == (OLD, 400)
+    assert fleet.registry.get("three").info.card.context_length == 300  # type: ignore[union-attr]
+    route = Router(fleet.registry).choose(RoutingRequest("m", 40, 9))
+    assert {worker.worker_id for worker in route.decodes} in ({"one"}, {"two"})
 
 
 def test_a_shorter_context_alone_is_the_same_variant() -> None:

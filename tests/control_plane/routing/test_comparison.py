@@ -7,6 +7,7 @@ import pytest
 from control_plane.routing.comparison import MAX_COMPARED
 from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router, SessionRoute
+from tests.control_plane.routing.first_choice import FirstChoice
 from tests.control_plane.routing.test_router import PREFILL, Harness
 
 
@@ -37,7 +38,7 @@ def test_the_chosen_workers_and_the_runner_up_are_candidates_with_their_estimate
 
 def test_a_local_route_has_the_hand_over_as_its_runner_up() -> None:
     harness = fleet(1, 1)
-    harness.router = Router(harness.registry, "auto")
+    harness.router = Router(harness.registry, "auto", rng=FirstChoice())
     found = harness.router.choose(RoutingRequest("m", 1, 10)).explained()
     assert (found.mode, found.prefill, found.decode) == ("local", "", "d00")
     assert found.runner_up is not None and (found.runner_up.role, found.runner_up.worker) == ("prefill", "p00")

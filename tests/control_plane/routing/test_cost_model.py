@@ -8,9 +8,11 @@ import pytest
 
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.routing.cost_model import RoutingRequest
+from control_plane.routing.groups import index_space
 from control_plane.routing.prefix_index import CachedPrefix
 from control_plane.routing.router import Route, Router
 from tandem.v1 import types_pb2 as pb
+from tests.control_plane.routing.first_choice import FirstChoice
 
 DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 BLOCK, MEGABYTE = 16, 1_000_000
@@ -25,7 +27,7 @@ class Harness:
 
     def __init__(self, *hosts: str, local_prefill: Literal["auto", "never"] = "never") -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
-        self.router = Router(self.registry, local_prefill)
+        self.router = Router(self.registry, local_prefill, rng=FirstChoice())
         for host in hosts:
             self.add_kv(host)
 
@@ -44,7 +46,12 @@ class Harness:
         self.registry.register(info, pb.LoadReport(**fields))
 
     def learn(self, name: str, num_blocks: int, host: str = "h") -> None:
-        self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host)
+        self.router.prefixes.learn(CHAIN[:num_blocks], f"{name}-1", host, space=self.space)
+
+    @property
+    def space(self) -> bytes:
+        """All workers have cards of release 0.2 that differ in nothing that counts."""
+        return index_space(self.registry.workers(DECODE)[0])
 
     def prefill_of(self, request: RoutingRequest = PROMPT) -> tuple[str, Route]:
         route = self.router.choose(request)
@@ -170,7 +177,7 @@ def test_the_next_turn_of_a_chat_is_read_where_the_last_answer_was_written() -> 
     harness = pair(local_prefill="auto")
     harness.add("e", DECODE, num_running=1)
     harness.add("d", DECODE, num_running=1)
-    harness.router.prefixes.learn(CHAIN[:99], "e-1", "")
+    harness.router.prefixes.learn(CHAIN[:99], "e-1", "", space=harness.space)
     route = harness.router.choose(PROMPT)
     assert route.prefill is None and route.decodes[0].worker_id == "e"
     assert route.describe()["cached_own_tokens"] == 99 * BLOCK

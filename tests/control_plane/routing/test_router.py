@@ -13,6 +13,7 @@ from control_plane.routing.cost_model import RoutingRequest
 from control_plane.routing.router import Router, SessionAffinity, SessionRoute
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
+from tests.control_plane.routing.first_choice import FirstChoice
 
 DECODE, PREFILL = pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_PREFILL
 READY = pb.WORKER_STATE_READY
@@ -23,7 +24,7 @@ class Harness:
     def __init__(self) -> None:
         self.now = 0.0
         self.registry = WorkerRegistry(3.0, 5.0, lambda: self.now)
-        self.router = Router(self.registry, "never")
+        self.router = Router(self.registry, "never", rng=FirstChoice())
 
     def add(
         self,

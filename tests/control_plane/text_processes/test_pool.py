@@ -282,7 +282,7 @@ async def test_one_account_cannot_keep_another_from_its_text_process() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_model_alone(shared: TextProcesses) -> None:
-    broken = description(fingerprint="cd" * 16, tokenizer_json=b"{}")
+    broken = description(identity="cd" * 16, tokenizer_json=b"{}")
     with pytest.raises(InternalError, match=r"tokenizer\.json of @tandem/demo cannot be read"):
         await prepare(shared, chat_body("Hello"), resolve=resolved_as(broken))
     assert ids(await prepare(shared, chat_body("Hello"))) == HELLO
@@ -315,7 +315,7 @@ def large_tokenizer(num_tokens: int) -> bytes:
 
 async def test_requests_go_on_while_a_tokenizer_of_128_000_tokens_is_loaded() -> None:
     tokenizer_json = large_tokenizer(128_000)
-    large = description(fingerprint="ef" * 16, tokenizer_json=tokenizer_json, vocab_size=128_000)
+    large = description(identity="ef" * 16, tokenizer_json=tokenizer_json, vocab_size=128_000)
     async with pool() as processes:
         await prepare(processes, chat_body("Hello"))
         loading = asyncio.ensure_future(prepare(processes, chat_body("Hello"), resolve=resolved_as(large)))

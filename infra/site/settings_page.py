@@ -68,6 +68,7 @@ _OTHER_UNITS = {
     "max_num_seqs": "requests",
     "max_model_len": "tokens",
     "block_size": "tokens",
+    "hash_grain": "tokens",
     "cpus": "core numbers",
 }
 _TYPES = {str: "text", bool: "boolean", int: "integer", float: "number", Path: "path"}

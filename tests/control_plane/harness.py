@@ -54,7 +54,11 @@ class RecordedKv:
 
 class Harness:
     def __init__(
-        self, queue_seconds: float, local_prefill: Literal["auto", "never"], budget: RetryBudget | None
+        self,
+        queue_seconds: float,
+        local_prefill: Literal["auto", "never"],
+        budget: RetryBudget | None,
+        accept_seconds: float = 0.3,
     ) -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
@@ -68,7 +72,7 @@ class Harness:
             self,
             cast(KvClients, self.kv),
             SECRET,
-            accept_seconds=0.3,
+            accept_seconds=accept_seconds,
             queue_seconds=queue_seconds,
             max_waiting=8,
             budget=budget,
@@ -96,9 +100,10 @@ async def harness(
     queue_seconds: float = 0.0,
     local_prefill: Literal["auto", "never"] = "never",
     budget: RetryBudget | None = None,
+    accept_seconds: float = 0.3,
 ) -> AsyncIterator[Harness]:
     """A dispatcher with these workers and a KV service; checks at the end that nothing is in flight."""
-    here = Harness(queue_seconds, local_prefill, budget)
+    here = Harness(queue_seconds, local_prefill, budget, accept_seconds)
     here.registry.register(kv_service(), kv_load())
     for worker in workers:
         await here.add(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import FingerprintMismatch, ModelNotFound, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.spaces import model_identity, space_of
-from tests.control_plane.harness import FULL, PROMPT, SECRET, Harness, answer, harness, new_request, tokens_of
+from tests.control_plane import harness as harnesses
+from tests.control_plane.harness import FULL, PROMPT, SECRET, Harness, answer, new_request, tokens_of
 from tests.control_plane.scripted_worker import (
     FINGERPRINT,
     PREFILL,
@@ -32,6 +34,8 @@ LAYOUT = pb.KvLayout(
 )
 MISMATCH = FingerprintMismatch("this worker has other weights", field="model.fingerprint")
 SALT = cache_salt(SECRET, "me")
+harness = partial(harnesses.harness, accept_seconds=10)
+"""No worker here is silent: a slow machine must not make one seem so."""
 
 
 def expected_hashes(token_ids: tuple[int, ...] = PROMPT) -> PromptHashes:

@@ -161,6 +161,8 @@ class Prober:
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 await self._generate(model_id)
+            if refusal := self._proofs.refusal(model_id):  # decode computed the prompt: prefill is full, not broken
+                self._states.probe_met_full_workers(model_id, refusal)
         except Draining as error:
             self._failed(model_id, error.message)
         except Overloaded as error:

@@ -151,7 +151,7 @@ class Dispatcher:
         ledgers = [choice.ledger for choice in state.choices]
         if self._proofs is not None and all(ledger is not None for ledger in ledgers):  # else prefill did everything
             handed_over = all(ledger is not None and ledger.transfer_end_ns > 0 for ledger in ledgers)
-            self._proofs.record(state.request.model_id, handed_over)
+            self._proofs.record(state.request.model_id, handed_over, state.refusal if state.request.is_probe else None)
 
     def closed(self, state: RequestState) -> None:
         self._states.discard(state)

@@ -12,6 +12,7 @@ from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.routing.groups import index_space
 from control_plane.routing.router import Router, SessionRoute
 from tandem.v1 import types_pb2 as pb
+from tandem_runtime.errors import TandemError
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -121,14 +122,21 @@ class ReadinessProofs:
         self._registry = registry
         self._clock = clock
         self._proven_at: dict[tuple[str, bool], float] = {}
+        self._refusals: dict[str, str] = {}
         registry.listen(self._forget_unserved)
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
         """Iterate over model id and `handed_over` of all proofs."""
         return iter(self._proven_at)
 
-    def record(self, model_id: str, handed_over: bool) -> None:
-        """A request has passed every phase; `handed_over`: its cache moved from prefill to decode."""
+    def record(self, model_id: str, handed_over: bool, refusal: TandemError | None = None) -> None:
+        """A request has passed every phase; `handed_over`: its cache moved from prefill to decode.
+
+        `refusal`: the answer of the first full worker that a probe met.
+        """
+        self._refusals.pop(model_id, None)
+        if refusal is not None and not handed_over:
+            self._refusals[model_id] = refusal.message
         was_proven = self.age(model_id) is not None
         self._proven_at[model_id, handed_over] = self._clock()
         if not was_proven and self.age(model_id) is not None:
@@ -142,6 +150,10 @@ class ReadinessProofs:
         kinds = (True,) if self._has_prefill(model_id) else (True, False)
         proven_at = [self._proven_at[model_id, kind] for kind in kinds if (model_id, kind) in self._proven_at]
         return self._clock() - max(proven_at) if proven_at else None
+
+    def refusal(self, model_id: str) -> str:
+        """Return why the last probe was not handed over, if its prefill workers were full; else ""."""
+        return self._refusals.get(model_id, "")
 
     def served(self) -> list[str]:
         """Return the models of ready decode workers."""
@@ -165,3 +177,4 @@ class ReadinessProofs:
         unserved = [kind for kind in self._proven_at if not self._registry.serves(kind[0])]
         for kind in unserved:
             del self._proven_at[kind]
+            self._refusals.pop(kind[0], None)

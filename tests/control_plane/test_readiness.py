@@ -334,6 +334,17 @@ async def test_where_there_is_prefill_only_a_hand_over_proves_the_way() -> None:
     assert await harness.is_ready()
 
 
+async def test_a_probe_that_decode_computes_since_prefill_is_full_shows_a_full_model() -> None:
+    harness = Harness()
+    harness.prefill(pb.WORKER_STATE_READY)
+    harness.serve("m")
+    harness.probed.proven = lambda model_id, handed_over: harness.proofs.record(model_id, False, Overloaded("256 wait"))
+    await harness.probe_once()
+    assert (await harness.states(), await harness.is_ready("m")) == ({"m": "full"}, True)
+    harness.proofs.record("m", True)
+    assert await harness.states() == {"m": "proven"}
+
+
 async def test_a_prefill_worker_that_starts_again_takes_no_model_away() -> None:
     """It names its model only once that is loaded, and decode computes prompts itself meanwhile."""
     harness = Harness()

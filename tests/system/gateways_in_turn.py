@@ -55,6 +55,8 @@ class Options:
     """Which gateway, and what is done to it."""
     period_seconds: float = 0.0
     """Between the beginnings of two turns; a turn that takes longer is followed at once."""
+    starts_last_again: bool = True
+    """Whether the gateway of the last turn is started again, too."""
     clients_per_gateway: int = 3
     has_prefill: bool = False
     max_tokens: int = 96
@@ -84,12 +86,12 @@ class Turn:
     what: What
     gateway: int
     num_running: int
-    """Calls that had begun at the gateway."""
+    """Calls at the gateway, answered or not."""
     num_broken: int = 0
     last_end_seconds: float = 0.0
     """After the signal, until the last of them had its end or its error."""
     exit_code: int = 0
-    down_seconds: float = 0.0
+    start_seconds: float = 0.0
     """Until the gateway was ready again."""
 
 
@@ -147,6 +149,8 @@ class Run:
                 for number, (index, what) in enumerate(options.turns):
                     await asyncio.sleep(max(0.0, began + number * options.period_seconds - time.monotonic()))
                     await self._turn(index, what)
+                    if number < len(options.turns) - 1 or options.starts_last_again:
+                        await self._start_again(index)
                 self._stopping = True
             await self._check_ledger()
         finally:
@@ -193,11 +197,11 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ turns
 
     async def _turn(self, index: int, what: What) -> None:
-        """Drain or kill a gateway with running streams, see what becomes of them, and start it again."""
+        """Drain or kill a gateway with running streams, and see what becomes of them."""
         await self._until(lambda: any(call.kind != "whole" and call.num_tokens for call in self._at(index)))
         process, life = self._machine.running.pop(f"gateway-{index}"), self._lives[index]
         victims = self._at(index)
-        turn = Turn(what, index, sum(1 for call in victims if call.request_id or call.kind == "whole"))
+        turn = Turn(what, index, len(victims))
         self.verdict.turns.append(turn)
         if what == "kill":
             self._killed.add((index, life))
@@ -215,10 +219,13 @@ class Run:
             for call in victims:
                 if call.end == "broken" or (call.request_id and call.end != "complete"):
                     self._problem(f"{call.kind} at a gateway that drained was {call.end}: {call.problem}")
+
+    async def _start_again(self, index: int) -> None:
+        began = time.monotonic()
         self._lives[index] += 1
         self._start_gateway(index)
         await self._ready(index)
-        turn.down_seconds = time.monotonic() - began
+        self.verdict.turns[-1].start_seconds = time.monotonic() - began
 
     def _at(self, index: int) -> list[Call]:
         return [call for call in self._running if call.gateway == index]

@@ -8,7 +8,7 @@ import pytest
 
 from tandem_runtime.errors import Overloaded
 from tests.control_plane.harness import FULL, Harness, answer, harness, new_request, tokens_of
-from tests.control_plane.scripted_worker import DECODE, MODEL, ScriptedWorker, only_accept, refuse_with, serve
+from tests.control_plane.scripted_worker import DECODE, MODEL, PREFILL, ScriptedWorker, only_accept, refuse_with, serve
 from tests.tandem_worker.kv_harness import until
 
 
@@ -83,6 +83,20 @@ async def test_a_lost_model_delays_no_other() -> None:
         assert await tokens_of(await here.dispatcher.submit(new_request(model_id="other"))) == [answer()]
         assert here.dispatcher.queue.num_by_model() == {MODEL: 3}
         await end(waiting)
+
+
+async def test_a_probe_waits_nowhere_and_leaves_why_it_was_not_handed_over() -> None:
+    full_prefill, decode = ScriptedWorker("p", PREFILL, refuse_with(FULL)), ScriptedWorker("d")
+    async with harness(full_prefill, decode, queue_seconds=60) as here:
+        probe = {"is_probe": True, "reject_if_busy": True}
+        assert await tokens_of(await here.dispatcher.submit(new_request(**probe))) == [answer()]
+        assert here.proofs.refusal(MODEL) == FULL.message
+        assert await tokens_of(await here.dispatcher.submit(new_request(request_id="users"))) == [answer()]
+        assert here.proofs.refusal(MODEL) == "", "what users' requests meet says nothing of a probe"
+        decode.behave = refuse_with(FULL)
+        with pytest.raises(Overloaded, match="12 KV blocks"):
+            await here.dispatcher.submit(new_request(request_id="another", **probe))
+        assert len(here.dispatcher.queue) == 0
 
 
 async def test_the_end_of_a_request_releases_its_own_models_room() -> None:

@@ -148,7 +148,7 @@ def compare(reference: Answer, mixed: Answer) -> Comparison:
     return Comparison(float(difference), position, float(leads.min() if position is None else leads[-1]))
 
 
-def some_prompts(count: int, longest: int = 300) -> list[list[int]]:
+def some_prompts(count: int, longest: int = 120) -> list[list[int]]:
     """Return random prompts of random lengths: their answers have more close calls than those of texts."""
     source = random.Random(11)
     return [source.choices(range(3, 300), k=source.randint(1, longest)) for _ in range(count)]

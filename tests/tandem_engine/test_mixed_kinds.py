@@ -9,8 +9,8 @@ import pytest
 
 from tests.tandem_engine.mixed_pairs import RecordedEngine, answer_alone, answer_of_pair, compare, some_prompts
 
-CLOSE = 1e-4
-"""Most that a logit may differ in float32."""
+CLOSE = 5e-4
+"""Most that a logit may differ in float32; the demo model's differ by 1e-4 at most (`mixed_pairs`)."""
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3"])

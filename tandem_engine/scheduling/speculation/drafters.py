@@ -88,7 +88,7 @@ class OwnText:
 class EarlierAnswers:
     """Drafts from the latest answers to requests of the same account.
 
-    The root of the block hashes identifies the account, so no account reads another's answers. A request that may not
+    The root of the keys identifies account and space, so no account reads another's answers. A request that may not
     read the whole prefix cache reads no answers; a request that may not leave all its blocks there leaves no answer.
     Memory is bounded in tokens; the account whose last answer is oldest is dropped first.
     """

@@ -7,6 +7,7 @@ Restates the rules of control_plane.dispatch over the real links and KV clients:
 - If decode fails, its reader is released. The request continues on another worker with the tokens so far, and then
   without a handle.
 - If a request ends with an open submission, its handle is released.
+- Every fourth request is sent as by a gateway of release 0.2, without a space.
 - The gateway never gives up before the deadline.
 """
 
@@ -24,6 +25,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
 from tandem_runtime.errors import InvalidRequest, Overloaded, TandemError, Unavailable
 from tandem_runtime.kv.layout import layout_digest
+from tandem_runtime.kv.spaces import model_identity, space_of
 from tandem_worker.model_card import fingerprint, kv_layout
 from tests.kv_transfer_svc.simulation.client_requests import Choice, SimulatedRequest, Submission
 from tests.kv_transfer_svc.simulation.engine import LAYOUT, MODEL
@@ -38,8 +40,11 @@ _GRACE_SECONDS = 1.0
 DEADLINE_SLACK_SECONDS = _GRACE_SECONDS + 0.5
 _FINGERPRINT = fingerprint(MODEL).digest
 _MODEL = pb.ModelRef(model_id=MODEL.model_id, fingerprint=_FINGERPRINT)
-_ROOT = hash_root(_FINGERPRINT, TOKENS_PER_BLOCK)
 _LAYOUT_DIGEST = layout_digest(kv_layout(LAYOUT))
+_SPACE = space_of(pb.ModelCard(fingerprint=fingerprint(MODEL), layout=kv_layout(LAYOUT)))
+_GRAIN = TOKENS_PER_BLOCK // 2
+_ROOT = hash_root(model_identity(fingerprint(MODEL)), _GRAIN)
+_ROOT_0_2 = hash_root(_FINGERPRINT, TOKENS_PER_BLOCK)
 
 
 class Gateway:
@@ -203,14 +208,18 @@ class Gateway:
     def _submit(self, request: SimulatedRequest, so_far: list[int] | None = None) -> pb.Submit:
         token_ids = request.prompt + (so_far or [])
         sources = [life.info.address for life in self._fleet.kv_services] if self._rng.random() < 0.3 else []
+        is_of_0_2 = sum(request.name.encode()) % 4 == 0
+        root, grain = (_ROOT_0_2, TOKENS_PER_BLOCK) if is_of_0_2 else (_ROOT, _GRAIN)
         return pb.Submit(
             request_id=request.name,
             attempt=request.attempt,
             model=_MODEL,
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt),
-            hash_root=_ROOT,
-            block_hashes=hash_blocks(_ROOT, token_ids, TOKENS_PER_BLOCK),
+            hash_root=root,
+            block_hashes=hash_blocks(root, token_ids, grain),
+            space=b"" if is_of_0_2 else _SPACE,
+            hash_grain=0 if is_of_0_2 else grain,
             sampling=pb.SamplingParams(max_tokens=request.max_tokens, top_p=1, repetition_penalty=1),
             deadline_unix_ms=int(request.deadline * 1000),
             prefix_source=self._rng.choice(sources) if sources else "",

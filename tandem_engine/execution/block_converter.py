@@ -7,6 +7,7 @@ Numbers are rounded as torch rounds, to nearest even, so the pool gets what its 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,6 +22,10 @@ from tandem_engine.extents import BlockPart, ExtentRef
 from tandem_engine.layout import SourceLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_SERIAL_NUMBERS = 32_767
+"""Torch copies so many in the caller's thread. Its own threads spin while they wait: where other processes need the
+cores, a copy on two of them took fifty times as long."""
 
 Content = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
@@ -69,12 +74,26 @@ class BlockConverter:
             targets = keys_and_values(pool.rows, order, ours)
         except ValueError as error:
             raise RegionError(f"KV blocks cannot be converted: {error}") from error
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for of_source, blocks, part in _copies(parts):
             theirs = slice(part.source_first, part.source_first + part.num_tokens)
             here = slice(part.first, part.first + part.num_tokens)
             for source, target in zip(sources, targets, strict=True):
-                target[blocks, :, :, here].copy_(source[of_source, :, :, theirs])
-                self._check_range(target[blocks, :, :, here], layout)
+                copies += _cut(target[blocks, :, :, here], source[of_source, :, :, theirs], self._most_numbers)
+
+        def convert(start: int, end: int) -> None:
+            for target, source in copies[start:end]:
+                target.copy_(source)
+                self._check_range(target, layout)
+
+        if self._cache.device.type == "cpu":
+            parallel_for(convert, len(copies), content.size // max(1, len(copies)))
+        else:
+            convert(0, len(copies))
+
+    @property
+    def _most_numbers(self) -> int:
+        return _SERIAL_NUMBERS if self._cache.device.type == "cpu" else sys.maxsize
 
     def _shape(self, layout: SourceLayout) -> BlockShape:
         pool = self._cache.pool
@@ -90,6 +109,19 @@ class BlockConverter:
         is_narrower = written.dtype == torch.float16 and layout.dtype != "float16"
         if is_narrower and not torch.isfinite(written).all():
             raise RegionError(f"KV blocks in {layout.dtype} have numbers beyond the range of float16")
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor, most_numbers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield parts of both tensors, cut along their first dimensions, with at most so many numbers each."""
+    if target.numel() <= most_numbers or target.dim() <= 2:
+        yield target, source
+        return
+    num_rows = most_numbers // target[0].numel()
+    if num_rows:
+        yield from zip(torch.split(target, num_rows), torch.split(source, num_rows), strict=True)
+    else:
+        for part, of_source in zip(target, source, strict=True):
+            yield from _cut(part, of_source, most_numbers)
 
 
 def _copies(parts: Sequence[Sequence[BlockPart]]) -> Iterator[tuple[slice, slice, BlockPart]]:

@@ -9,8 +9,8 @@ flat dimension, prefill chunks and decodes alike.
                 then values [num_kv_heads, block_size, head_dim]
 
 Keys are transposed inside their block so that one vector holds one dimension of 16 tokens' keys (measured: half the
-time of token-major keys on a CPU). A backend may choose another order and names it (`kv_order`); workers whose orders
-differ do not exchange blocks.
+time of token-major keys on a CPU). A backend may choose another order and names it (`kv_order`, in the words of
+`execution.block_order`); readers convert blocks of another order if the model's exactness is "layout".
 """
 
 from __future__ import annotations

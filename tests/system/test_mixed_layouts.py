@@ -152,7 +152,7 @@ async def world(
             found = [fleet.worker(name) for name in workers]
             return all(worker is not None and worker.is_ready and worker.info.kv_address for worker in found)
 
-        await until(all_ready, 90, lambda: fleet.tails(workers))
+        await until(all_ready, 180, lambda: fleet.tails(workers))
         yield World(fleet, folder)
 
 

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
-from control_plane.dispatch.request_state import FINAL, ChoiceState, RequestState
+from control_plane.dispatch.doubts import is_final
+from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -21,6 +22,9 @@ from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavai
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import span
+
+if TYPE_CHECKING:
+    from control_plane.dispatch.trials import Trials
 
 log = get_logger(__name__)
 
@@ -39,6 +43,7 @@ class RequestStarter:
         budget: RetryBudget,
         kv_clients: KvClients,
         tasks: TaskSet,
+        trials: Trials,
     ) -> None:
         self._router = router
         self._submitter = submitter
@@ -47,6 +52,7 @@ class RequestStarter:
         self._budget = budget
         self._kv_clients = kv_clients
         self._tasks = tasks
+        self._trials = trials
 
     async def start(self, state: RequestState) -> None:
         """Start a new request as soon as there is room, after the requests that wait already. Raises TandemError."""
@@ -83,6 +89,7 @@ class RequestStarter:
             else:
                 state.started()
                 self._feedback.started(state)
+                self._trials.started(state)
                 self._queue.release_next()
                 return
 
@@ -121,7 +128,8 @@ class RequestStarter:
         try:
             route = self._router.choose(routing_request(state), state.avoid)
         except Overloaded:
-            raise state.refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
+            refusal = state.refusal or state.doubts.error
+            raise refusal or Overloaded("every worker refused; try again", retry_after_seconds=1.0) from None
         except ModelNotFound as error:  # a worker served the model when the request came, and may be back soon
             raise Unavailable(error.message, retry_after_seconds=2.0) from error
         if state.request.reject_if_busy and self._router.is_busy(route.decodes):
@@ -165,9 +173,9 @@ class RequestStarter:
         """Wait until a worker has accepted a choice; return its refusal, or raise one that is final."""
         try:
             await self._submitter.wait_accepted(state, call)
-        except FINAL:
-            raise
         except TandemError as refusal:
+            if is_final(refusal):
+                raise
             if not choice.is_over:  # else prefill's first token was its last
                 state.refused(refusal)
             return refusal
@@ -178,7 +186,7 @@ class RequestStarter:
         state.attempt_failed(error)
         state.history.refused(error)
         log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
-        if isinstance(error, FINAL) and not isinstance(error, ModelNotFound):
+        if is_final(error) and not isinstance(error, ModelNotFound):
             raise error
         if state.is_last_attempt:
             raise state.refusal or error

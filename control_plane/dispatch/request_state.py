@@ -15,17 +15,15 @@ from typing import Any, Protocol
 
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.block_hashes import PromptHashes, wire_ids
+from control_plane.dispatch.doubts import Doubts
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
 from control_plane.generation import FinishReason, Logprob, PositionLogprobs, TokenDelta, TokenRequest, Usage
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
-    Cancelled,
-    DeadlineExceeded,
     Draining,
     InternalError,
-    InvalidRequest,
     Overloaded,
     TandemError,
 )
@@ -34,8 +32,6 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 MAX_ATTEMPTS = 4
-FINAL: tuple[type[TandemError], ...] = (InvalidRequest, DeadlineExceeded, Cancelled)
-"""Errors that every other worker would answer too."""
 GRACE_SECONDS = 1.0
 """Workers end a request at its deadline themselves. The gateway waits this much longer for workers that cannot."""
 MAX_UNREAD_TOKENS = 8192
@@ -119,6 +115,9 @@ class RequestState:
         self._first_attempt_of_round = 0
         self._refusal: Overloaded | None = None
         self._avoid: set[str] = set()
+        self.doubts = Doubts()
+        """Final errors of workers, each believed or not."""
+        self._num_stalls = 0
         self._num_resends = 0
         self._needs_permit = False
         self._has_restarted = False
@@ -219,6 +218,7 @@ class RequestState:
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""
         self._avoid.clear()
+        self.doubts.refuted()
         self.history.accepted()
         self._has_started.set()
 
@@ -294,6 +294,12 @@ class RequestState:
         self._prefill = None
         self._prefill_over.clear()
         return was_open
+
+    def prompt_came(self, seconds: float) -> None:
+        """Decode workers that wait for the prompt's cache may begin; they need about `seconds` to the first token."""
+        for choice in self.choices:
+            if choice.call is not None and choice.call.watch is not None:
+                choice.call.watch.begin(seconds)
 
     def prompt_came_to(self, incarnation: str, host_id: str) -> bool:
         """Note a pool and a host's store that have the prompt's cache now; False if that was noted before."""
@@ -452,6 +458,11 @@ class RequestState:
         choice.num_losses += 1
         return choice.num_losses
 
+    def count_stall(self) -> int:
+        """Return how often the request waited for a worker that brought nothing, this time included."""
+        self._num_stalls += 1
+        return self._num_stalls
+
     def count_death(self, choice: ChoiceState, incarnation: str) -> int:
         """Return how many workers died with the choice since its last new token, this one included."""
         choice.deaths.add(incarnation)
@@ -467,6 +478,7 @@ class RequestState:
 
     def finish(self) -> None:
         """The client has every token."""
+        self.doubts.refuted(is_finished=True)
         self._observer.finished(self)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
@@ -80,11 +81,13 @@ class Router:
         registry: WorkerRegistry,
         local_prefill: Literal["auto", "never"] = "auto",
         prefixes: PrefixIndex | None = None,
+        health: WorkerHealth | None = None,
     ) -> None:
         self._registry = registry
         self._local_prefill = local_prefill
         self.in_flight = InFlight()
         self.affinity = SessionAffinity()
+        self.health = health or WorkerHealth(registry)
         self.prefixes = prefixes or PrefixIndex()
         self.costs = CostModel(registry, self.in_flight, self.prefixes)
 
@@ -124,7 +127,8 @@ class Router:
 
     def _usable(self, model_id: str, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
         workers = self._registry.workers(role)
-        return [worker for worker in workers if worker.serves(model_id) and worker.incarnation not in avoid]
+        usable = self.health.usable([worker for worker in workers if worker.serves(model_id)])
+        return [worker for worker in usable if worker.incarnation not in avoid]
 
     def _large_enough(self, workers: list[Worker], request: RoutingRequest) -> list[Worker]:
         """Return the workers that could hold the request alone; raises ContextTooLong if none could."""

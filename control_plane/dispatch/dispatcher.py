@@ -75,7 +75,7 @@ class Dispatcher:
         submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls)
         trials = Trials(router, submitter, kv_clients, self._tasks)
         self._starter = RequestStarter(
-            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks, trials
+            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks, trials.started
         )
         self._recovery = Recovery(
             router, self._starter, submitter, self.queue, self.budget, self.quarantine, kv_clients, self._tasks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from control_plane.dispatch.admission import AdmissionQueue, RetryBudget
 from control_plane.dispatch.doubts import is_final
@@ -22,9 +22,6 @@ from tandem_runtime.errors import ModelNotFound, Overloaded, TandemError, Unavai
 from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import span
-
-if TYPE_CHECKING:
-    from control_plane.dispatch.trials import Trials
 
 log = get_logger(__name__)
 
@@ -43,8 +40,9 @@ class RequestStarter:
         budget: RetryBudget,
         kv_clients: KvClients,
         tasks: TaskSet,
-        trials: Trials,
+        on_started: Callable[[RequestState], None],
     ) -> None:
+        """`on_started` is called with each request whose workers have accepted it."""
         self._router = router
         self._submitter = submitter
         self._feedback = feedback
@@ -52,7 +50,7 @@ class RequestStarter:
         self._budget = budget
         self._kv_clients = kv_clients
         self._tasks = tasks
-        self._trials = trials
+        self._on_started = on_started
 
     async def start(self, state: RequestState) -> None:
         """Start a new request as soon as there is room, after the requests that wait already. Raises TandemError."""
@@ -89,7 +87,7 @@ class RequestStarter:
             else:
                 state.started()
                 self._feedback.started(state)
-                self._trials.started(state)
+                self._on_started(state)
                 self._queue.release_next()
                 return
 

@@ -194,7 +194,7 @@ class WorkerHealth:
         now = self.now()
         if self._records.get(record.worker.incarnation) is not record:
             return  # it is gone
-        if self._is_out(record) and sent_at < record.ejected_at:
+        if self._is_out(record) and sent_at <= record.ejected_at:
             return  # it was sent before: the worker pays for it already
         record.outcomes.append((now, outcome))
         if outcome == "ok":
@@ -284,13 +284,14 @@ class WorkerHealth:
     # -------------------------------------------------------------------------------------------------- for views
 
     def status(self, worker: Worker) -> Status:
+        """Return how requests find a worker. Metrics ask for it in a thread of their own."""
         if worker.role not in (pb.WORKER_ROLE_PREFILL, pb.WORKER_ROLE_DECODE):
             return Status("ok")
         if not self._is_attached(worker.incarnation):
             return Status("detached", "the gateway has no stream to it")
-        if worker.incarnation not in self._out:
+        record = self._records.get(worker.incarnation)
+        if record is None or not self._is_out(record):
             return Status("ok")
-        record = self._records[worker.incarnation]
         return Status("ejected" if self.now() < record.ejected_until else "probation", record.reason)
 
     # ---------------------------------------------------------------------------------------------------- records

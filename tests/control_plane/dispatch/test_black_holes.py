@@ -259,8 +259,10 @@ async def test_a_model_whose_workers_are_all_ejected_is_still_served() -> None:
                 await ask(here, number)
         assert [state_of(here, worker) for worker in workers] == ["ejected", "ejected"]
         workers[1].behave = serve
+        clock.now += 0.1
         for number in range(FIRST, 2 * FIRST):
             await ask(here, number)
+        await until(lambda: not here.dispatcher.background)
         assert state_of(here, workers[1]) == "ok"
 
 

@@ -24,6 +24,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
+from tandem_runtime.errors import TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 
@@ -129,7 +130,7 @@ class _Answer:
         return output
 
 
-class _Gateway:
+class GatewayStream:
     """One Attach stream: its requests, and the steps that report them."""
 
     def __init__(self, words: Words, token_seconds: float) -> None:
@@ -145,11 +146,11 @@ class _Gateway:
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
             if command.WhichOneof("kind") == "submit":
-                self._submit(command.submit)
+                self.submit(command.submit)
             elif command.WhichOneof("kind") == "choices":
                 num_shared_tokens = len(command.choices.shared.token_ids)
                 for choice in command.choices.choices:  # a copy of the prompt for each would stop the other streams
-                    self._submit(choice, num_shared_tokens)
+                    self.submit(choice, num_shared_tokens)
             elif command.WhichOneof("kind") == "cancel":
                 for turn in self._running:
                     turn.pop((command.cancel.request_id, command.cancel.attempt), None)
@@ -171,10 +172,26 @@ class _Gateway:
         """Return how many requests run."""
         return sum(map(len, self._running))
 
-    def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
-        self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
+    def submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        """Take in a request; `num_shared_tokens` of its prompt came apart from it."""
+        self.accept(submit)
+        self.answer(submit, num_shared_tokens)
+
+    def accept(self, submit: pb.Submit) -> None:
+        self._reply(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt))
+
+    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
+        detail = error.to_proto()
+        self._reply(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+
+    def answer(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        """Give an accepted request a token in each step from now on."""
         turn = min(self._running, key=len)
         turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
+        self._asked.set()
+
+    def _reply(self, **kind: Any) -> None:
+        self._replies.append(pb.Event(**kind))
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
@@ -212,7 +229,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._token_seconds = token_seconds
         self._folder = folder
         self._words = Words(folder)
-        self._gateways: set[_Gateway] = set()
+        self._gateways: set[GatewayStream] = set()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
@@ -223,7 +240,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        gateway = _Gateway(self._words, self._token_seconds)
+        gateway = self.new_stream()
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
@@ -233,6 +250,10 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
+
+    def new_stream(self) -> GatewayStream:
+        """Return what answers on one Attach stream."""
+        return GatewayStream(self._words, self._token_seconds)
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         for chunk in asset_chunks(self._folder, self.info.card, request.digest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from control_plane.dispatch.request_state import RequestState
 from control_plane.dispatch.worker_call import WorkerCall
@@ -14,6 +15,8 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _LOOK_SECONDS = 0.02
+_PAUSE_TIMES = 20
+"""A look takes a twentieth of the time at most, however many calls wait."""
 MAX_STALLS = 3
 """How often a request is taken away from a worker; after that it waits, whatever the worker does."""
 
@@ -29,6 +32,7 @@ class StallWatch:
         self._health = health
         self._calls: dict[CallWatch, tuple[RequestState, WorkerCall]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._took = 0.0
 
     def add(self, state: RequestState, call: WorkerCall) -> None:
         """Watch a call until its first token."""
@@ -64,13 +68,15 @@ class StallWatch:
 
     def _schedule(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._tick)
+            pause = max(_LOOK_SECONDS, _PAUSE_TIMES * self._took)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer, began = None, time.perf_counter()
         try:
             self.look()
         except Exception:  # our own error with one call must not end the watch of all
             log.exception("unhandled_exception", task="stall_watch")
+        self._took = time.perf_counter() - began
         if self._calls:
             self._schedule()

@@ -44,7 +44,8 @@ SLOW_SECONDS = 0.05
 """A call is slow at 5 times what is usual among peers, and 50 ms more than that."""
 _STALLED_TIMES = 4.0
 _TRUSTED_SECONDS = 1.0
-"""A worker that has answered before gets at least so long; one that has not gets `SLOW_SECONDS`."""
+_NEW_SECONDS = 0.25
+"""A call may wait at least so long at a worker that has answered, or that is new; else `SLOW_SECONDS`."""
 _ANSWERS_OF_PEERS = 3
 """Answers to later calls that show that peers are well while a call waits."""
 _ALONE_TIMES = 8.0
@@ -85,23 +86,23 @@ class WorkerHealth:
         well = [worker for worker in attached if worker.incarnation not in self._out]
         if not well:
             return self._least_bad(attached)
-        usual = self._times_of(attached[0]).usual(self._out)
-        if usual is None:
-            return well
         now = self.now()
-        return [worker for worker in well if not self._is_overdue(worker.incarnation, usual, now)] or well
+        waiting = {worker.incarnation: watch for worker in well if (watch := self._waits_long(worker.incarnation, now))}
+        if not waiting or (usual := self._times_of(attached[0]).usual(self._out)) is None:
+            return well
+        overdue = {incarnation for incarnation, watch in waiting.items() if _is_overdue(watch, usual, now)}
+        return [worker for worker in well if worker.incarnation not in overdue] or well
 
     def _least_bad(self, workers: list[Worker]) -> list[Worker]:
         now = self.now()
         shares = [round(self._records[worker.incarnation].share_bad(now), 1) for worker in workers]
         return [worker for worker, share in zip(workers, shares, strict=True) if share == min(shares)]
 
-    def _is_overdue(self, incarnation: str, usual: Usual, now: float) -> bool:
+    def _waits_long(self, incarnation: str, now: float) -> CallWatch | None:
+        """Return a worker's oldest call without a first token, if that may be late."""
         record = self._records.get(incarnation)
         watch = next(iter(record.waiting), None) if record is not None else None
-        if watch is None or watch.began_at is None or watch.predicted_seconds is None:
-            return False
-        return _is_slow(now - watch.began_at, usual.expected_seconds(watch.predicted_seconds))
+        return watch if watch is not None and now - watch.sent_at >= SLOW_SECONDS else None
 
     # ------------------------------------------------------------------------------------------ what calls show
 
@@ -152,28 +153,30 @@ class WorkerHealth:
         """
         now = self.now()
         for record in [each for each in self._records.values() if each.waiting]:
-            if not self._has_other(record):
+            late = [watch for watch in record.waiting if now - watch.sent_at >= _floor_seconds(record)]
+            if not late:  # nearly always
                 continue
             times = self._times_of(record.worker)
             usual = times.usual({record.worker.incarnation, *self._out})
-            for watch in list(record.waiting):
-                if (waited := self._stalled_seconds(watch, times, usual, now)) is not None:
+            for watch in late:
+                waited = self._stalled_seconds(watch, times, usual, now)
+                if waited is not None and self._has_other(record):
                     what = "did not answer a Submit" if watch.accepted_at is None else "brought no token"
                     yield watch, f"it {what} for {waited:.2f} s", waited >= _LONGEST_SILENCE_SECONDS
 
     def _stalled_seconds(self, watch: CallWatch, times: AnswerTimes, usual: Usual | None, now: float) -> float | None:
         """Return how long a call waits in vain; None: it may still be answered."""
         record, since = watch.record, watch.sent_at if watch.accepted_at is None else watch.began_at
-        if since is None or watch.predicted_seconds is None or record.last_output_at > since:
+        if since is None or record.last_output_at > since:
             return None
-        floor = SLOW_SECONDS if record.is_doubtful else _TRUSTED_SECONDS
+        floor, predicted = _floor_seconds(record), watch.predicted_seconds or 0.0
         is_known = record.is_doubtful or times.num_since(since, record.worker.incarnation) >= _ANSWERS_OF_PEERS
         if usual is None or not is_known:
-            bound = max(_LONGEST_SILENCE_SECONDS, _ALONE_TIMES * watch.predicted_seconds)
+            bound = max(_LONGEST_SILENCE_SECONDS, _ALONE_TIMES * predicted)
         elif watch.accepted_at is None:
             bound = max(floor, _STALLED_TIMES * usual.late_accept_seconds)
         else:
-            bound = max(floor, _STALLED_TIMES * usual.late_seconds(watch.predicted_seconds))
+            bound = max(floor, _STALLED_TIMES * usual.late_seconds(predicted))
         return now - since if now - since >= bound else None
 
     def _is_slow_among_peers(
@@ -335,3 +338,16 @@ class WorkerHealth:
 
 def _is_slow(seconds: float, usual_seconds: float) -> bool:
     return seconds >= SLOW_TIMES * usual_seconds and seconds >= usual_seconds + SLOW_SECONDS
+
+
+def _is_overdue(watch: CallWatch, usual: Usual, now: float) -> bool:
+    if watch.began_at is None or watch.predicted_seconds is None:
+        return False
+    return _is_slow(now - watch.began_at, usual.expected_seconds(watch.predicted_seconds))
+
+
+def _floor_seconds(record: Record) -> float:
+    """Return how long each call to a worker may wait for its first token, whatever peers do."""
+    if not record.is_doubtful:
+        return _TRUSTED_SECONDS
+    return _NEW_SECONDS if record.last_bad_at < 0 else SLOW_SECONDS

@@ -15,6 +15,7 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 _LOOK_SECONDS = 0.02
+_LATE_SECONDS = 0.05
 _PAUSE_TIMES = 20
 """A look takes a twentieth of the time at most, however many calls wait."""
 MAX_STALLS = 3
@@ -69,12 +70,13 @@ class StallWatch:
     def _schedule(self) -> None:
         if self._timer is None:
             pause = max(_LOOK_SECONDS, _PAUSE_TIMES * self._took)
-            self._timer = asyncio.get_running_loop().call_later(pause, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._tick, time.perf_counter() + pause)
 
-    def _tick(self) -> None:
+    def _tick(self, due: float) -> None:
         self._timer, began = None, time.perf_counter()
         try:
-            self.look()
+            if began - due < _LATE_SECONDS:  # else this process stood still: the answers may be there, unread
+                self.look()
         except Exception:  # our own error with one call must not end the watch of all
             log.exception("unhandled_exception", task="stall_watch")
         self._took = time.perf_counter() - began

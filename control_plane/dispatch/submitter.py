@@ -11,6 +11,7 @@ from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import LONGEST_SILENCE_SECONDS
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.routing.cost_model import PrefillEstimate
 from control_plane.routing.router import Route, Router
@@ -84,7 +85,8 @@ class Submitter:
                 await call.answered
         except TimeoutError as error:
             if call.watch is not None and seconds_left >= self._accept_seconds:
-                call.watch.failed(f"it did not answer a Submit for {self._accept_seconds:g} s", is_certain=True)
+                reason = f"it did not answer a Submit for {self._accept_seconds:g} s"
+                call.watch.failed(reason, is_certain=self._accept_seconds >= LONGEST_SILENCE_SECONDS)
             call.close(cancel=True)
             state.avoid_worker(call.incarnation)
             if seconds_left < self._accept_seconds:

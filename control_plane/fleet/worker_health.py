@@ -50,7 +50,8 @@ _ANSWERS_OF_PEERS = 3
 """Answers to later calls that show that peers are well while a call waits."""
 _ALONE_TIMES = 8.0
 """Without answers of peers a call has stalled at 8 times its prediction."""
-_LONGEST_SILENCE_SECONDS = 10.0
+LONGEST_SILENCE_SECONDS = 10.0
+"""One call that waits for so long is enough to eject a worker."""
 
 
 class WorkerHealth:
@@ -162,7 +163,7 @@ class WorkerHealth:
                 waited = self._stalled_seconds(watch, times, usual, now)
                 if waited is not None and self._has_other(record):
                     what = "did not answer a Submit" if watch.accepted_at is None else "brought no token"
-                    yield watch, f"it {what} for {waited:.2f} s", waited >= _LONGEST_SILENCE_SECONDS
+                    yield watch, f"it {what} for {waited:.2f} s", waited >= LONGEST_SILENCE_SECONDS
 
     def _stalled_seconds(self, watch: CallWatch, times: AnswerTimes, usual: Usual | None, now: float) -> float | None:
         """Return how long a call waits in vain; None: it may still be answered."""
@@ -172,7 +173,7 @@ class WorkerHealth:
         floor, predicted = _floor_seconds(record), watch.predicted_seconds or 0.0
         is_known = record.is_doubtful or times.num_since(since, record.worker.incarnation) >= _ANSWERS_OF_PEERS
         if usual is None or not is_known:
-            bound = max(_LONGEST_SILENCE_SECONDS, _ALONE_TIMES * predicted)
+            bound = max(LONGEST_SILENCE_SECONDS, _ALONE_TIMES * predicted)
         elif watch.accepted_at is None:
             bound = max(floor, _STALLED_TIMES * usual.late_accept_seconds)
         else:

@@ -45,6 +45,7 @@ from control_plane.fleet.registration import ControlPlaneService
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
 from control_plane.fleet.worker_addresses import WorkerAddresses, parse_networks
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.fleet_identity.service import FleetIdentity
 from control_plane.generation import AccountPolicies
@@ -123,7 +124,9 @@ class Gateway:
             settings.max_waiting_per_account,
         )
         proofs = ReadinessProofs(self.registry)
-        router = Router(self.registry, settings.local_prefill, PrefixIndex(settings.prefix_index_blocks))
+        self.health = WorkerHealth(self.registry)
+        prefixes = PrefixIndex(settings.prefix_index_blocks)
+        router = Router(self.registry, settings.local_prefill, prefixes, health=self.health)
         self.dispatcher = self.make_dispatcher(router, proofs)
         self.http_address = ""
         self.grpc_address = ""
@@ -147,7 +150,7 @@ class Gateway:
             table_reader=TableReader(member=self.member),
         )
         gauges.export(lambda: self.auditor.report)
-        fleet_metrics.export(self.registry)
+        fleet_metrics.export(self.registry, self.health)
         self.requests = Requests(incarnation, with_texts=settings.explain_texts)
         request_metrics = RequestMetrics(self.requests)
         self.requests.listen(request_metrics.ended)
@@ -162,7 +165,7 @@ class Gateway:
         self._event_store: EventStore | None = None
         self._explanations: ExplanationStore | None = None
         self.live = LiveFeed(
-            FleetRows(self.registry, self._orphan_bytes_of, self.catalog.problem_of),
+            FleetRows(self.registry, self._orphan_bytes_of, self.catalog.problem_of, health_of=self.health.status),
             CacheHistory(self.registry),
             gateway=incarnation,
             models=lambda: [model.model_id for model in self.catalog.list()],
@@ -371,7 +374,7 @@ class Gateway:
             operator_token=settings.operator_token,
             allowed_hosts=allowed_hosts,
         )
-        fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of)
+        fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of, self.health.status)
         app = create_app(
             text,
             self.catalog,

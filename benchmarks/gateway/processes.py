@@ -138,6 +138,11 @@ class Processes:
         return "127.0.0.1", self._http_port
 
     @property
+    def control_addresses(self) -> list[str]:
+        """Where workers register, at all gateways that were started."""
+        return [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
+
+    @property
     def state_dir(self) -> Path:
         """The gateways' state directory."""
         return self._folder / "state"
@@ -164,8 +169,7 @@ class Processes:
 
     def beside(self, name: str, module: str, *flags: str) -> Child:
         """Start another process that registers with the gateways, on the worker's cores."""
-        control = [f"127.0.0.1:{port}" for port in self._grpc_ports[: len(self.gateways)]]
-        return self._child(name, [module, *control, *flags], {}, self._other_cores)
+        return self._child(name, [module, *self.control_addresses, *flags], {}, self._other_cores)
 
     def bare(self) -> tuple[Child, tuple[str, int]]:
         """Start the bare app, on the first gateway's core; return also its address."""

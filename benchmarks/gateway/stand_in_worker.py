@@ -26,7 +26,7 @@ from tandem.v1.tables_pb2 import TablesReply, TablesRequest
 from tandem.v1.worker_pb2 import DrainReply, DrainRequest
 from tandem_engine.demo import MODEL_ID, checkpoint_path
 from tandem_runtime import identity, lifecycle, log
-from tandem_runtime.errors import Overloaded
+from tandem_runtime.errors import Overloaded, TandemError
 from tandem_runtime.registration import Registrar
 from tandem_runtime.server import GrpcServer
 
@@ -135,7 +135,7 @@ class _Answer:
         return output
 
 
-class _Gateway:
+class GatewayStream:
     """One Attach stream: its requests, and the steps that report them."""
 
     def __init__(
@@ -155,11 +155,11 @@ class _Gateway:
     async def read(self, commands: AsyncIterator[pb.Command]) -> None:
         async for command in commands:
             if command.WhichOneof("kind") == "submit":
-                self._submit(command.submit)
+                self.submit(command.submit)
             elif command.WhichOneof("kind") == "choices":
                 num_shared_tokens = len(command.choices.shared.token_ids)
                 for choice in command.choices.choices:  # a copy of the prompt for each would stop the other streams
-                    self._submit(choice, num_shared_tokens)
+                    self.submit(choice, num_shared_tokens)
             elif command.WhichOneof("kind") == "cancel":
                 for turn in self._running:
                     turn.pop((command.cancel.request_id, command.cancel.attempt), None)
@@ -181,25 +181,34 @@ class _Gateway:
         """Return how many requests run."""
         return sum(map(len, self._running))
 
-    def _submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
-        self._asked.set()
+    def submit(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        """Take in a request; `num_shared_tokens` of its prompt came apart from it."""
         if self._max_running and self.load() >= self._max_running:
-            full = Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0).to_proto()
-            refused = pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=full)
-            self._replies.append(pb.Event(refused=refused))
+            self.refuse(submit, Overloaded(f"{self.load()} requests run, which is all", retry_after_seconds=1.0))
             return
-        self._replies.append(pb.Event(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt)))
-        answer = _Answer(submit, self._words, num_shared_tokens)
+        self.accept(submit)
         if not self._first_token_seconds:
-            self._begin(submit, answer)
+            self.answer(submit, num_shared_tokens)
             return
         seconds = random.lognormvariate(math.log(self._first_token_seconds), FIRST_TOKEN_SIGMA)
-        asyncio.get_running_loop().call_later(max(MIN_FIRST_TOKEN_SECONDS, seconds), self._begin, submit, answer)
+        delay = max(MIN_FIRST_TOKEN_SECONDS, seconds)
+        asyncio.get_running_loop().call_later(delay, self.answer, submit, num_shared_tokens)
+
+    def accept(self, submit: pb.Submit) -> None:
+        self._reply(accepted=pb.Accepted(request_id=submit.request_id, attempt=submit.attempt))
+
+    def refuse(self, submit: pb.Submit, error: TandemError) -> None:
+        detail = error.to_proto()
+        self._reply(refused=pb.Refused(request_id=submit.request_id, attempt=submit.attempt, error=detail))
+
+    def answer(self, submit: pb.Submit, num_shared_tokens: int = 0) -> None:
+        """Give an accepted request a token in each step from now on."""
+        turn = min(self._running, key=len)
+        turn[submit.request_id, submit.attempt] = _Answer(submit, self._words, num_shared_tokens)
         self._asked.set()
 
-    def _begin(self, submit: pb.Submit, answer: _Answer) -> None:
-        turn = min(self._running, key=len)
-        turn[submit.request_id, submit.attempt] = answer
+    def _reply(self, **kind: Any) -> None:
+        self._replies.append(pb.Event(**kind))
         self._asked.set()
 
     def _outputs(self) -> list[pb.TokenOutput]:
@@ -242,7 +251,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         self._first_token_seconds = first_token_seconds
         self._folder = folder
         self._words = Words(folder)
-        self._gateways: set[_Gateway] = set()
+        self._gateways: set[GatewayStream] = set()
         self._state = pb.WORKER_STATE_READY
         self.info = pb.WorkerInfo(
             worker_id=worker_id,
@@ -253,7 +262,7 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        gateway = _Gateway(self._words, self._token_seconds, self._first_token_seconds, self._max_running)
+        gateway = self.new_stream()
         self._gateways.add(gateway)
         reader = asyncio.create_task(gateway.read(request_iterator))
         try:
@@ -263,6 +272,10 @@ class StandIn(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._gateways.discard(gateway)
+
+    def new_stream(self) -> GatewayStream:
+        """Return what answers on one Attach stream."""
+        return GatewayStream(self._words, self._token_seconds, self._first_token_seconds, self._max_running)
 
     async def GetAsset(self, request: pb.AssetRequest, context: Any) -> AsyncIterator[pb.Chunk]:
         for chunk in asset_chunks(self._folder, self.info.card, request.digest):

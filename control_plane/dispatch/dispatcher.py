@@ -14,7 +14,9 @@ from control_plane.dispatch.request_starter import RequestStarter
 from control_plane.dispatch.request_state import MAX_UNREAD_TOKENS, RequestState
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.dispatch.route_feedback import ReadinessProofs, RouteFeedback
+from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.submitter import Submitter
+from control_plane.dispatch.trials import Trials
 from control_plane.dispatch.wakeups import WakeupScheduler
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
@@ -75,9 +77,13 @@ class Dispatcher:
         self.budget = budget or RetryBudget()
         self._feedback = RouteFeedback(registry, router)
         signer = handle_signer(secret, macs_until)
-        submitter = Submitter(registry, links, router.in_flight, self._feedback, accept_seconds, signer)
+        router.health.ask_links(links.is_attached)
+        links.listen(router.health.stream_broke)
+        self._stalls = StallWatch(router.health)
+        submitter = Submitter(registry, links, router, self._feedback, accept_seconds, signer, self._stalls)
+        trials = Trials(router, submitter, kv_clients, self._tasks)
         self._starter = RequestStarter(
-            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks
+            router, submitter, self._feedback, self.queue, self.budget, kv_clients, self._tasks, trials.started
         )
         self._recovery = Recovery(
             router, self._starter, submitter, self.queue, self.budget, self.quarantine, kv_clients, self._tasks
@@ -139,6 +145,7 @@ class Dispatcher:
             raise self._stopped()
 
     async def close(self) -> None:
+        self._stalls.close()
         await self._tasks.join()
 
     # ------------------------------------------------------------------------ what requests report (RequestObserver)

@@ -12,9 +12,10 @@ The cases, in the order that a request meets them:
    budget is spent, the choice waits in front of its model's room; its client sees a pause.
 4. A worker contradicts tokens that the client has (`Diverged`). The choice moves as in case 3, and may stay at the same
    worker, which gets those tokens as input.
-5. A worker drains. As case 2 or 3, but the loss is not counted.
+5. A worker drains. As case 2 or 3, but the loss is not counted. A worker that brings no token (`Stalled`) is left as
+   in case 2 or 3 too; the loss counts, but not as a death.
 6. The request ends with an error:
-   - the error is one that every worker would answer (`FINAL`);
+   - the error is one that every worker would answer (`doubts.py`), or there is no other worker to ask;
    - a living worker failed, and this was the choice's 4th loss;
    - 3 workers died without a new token in between, or a death was the 10th loss: the prompt is quarantined;
    - no worker had room before the queue's deadline.
@@ -34,8 +35,10 @@ from control_plane.dispatch.admission import (
 )
 from control_plane.dispatch.admission_queue import AdmissionQueue
 from control_plane.dispatch.class_seams import is_exact_move
+from control_plane.dispatch.doubts import ASK_NEXT, FINAL, is_doubted, is_final
 from control_plane.dispatch.request_starter import RequestStarter, routing_request, routing_request_for
-from control_plane.dispatch.request_state import ASK_NEXT, FINAL, MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.request_state import MAX_ATTEMPTS, ChoiceState, Diverged, RequestState
+from control_plane.dispatch.stall_watch import Stalled
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.kv_clients import KvClients
@@ -94,7 +97,8 @@ class Recovery:
     def _prefill_lost(self, state: RequestState, call: WorkerCall, error: TandemError) -> None:
         log.warning("prefill_failed", request_id=state.request.request_id, error=error.log_text)
         waiting = [choice for choice in state.choices if not choice.is_over and not choice.tokens]
-        if isinstance(error, Unavailable) and any(self._is_deadly(state, choice, call) for choice in waiting):
+        is_death = isinstance(error, Unavailable) and not isinstance(error, Stalled)
+        if is_death and any(self._is_deadly(state, choice, call) for choice in waiting):
             state.fail(self._quarantine.put(state.request))
             return
         self._spawn(state, self._compute_prompt_elsewhere(state, call, error))
@@ -107,6 +111,7 @@ class Recovery:
         began_at = time.perf_counter()
         if isinstance(error, FINAL) or state.has_restarted or not self._another_prefill_is_sooner(state):
             await self._kv_clients.abort(state.handle, error, state.seconds_left)  # decode computes the prompt itself
+            state.prompt_came(call.estimate.total_ms / 1000 if call.estimate is not None else 1.0)
             _note_restart(state, call, began_at, error)
             return
         state.history.restarts(call.worker_id)
@@ -149,14 +154,21 @@ class Recovery:
         self, state: RequestState, choice: ChoiceState, call: WorkerCall, error: TandemError
     ) -> TandemError | None:
         """Count the loss of a decode worker; return the request's error if this loss was one too many."""
-        if isinstance(error, FINAL):
+        if is_final(error) or (is_doubted(error) and not self._has_other_decode(state, choice)):
             return error
         if isinstance(error, Draining):
             return None
         num_losses = state.count_loss(choice)
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) and not isinstance(error, Stalled):
             return self._quarantine.put(state.request) if self._is_deadly(state, choice, call) else None
         return error if num_losses >= MAX_ATTEMPTS else None
+
+    def _has_other_decode(self, state: RequestState, choice: ChoiceState) -> bool:
+        try:
+            self._router.choose(routing_request_for(state, choice), choice.lost_with)
+        except TandemError:
+            return False
+        return True
 
     def _is_deadly(self, state: RequestState, choice: ChoiceState, call: WorkerCall) -> bool:
         """Count a worker that died with a choice; return whether these are too many deaths for a coincidence."""
@@ -238,7 +250,9 @@ class Recovery:
                 try:
                     call = self._submitter.submit_choice(state, choice, worker, route)
                     await self._submitter.wait_accepted(state, call)
-                except _REFUSALS as refusal:
+                except TandemError as refusal:
+                    if is_final(refusal) or not (isinstance(refusal, _REFUSALS) or is_doubted(refusal)):
+                        raise
                     log.info("migration_refused", worker=worker.worker_id, error=refusal.log_text)
                     last_refusal = refusal
                     refused.add(worker.incarnation)

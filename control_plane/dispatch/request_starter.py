@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.admission_queue import AdmissionQueue
-from control_plane.dispatch.request_state import ASK_NEXT, FINAL, ChoiceState, RequestState
+from control_plane.dispatch.doubts import ASK_NEXT, is_final
+from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
@@ -41,7 +42,9 @@ class RequestStarter:
         budget: RetryBudget,
         kv_clients: KvClients,
         tasks: TaskSet,
+        on_started: Callable[[RequestState], None],
     ) -> None:
+        """`on_started` is called with each request whose workers have accepted it."""
         self._router = router
         self._submitter = submitter
         self._feedback = feedback
@@ -49,6 +52,7 @@ class RequestStarter:
         self._budget = budget
         self._kv_clients = kv_clients
         self._tasks = tasks
+        self._on_started = on_started
 
     async def start(self, state: RequestState) -> None:
         """Start a new request as soon as there is room, after those that wait for its model. Raises TandemError."""
@@ -87,6 +91,7 @@ class RequestStarter:
             else:
                 state.started()
                 self._feedback.started(state)
+                self._on_started(state)
                 self._queue.release_next(state.request.model_id)
                 return
 
@@ -171,7 +176,7 @@ class RequestStarter:
         try:
             await self._submitter.wait_accepted(state, call)
         except TandemError as refusal:
-            if isinstance(refusal, FINAL) and not isinstance(refusal, ASK_NEXT):
+            if is_final(refusal):
                 raise
             if not choice.is_over:  # else prefill's first token was its last
                 state.refused(refusal)
@@ -183,7 +188,7 @@ class RequestStarter:
         state.attempt_failed(error)
         state.history.refused(error)
         log.info("attempt_refused", request_id=state.request.request_id, attempt=state.attempt, error=error.log_text)
-        if isinstance(error, FINAL) and not isinstance(error, ASK_NEXT):
+        if is_final(error):
             raise error
         if state.is_last_attempt and isinstance(error, ASK_NEXT):
             raise _refusal_of_all(state)
@@ -195,6 +200,8 @@ def _refusal_of_all(state: RequestState) -> TandemError:
     """Return the answer for a client whose request every worker has refused."""
     if state.refusal is not None:
         return state.refusal
+    if state.doubts.error is not None:
+        return state.doubts.error
     if state.mismatch is not None:
         return Unavailable(f"no worker takes the request: {state.mismatch.message}", retry_after_seconds=2.0)
     return Overloaded("every worker refused; try again", retry_after_seconds=1.0)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from control_plane.dispatch.admission import RetryBudget
 from control_plane.dispatch.block_hashes import PromptHashes
+from control_plane.dispatch.doubts import ASK_NEXT, Doubts
 from control_plane.dispatch.prompt_forms import PromptForms
 from control_plane.dispatch.wakeups import EventQueue, WakeupScheduler
 from control_plane.dispatch.worker_call import Phase, WorkerCall, usage_of
@@ -22,13 +23,8 @@ from control_plane.generation import FinishReason, Logprob, PositionLogprobs, To
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import (
     Aborted,
-    Cancelled,
-    DeadlineExceeded,
     Draining,
-    FingerprintMismatch,
     InternalError,
-    InvalidRequest,
-    ModelNotFound,
     Overloaded,
     TandemError,
 )
@@ -37,10 +33,6 @@ from tandem_runtime.log import get_logger
 log = get_logger(__name__)
 
 MAX_ATTEMPTS = 4
-FINAL: tuple[type[TandemError], ...] = (InvalidRequest, DeadlineExceeded, Cancelled)
-"""Errors that every other worker would answer too."""
-ASK_NEXT: tuple[type[TandemError], ...] = (FingerprintMismatch, ModelNotFound)
-"""Refusals that concern one worker alone: it has another model or version than it had registered, or than its peers."""
 GRACE_SECONDS = 1.0
 """Workers end a request at its deadline themselves. The gateway waits this much longer for workers that cannot."""
 MAX_UNREAD_TOKENS = 8192
@@ -128,6 +120,9 @@ class RequestState:
         self._mismatch: TandemError | None = None
         self._avoid: set[str] = set()
         self._num_avoided = 0
+        self.doubts = Doubts()
+        """Final errors of workers, each believed or not."""
+        self._num_stalls = 0
         self._num_resends = 0
         self._needs_permit = False
         self._has_restarted = False
@@ -241,6 +236,7 @@ class RequestState:
     def started(self) -> None:
         """Both halves were accepted. A worker that refused may still take a choice that moves later."""
         self._avoid.clear()
+        self.doubts.refuted()
         self.history.accepted()
         self._has_started.set()
 
@@ -314,6 +310,12 @@ class RequestState:
         self._prefill = None
         self._prefill_over.clear()
         return was_open
+
+    def prompt_came(self, seconds: float) -> None:
+        """Decode workers that wait for the prompt's cache may begin; they need about `seconds` to the first token."""
+        for choice in self.choices:
+            if choice.call is not None and choice.call.watch is not None:
+                choice.call.watch.begin(seconds)
 
     def prompt_came_to(self, incarnation: str, host_id: str) -> bool:
         """Note a pool and a host's store that have the prompt's cache now; False if that was noted before."""
@@ -473,6 +475,11 @@ class RequestState:
         choice.num_losses += 1
         return choice.num_losses
 
+    def count_stall(self) -> int:
+        """Return how often the request waited for a worker that brought nothing, this time included."""
+        self._num_stalls += 1
+        return self._num_stalls
+
     def count_death(self, choice: ChoiceState, incarnation: str) -> int:
         """Return how many workers died with the choice since its last new token, this one included."""
         choice.deaths.add(incarnation)
@@ -488,6 +495,7 @@ class RequestState:
 
     def finish(self) -> None:
         """The client has every token."""
+        self.doubts.refuted(is_finished=True)
         self._observer.finished(self)
 
     def close(self) -> None:

@@ -48,6 +48,11 @@ class RouteFeedback:
         if state.prompt_came_to(call.incarnation, host_id):
             self._learn_prompt(hashes, worker, host_id)
 
+    def hand_over_began(self, state: RequestState, call: WorkerCall) -> None:
+        """Prefill has brought the first token: from now on the decode workers can be late."""
+        if call.estimate is not None:
+            state.prompt_came((self._costs.hand_over_ms(call.estimate) - call.estimate.total_ms) / 1000)
+
     def ledger_received(self, state: RequestState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
         """A phase has ended: record its speed, and compare the expected cached tokens with those that were found."""
         self._costs.prompt_read(call.incarnation, ledger)

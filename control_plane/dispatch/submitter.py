@@ -9,11 +9,13 @@ import time
 from control_plane.dispatch.class_seams import note_decode, note_prefill
 from control_plane.dispatch.request_state import GRACE_SECONDS, ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
+from control_plane.dispatch.stall_watch import StallWatch
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import LONGEST_SILENCE_SECONDS
 from control_plane.fleet.worker_links import LinkPool
-from control_plane.routing.cost_model import InFlight
-from control_plane.routing.router import Route
+from control_plane.routing.cost_model import PrefillEstimate
+from control_plane.routing.router import Route, Router
 from tandem.v1 import control_plane_pb2 as cp
 from tandem.v1 import types_pb2 as pb
 from tandem_engine.sampling_params import SamplingParams
@@ -29,16 +31,20 @@ class Submitter:
         self,
         registry: WorkerRegistry,
         links: LinkPool,
-        in_flight: InFlight,
+        router: Router,
         feedback: RouteFeedback,
         accept_seconds: float,
         signer: HandleSigner,
+        stalls: StallWatch,
     ) -> None:
         """`signer` signs KV handles."""
         self._registry = registry
         self._signer = signer
         self._links = links
-        self._in_flight = in_flight
+        self._in_flight = router.in_flight
+        self._health = router.health
+        self._costs = router.costs
+        self._stalls = stalls
         self._feedback = feedback
         self._accept_seconds = accept_seconds
 
@@ -49,13 +55,13 @@ class Submitter:
         """
         if route.prefill is None or all(choice.tokens for choice in state.choices):
             return None
-        address = route.prefill.info.kv_address
-        holders = [kv for kv in self._registry.kv_services(route.prefill.info.host_id) if kv.address == address]
+        holders = self._holders(route.prefill)
         return mint_handle(state, route.prefill, holders[0], self._signer) if holders else None
 
     def submit_prefill(self, state: RequestState, worker: Worker, route: Route) -> WorkerCall:
         """Send the prompt to a prefill worker, which seals its KV blocks under the state's handle."""
         call = self._new_call(worker, prefill_submit(state, worker), route, None)
+        self._watch(state, call, route)
         state.call_started(call)
         prompt = state.forms.of(worker.info.card).wire
         call.link.submit(call.submit, PrefillSink(state, call, self._feedback), prompt)
@@ -64,6 +70,7 @@ class Submitter:
     def submit_choice(self, state: RequestState, choice: ChoiceState, worker: Worker, route: Route) -> WorkerCall:
         """Send a choice to a decode worker, which continues from the choice's tokens so far."""
         call = self._new_call(worker, decode_submit(state, choice, worker), route, choice.index)
+        self._watch(state, call, route)
         state.call_started(call)
         prompt = state.forms.of(worker.info.card).wire
         call.link.submit(call.submit, DecodeSink(state, choice, call, self._feedback), prompt)
@@ -80,6 +87,9 @@ class Submitter:
             async with asyncio.timeout(max(0.0, min(self._accept_seconds, seconds_left))):
                 await call.answered
         except TimeoutError as error:
+            if call.watch is not None and seconds_left >= self._accept_seconds:
+                reason = f"it did not answer a Submit for {self._accept_seconds:g} s"
+                call.watch.failed(reason, is_certain=self._accept_seconds >= LONGEST_SILENCE_SECONDS)
             call.close(cancel=True)
             state.avoid_worker(call.incarnation)
             if seconds_left < self._accept_seconds:
@@ -91,6 +101,47 @@ class Submitter:
         except TandemError:
             state.avoid_worker(call.incarnation)
             raise
+
+    def new_trial(self, state: RequestState, worker: Worker, estimate: PrefillEstimate) -> WorkerCall:
+        """Return a call, not sent yet, that lets a worker on probation compute the first token of a request's copy.
+
+        A prefill worker seals its blocks under a handle of the call's own. Raises Unavailable if the worker has gone.
+        """
+        is_decode = worker.role == pb.WORKER_ROLE_DECODE
+        submit = self._decode_trial(state, worker) if is_decode else self._prefill_trial(state, worker)
+        submit.request_id = f"{state.request.request_id}-trial-{os.urandom(4).hex()}"
+        submit.sampling.max_tokens = 1
+        submit.sampling.min_tokens = min(1, submit.sampling.min_tokens)
+        call = WorkerCall(self._links.get(worker), submit, self._in_flight.add(worker.incarnation), 0)
+        predicted_ms = self._costs.local_ms(estimate) if is_decode else estimate.total_ms
+        call.follow(self._health.watch(worker, predicted_ms / 1000))
+        return call
+
+    def _decode_trial(self, state: RequestState, worker: Worker) -> pb.Submit:
+        submit = decode_submit(state, ChoiceState(0), worker)
+        submit.ClearField("handle")
+        return submit
+
+    def _prefill_trial(self, state: RequestState, worker: Worker) -> pb.Submit:
+        holders = self._holders(worker)
+        if not holders:
+            raise Unavailable(f"worker {worker.worker_id} has no KV service")
+        return prefill_submit(state, worker, mint_handle(state, worker, holders[0], self._signer))
+
+    def _holders(self, prefill: Worker) -> list[cp.KvServiceAddress]:
+        address = prefill.info.kv_address
+        return [kv for kv in self._registry.kv_services(prefill.info.host_id) if kv.address == address]
+
+    def _watch(self, state: RequestState, call: WorkerCall, route: Route) -> None:
+        """Let the call count for its worker's health: one call per request and worker, and none of a probe."""
+        if state.request.is_probe or call.choice_index:
+            return
+        if call.is_prefill or call.estimate is None:
+            predicted_ms = call.estimate.total_ms if call.estimate is not None else None
+        else:
+            predicted_ms = self._costs.local_ms(call.estimate)
+        call.follow(self._health.watch(call.link.worker, None if predicted_ms is None else predicted_ms / 1000))
+        self._stalls.add(state, call)
 
     def _new_call(self, worker: Worker, submit: pb.Submit, route: Route, choice_index: int | None) -> WorkerCall:
         """Return a call that is counted as in flight; raises Unavailable if the worker has gone."""
@@ -131,6 +182,7 @@ class PrefillSink:
                 note_prefill(state, choice, self._call)
         if output.token_ids:
             _note_output(state, self._call, output, self._feedback)
+            self._feedback.hand_over_began(state, self._call)
         if output.HasField("ledger"):
             state.prefill_ledger_received(output.ledger)
             if output.choice_index == len(state.choices) - 1:
@@ -141,6 +193,7 @@ class PrefillSink:
 
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)
+        self._state.doubts.heard(self._call, error, is_refusal=is_refusal)
         self._state.prefill_ended()
         if not is_refusal:
             self._state.call_failed(self._call, error)
@@ -172,6 +225,7 @@ class DecodeSink:
 
     def ended(self, error: TandemError) -> None:
         is_refusal = self._call.answer(error)
+        self._state.doubts.heard(self._call, error, is_refusal=is_refusal)
         self._call.close(cancel=False)
         if not is_refusal:
             self._state.call_failed(self._call, error)
@@ -215,12 +269,16 @@ def mint_handle(state: RequestState, prefill: Worker, holder: cp.KvServiceAddres
     return signer.sign(handle)
 
 
-def prefill_submit(state: RequestState, worker: Worker) -> pb.Submit:
-    """Return the message for a prefill worker, after the prompt: a seed for the first token of each choice."""
-    assert state.handle is not None, "a prefill worker seals its blocks under a handle"
+def prefill_submit(state: RequestState, worker: Worker, handle: pb.KvHandle | None = None) -> pb.Submit:
+    """Return the message for a prefill worker, after the prompt: a seed for the first token of each choice.
+
+    `handle`: of a trial; else the state's.
+    """
+    handle = handle or state.handle
+    assert handle is not None, "a prefill worker seals its blocks under a handle"
     submit = _base_submit(state, worker)
     submit.choice_seeds.extend(state.request.choice_seeds)
-    submit.handle.CopyFrom(state.handle)
+    submit.handle.CopyFrom(handle)
     return submit
 
 

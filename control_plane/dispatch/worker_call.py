@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from control_plane.fleet.call_watch import CallWatch
 from control_plane.fleet.worker_links import Report, WorkerLink
 from control_plane.generation import PhaseWork, Usage
 from control_plane.routing.cost_model import InFlightEntry, PrefillEstimate
@@ -30,6 +31,8 @@ class WorkerCall:
     """The choice that the call generates. None: the call computes the prompt at a prefill worker."""
     estimate: PrefillEstimate | None = None
     """What the router expected of the caches, if this worker computes the prompt."""
+    watch: CallWatch | None = None
+    """Records what the call shows of its worker's health; None: it does not count."""
     answered: asyncio.Future[None] = field(default_factory=_new_answer)
     """Done once the worker has accepted the request; an error if the worker refused."""
     is_open: bool = True
@@ -60,12 +63,18 @@ class WorkerCall:
         """Whether the call began with the prompt alone, and not in the middle of an answer."""
         return not self.submit.token_ids
 
+    def follow(self, watch: CallWatch) -> None:
+        """Let the call count for its worker's health."""
+        self.watch = watch
+
     def answer(self, error: TandemError | None) -> bool:
         """Complete `answered`; return False if it was completed before."""
         if self.answered.done():
             return False
         if error is None:
             self.accepted_at = time.perf_counter()
+            if self.watch is not None:
+                self.watch.accepted()
             self.answered.set_result(None)
         else:
             self.answered.set_exception(error)
@@ -76,6 +85,8 @@ class WorkerCall:
         """Note the first output: a decode worker has the prompt's KV cache now."""
         self.has_output = True
         self.output_at = time.perf_counter()
+        if self.watch is not None:
+            self.watch.output()
         if self.choice_index is not None:
             self.entry.prompt_read()
 
@@ -91,6 +102,8 @@ class WorkerCall:
         self.is_open = False
         self.closed_at = time.perf_counter()
         self.entry.remove()
+        if self.watch is not None:
+            self.watch.closed()
         if cancel:
             self.answer(Cancelled("the request ended before its worker had answered"))
             self.link.cancel(self.submit.request_id, self.submit.attempt, on_report)

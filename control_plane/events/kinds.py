@@ -74,6 +74,13 @@ _ALL = (
         "{what} {worker} is kept apart: its {cause} differs from most others'",
         source="workers",
     ),
+    Kind(
+        "worker_ejected",
+        "warning",
+        "{role} worker {worker} gets no requests for {seconds} s and until it does well again: {reason}",
+        "cause",
+    ),
+    Kind("worker_reinstated", "info", "{role} worker {worker} gets requests again"),
     Kind("worker_left", "info", "{what} {worker} has left", source="workers"),
     Kind("worker_lost", "error", "{what} {worker} is lost", source="workers"),
     Kind("device_error", "error", "{device} of {what} {worker} reports {cause}", source="workers"),

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from control_plane.fleet.call_watch import HealthState
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime import metrics
 
@@ -27,13 +29,23 @@ _STATES = {
     pb.WORKER_STATE_DRAINING: "draining",
     pb.WORKER_STATE_FAILED: "failed",
 }
+_JUDGED = ("prefill", "decode")
+_HEALTH: tuple[HealthState, ...] = ("ok", "detached", "ejected", "probation")
 _ANSWERING = (pb.WORKER_ROLE_DECODE, pb.WORKER_ROLE_ENCODE)
 """Roles that answer alone: a model with one of these is ready."""
 
 
-def export(registry: WorkerRegistry) -> None:
+def export(registry: WorkerRegistry, health: WorkerHealth | None = None) -> None:
     """Export `registry`, which is read in the exporter's thread: its snapshots never change."""
     meter, fleet = metrics.meter(), FleetCounts(registry)
+    if health is not None:
+        counts = HealthCounts(registry, health)
+        meter.create_observable_gauge(
+            "tandem.fleet.worker_health", [counts.workers], "{worker}", "Workers, by role and how requests find them."
+        )
+        meter.create_observable_counter(
+            "tandem.fleet.ejections", [counts.ejections], "{ejection}", "Workers ejected, by role and cause."
+        )
     meter.create_observable_gauge("tandem.fleet.workers", [fleet.workers], "{worker}", "Workers, by role and state.")
     meter.create_observable_gauge("tandem.fleet.models", [fleet.models], "{model}", "Models, by state.")
     meter.create_observable_gauge(
@@ -70,6 +82,28 @@ class FleetCounts:
         self._seen = {model: seen for model, seen in self._seen.items() if now - seen < FORGET_SECONDS}
         answering = {worker.info.card.model_id for worker in workers if worker.role in _ANSWERING and worker.is_usable}
         return {model: model in answering for model in self._seen}
+
+
+class HealthCounts:
+    """Counts workers by what requests of this gateway find. Read by the exporter's thread."""
+
+    def __init__(self, registry: WorkerRegistry, health: WorkerHealth) -> None:
+        self._registry = registry
+        self._health = health
+
+    def workers(self, options: CallbackOptions) -> Iterable[Observation]:
+        counted = Counter({(role, state): 0 for role in _JUDGED for state in _HEALTH})
+        for worker in self._registry.workers():
+            if (role := _ROLES.get(worker.role, "")) in _JUDGED:
+                counted[role, self._health.status(worker).state] += 1
+        return [Observation(number, {"role": role, "health": state}) for (role, state), number in counted.items()]
+
+    def ejections(self, options: CallbackOptions) -> Iterable[Observation]:
+        ejections = self._health.num_ejections.copy()
+        return [
+            Observation(number, {"role": "prefill" if role == pb.WORKER_ROLE_PREFILL else "decode", "cause": cause})
+            for (role, cause), number in ejections.items()
+        ]
 
 
 def _state(worker: Worker) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from control_plane.fleet.call_watch import Status
 from control_plane.fleet.registry import Worker, WorkerRegistry
 from tandem.v1 import types_pb2 as pb
 
@@ -28,17 +29,26 @@ class FleetStatus:
         registry: WorkerRegistry,
         orphans_of: Callable[[str], list[dict[str, Any]]] = lambda incarnation: [],
         problem_of: Callable[[str], str] = lambda model_id: "",
+        health_of: Callable[[Worker], Status] = lambda worker: Status("ok"),
     ) -> None:
-        """`problem_of` returns why a model cannot be used although its workers are there; "" if it can."""
+        """`problem_of` returns why a model cannot be used although its workers are there; "" if it can.
+
+        `health_of` returns how requests of this gateway find a worker.
+        """
         self._registry = registry
         self._orphans_of = orphans_of
         self._problem_of = problem_of
+        self._health_of = health_of
 
     def workers(self) -> list[dict[str, Any]]:
         """Return every registered worker as plain values, in a stable order."""
         now = time.monotonic()
         rows = [
-            {**_worker(worker, now, self._problem_of), "orphans": self._orphans_of(worker.incarnation)}
+            {
+                **_worker(worker, now, self._problem_of),
+                **health_fields(self._health_of(worker)),
+                "orphans": self._orphans_of(worker.incarnation),
+            }
             for worker in self._registry.workers()
         ]
         return sorted(rows, key=lambda row: (row["role"], row["id"]))
@@ -69,6 +79,11 @@ def worker_state(load: pb.LoadReport) -> str:
 def worker_problem(worker: Worker, problem_of: Callable[[str], str]) -> str:
     """Return why the worker gets no requests; "" if nothing is wrong. `problem_of` takes a model's id."""
     return worker.load.error or _apart(worker) or problem_of(worker.info.card.model_id)
+
+
+def health_fields(status: Status) -> dict[str, str]:
+    """Return how requests find a worker, and why."""
+    return {"health": status.state, "health_reason": status.reason}
 
 
 def _target(info: pb.WorkerInfo) -> dict[str, Any]:

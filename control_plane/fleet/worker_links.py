@@ -78,9 +78,16 @@ class WorkerLink:
         gateway_incarnation: str,
         member: FleetMember | None = None,
         turns: Turns | None = None,
+        on_break: Callable[[Worker, int], None] = lambda worker, num_calls: None,
     ) -> None:
-        """`turns` is shared by the links that should not open their streams in the same turn of the event loop."""
+        """`turns` is shared by the links that should not open their streams in the same turn of the event loop.
+
+        `on_break` is called when the stream has ended, with the number of calls that fail with it.
+        """
         self.worker = worker
+        self.is_attached = False
+        """Whether the worker has answered the hello of the stream that is open now."""
+        self._on_break = on_break
         self._member = member
         self._turns = turns or Turns()
         self._hello = pb.AttachHello(
@@ -159,6 +166,7 @@ class WorkerLink:
             while not self._is_retiring:
                 reason = await self._attach_until_it_ends()
                 log.info("attach_ended", worker=self.worker.worker_id, reason=reason)
+                self._on_break(self.worker, len(self._sinks))
                 self._fail_all(Unavailable(f"the stream to worker {self.worker.worker_id} broke: {reason}"))
                 await asyncio.sleep(_RECONNECT_SECONDS)
         finally:
@@ -173,6 +181,8 @@ class WorkerLink:
         except Exception as error:
             log.exception("attach_failed", worker=self.worker.worker_id)
             return message_of(error)
+        finally:
+            self.is_attached = False
         return "the worker closed it"
 
     async def _attach(self) -> None:
@@ -213,7 +223,7 @@ class WorkerLink:
                 ledger = event.failed.ledger if event.failed.HasField("ledger") else None
                 self._end(event.failed.request_id, event.failed.attempt, event.failed.error, ledger)
             case "hello":
-                self._takes_choices = event.hello.takes_choices
+                self._takes_choices, self.is_attached = event.hello.takes_choices, True
                 log.info("attached", worker=self.worker.worker_id, incarnation=event.hello.worker_incarnation)
 
     def _output(self, output: pb.TokenOutput) -> None:
@@ -270,6 +280,7 @@ class LinkPool:
         self._links: dict[str, WorkerLink] = {}
         self._closing = TaskSet()
         self._turns = Turns()
+        self._listeners: list[Callable[[Worker, int], None]] = []
         registry.listen(self._changed)
 
     def get(self, worker: Worker) -> WorkerLink:
@@ -278,6 +289,15 @@ class LinkPool:
         if link is None:
             raise Unavailable(f"worker {worker.worker_id} is gone", retry_after_seconds=1.0)
         return link
+
+    def listen(self, on_break: Callable[[Worker, int], None]) -> None:
+        """Call `on_break` when a stream ends while its worker is registered; see `WorkerLink`."""
+        self._listeners.append(on_break)
+
+    def is_attached(self, incarnation: str) -> bool:
+        """Return whether the stream to a worker is open, and the worker has answered on it."""
+        link = self._links.get(incarnation)
+        return link is not None and link.is_attached
 
     def running(self) -> set[tuple[str, str, int]]:
         """Return worker incarnation, request id and attempt of every call that this gateway has open."""
@@ -288,12 +308,16 @@ class LinkPool:
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), self._closing.cancel(), return_exceptions=True)
 
+    def _broke(self, worker: Worker, num_calls: int) -> None:
+        for listener in self._listeners:
+            listener(worker, num_calls)
+
     def _changed(self, worker: Worker, is_here: bool) -> None:
         if worker.role not in _ATTACHED:
             return
         if is_here and worker.incarnation not in self._links:
             self._links[worker.incarnation] = WorkerLink(
-                worker, self._gateway_id, self._gateway_incarnation, self._member, self._turns
+                worker, self._gateway_id, self._gateway_incarnation, self._member, self._turns, self._broke
             )
         elif not is_here and (link := self._links.pop(worker.incarnation, None)):
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING

@@ -14,8 +14,16 @@ from typing import Any
 
 import msgspec
 
+from control_plane.fleet.call_watch import Status
 from control_plane.fleet.registry import Worker, WorkerRegistry
-from control_plane.fleet.status import kv_pool, worker_name, worker_problem, worker_role, worker_state
+from control_plane.fleet.status import (
+    health_fields,
+    kv_pool,
+    worker_name,
+    worker_problem,
+    worker_role,
+    worker_state,
+)
 from tandem.v1 import types_pb2 as pb
 
 _WORKERS_PER_TURN = 50
@@ -47,6 +55,7 @@ class _Seen:
     worker: Worker
     row: dict[str, Any]
     encoded: bytes
+    health: Status
 
 
 class FleetRows:
@@ -58,12 +67,17 @@ class FleetRows:
         orphan_bytes_of: Callable[[str], int] = lambda incarnation: 0,
         problem_of: Callable[[str], str] = lambda model_id: "",
         clock: Callable[[], float] = time.monotonic,
+        health_of: Callable[[Worker], Status] = lambda worker: Status("ok"),
     ) -> None:
-        """`orphan_bytes_of` takes an incarnation; `problem_of` says why a model cannot be used, "" if it can."""
+        """`orphan_bytes_of` takes an incarnation; `problem_of` says why a model cannot be used, "" if it can.
+
+        `health_of` returns how requests find a worker.
+        """
         self._registry = registry
         self._orphan_bytes_of = orphan_bytes_of
         self._problem_of = problem_of
         self._clock = clock
+        self._health_of = health_of
         self._seen: dict[str, _Seen] = {}
         self._hosts: dict[str, bytes] = {}
 
@@ -113,13 +127,15 @@ class FleetRows:
         seen = self._seen.get(worker.worker_id)
         silence = self._clock() - worker.last_heartbeat
         silent_seconds = int(silence) if silence >= _SILENT_SECONDS else 0
-        if seen is not None and seen.worker is worker and seen.row["silent_seconds"] == silent_seconds:
+        health = self._health_of(worker)
+        is_same = seen is not None and seen.worker is worker and seen.health == health
+        if is_same and seen is not None and seen.row["silent_seconds"] == silent_seconds:
             return
-        row = self._row(worker, seen, silent_seconds)
+        row = self._row(worker, seen, silent_seconds) | health_fields(health)
         encoded = _encode(row)
         if seen is None or seen.encoded != encoded:
             found.workers.append(msgspec.Raw(encoded))
-        self._seen[worker.worker_id] = _Seen(worker, row, encoded)
+        self._seen[worker.worker_id] = _Seen(worker, row, encoded, health)
 
     def _row(self, worker: Worker, seen: _Seen | None, silent_seconds: int) -> dict[str, Any]:
         info, load = worker.info, worker.load

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from control_plane.explain.explanation import RouteExplanation
 from control_plane.fleet.registry import Worker, WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.routing.comparison import MAX_COMPARED, NOTHING_COMPARED, ComparedDecode, ComparedPrefill, Comparison
 from control_plane.routing.cost_model import (
     ASSUMED_STEP_MS,
@@ -95,6 +96,7 @@ class Router:
         local_prefill: Literal["auto", "never"] = "auto",
         prefixes: PrefixIndex | None = None,
         rng: random.Random | None = None,
+        health: WorkerHealth | None = None,
     ) -> None:
         """`rng` decides between workers whose costs are about equal, and draws groups."""
         self._rng = rng or random.Random()  # seeded by the system: two gateways do not choose alike
@@ -102,6 +104,7 @@ class Router:
         self._local_prefill = local_prefill
         self.in_flight = InFlight()
         self.affinity = SessionAffinity()
+        self.health = health or WorkerHealth(registry)
         self.prefixes = prefixes or PrefixIndex()
         self.costs = CostModel(registry, self.in_flight, self.prefixes)
 
@@ -183,13 +186,12 @@ class Router:
     # --------------------------------------------------------------------------------------------- candidate workers
 
     def _usable(self, request: RoutingRequest, role: pb.WorkerRole.ValueType, avoid: Collection[str]) -> list[Worker]:
-        return [
+        serving = [
             worker
             for worker in self._registry.workers(role)
-            if worker.serves(request.model_id)
-            and (not request.identity or worker.identity == request.identity)
-            and worker.incarnation not in avoid
+            if worker.serves(request.model_id) and (not request.identity or worker.identity == request.identity)
         ]
+        return [worker for worker in self.health.usable(serving) if worker.incarnation not in avoid]
 
     def _large_enough(self, workers: list[Worker], request: RoutingRequest) -> list[Worker]:
         """Return the workers that could hold the request alone; raises ContextTooLong if none could."""

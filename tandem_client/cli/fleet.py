@@ -63,6 +63,9 @@ class FleetMember:
     role: str
     state: str
     suspected: bool
+    health: str
+    """How requests find the worker: ok, detached, ejected or probation."""
+    health_reason: str
     address: str
     model: str
     heartbeat_age_seconds: float
@@ -78,6 +81,15 @@ class FleetMember:
     orphans: tuple[Orphan, ...]
     memory: Mapping[str, Any]
 
+    @property
+    def is_sick(self) -> bool:
+        """Whether it says that it is ready, and requests find that it is not."""
+        return self.state == "ready" and self.health != "ok"
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state == "ready" and not self.suspected and self.health == "ok"
+
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> FleetMember:
         """Parse one entry of `data`; a missing field becomes 0 or ""."""
@@ -88,6 +100,8 @@ class FleetMember:
             role=entry["role"],
             state=entry.get("state") or "",
             suspected=bool(entry.get("suspected")),
+            health=entry.get("health") or "ok",
+            health_reason=entry.get("health_reason") or "",
             address=entry.get("address") or "",
             model=entry.get("model") or "",
             heartbeat_age_seconds=float(entry.get("heartbeat_age_seconds") or 0.0),

@@ -25,7 +25,7 @@ def fleet_view(members: Sequence[FleetMember], url: str) -> Group:
 def _summary(members: Sequence[FleetMember], url: str) -> Text:
     if not members:
         return Text.assemble(("Tandem", "bold"), f" at {url}: no worker has registered yet")
-    num_ready = sum(member.state == "ready" and not member.suspected for member in members)
+    num_ready = sum(member.takes_requests for member in members)
     all_ready = num_ready == len(members)
     return Text.assemble(
         ("Tandem", "bold"),
@@ -49,9 +49,11 @@ def _table(members: Sequence[FleetMember]) -> Table:
 
 
 def _who(member: FleetMember) -> list[Text]:
-    state, style = (
-        (f"{member.state}?", "yellow") if member.suspected else (member.state, _STATE_STYLES.get(member.state, ""))
-    )
+    state, style = member.state, _STATE_STYLES.get(member.state, "")
+    if member.suspected:
+        state, style = f"{member.state}?", "yellow"
+    elif member.is_sick:
+        state, style = member.health, "yellow"
     role = "" if member.name.startswith(member.role) else f"{member.role} "
     lines = [
         Text.assemble((member.name, "bold"), " ", (state, style)),
@@ -66,6 +68,8 @@ def _load(member: FleetMember) -> list[Text]:
     heard = Text(f"heartbeat {member.heartbeat_age_seconds:.1f} s ago", style="yellow" if member.suspected else "dim")
     if member.error:
         return [Text(member.error, style="red"), heard]
+    if member.is_sick:
+        return [Text(member.health_reason, style="yellow"), heard]
     if member.state == "loading":
         return [Text(f"{member.load_stage.replace('_', ' ')} {member.load_progress:.0%}".strip(), style="cyan"), heard]
     if member.role == "kv":

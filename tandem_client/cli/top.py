@@ -111,7 +111,7 @@ def _summary(seen: Seen) -> Text:
 
 
 def _is_ready(member: FleetMember) -> bool:
-    return member.state == "ready" and not member.suspected
+    return member.takes_requests
 
 
 def _worker_table(members: Sequence[FleetMember], num_rows: int) -> RenderableType:
@@ -137,6 +137,8 @@ def _worker_table(members: Sequence[FleetMember], num_rows: int) -> RenderableTy
 def _state(member: FleetMember) -> Text:
     if member.suspected:
         return Text("suspected", "yellow")
+    if member.is_sick:
+        return Text(member.health, "yellow")
     return Text(member.state, _WORKER_STATES.get(member.state, ""))
 
 

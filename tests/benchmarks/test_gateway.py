@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gateway import __main__
 from benchmarks.gateway.processes import Processes, native_request
 from benchmarks.gateway.sse_readers import Stream
-from benchmarks.gateway.stand_in_worker import Words, _Gateway
+from benchmarks.gateway.stand_in_worker import GatewayStream, Words
 from benchmarks.gateway.stats import Flat, Paced, Rate, Results, Slow, Two, enter, line
 from benchmarks.lib.command import Outcome
 from tandem.v1 import types_pb2 as pb
@@ -129,7 +129,7 @@ def test_through_the_gateway_the_stand_ins_words_are_the_answer(tmp_path: Path) 
 
 @pytest.mark.timeout(180)
 async def test_the_stand_in_answers_choices_from_the_end_of_their_shared_prompt() -> None:
-    gateway = _Gateway(Words(checkpoint_path()), token_seconds=0.0)
+    gateway = GatewayStream(Words(checkpoint_path()), token_seconds=0.0)
     sampling = pb.SamplingParams(max_tokens=2)
     choices = [
         pb.Submit(request_id=f"r-{index}", choice_index=index, num_prompt_tokens=40, sampling=sampling)

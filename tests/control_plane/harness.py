@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal, cast
 
@@ -13,6 +13,7 @@ from control_plane.dispatch.request_stream import RequestStream
 from control_plane.dispatch.route_feedback import ReadinessProofs
 from control_plane.fleet.kv_clients import KvClients
 from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from control_plane.fleet.worker_links import LinkPool
 from control_plane.generation import TokenRequest
 from control_plane.routing.router import Router
@@ -30,6 +31,7 @@ from tests.control_plane.scripted_worker import (
     kv_service,
     token_at,
 )
+from tests.tandem_worker.kv_harness import until
 
 FULL = Overloaded("12 KV blocks are needed, 3 are available", retry_after_seconds=1.0)
 PROMPT = tuple(range(40))
@@ -59,10 +61,12 @@ class Harness:
         local_prefill: Literal["auto", "never"],
         budget: RetryBudget | None,
         accept_seconds: float = 0.3,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = WorkerRegistry(3.0, 5.0)
         self.links = LinkPool(self.registry, "gateway", "gateway-life")
-        self.router = Router(self.registry, local_prefill, rng=FirstChoice())
+        self.health = WorkerHealth(self.registry, clock)
+        self.router = Router(self.registry, local_prefill, rng=FirstChoice(), health=self.health)
         self.kv = RecordedKv()
         self.proofs = ReadinessProofs(self.registry)
         self.dispatcher = Dispatcher(
@@ -86,7 +90,9 @@ class Harness:
 
     async def add(self, worker: ScriptedWorker) -> ScriptedWorker:
         self.workers.append(await worker.start())
-        return worker.register(self.registry)
+        worker.register(self.registry)
+        await until(lambda: self.links.is_attached(worker.incarnation))
+        return worker
 
     def nothing_is_left(self) -> bool:
         links = [self.links.get(worker) for worker in self.registry.workers(DECODE)]
@@ -101,9 +107,13 @@ async def harness(
     local_prefill: Literal["auto", "never"] = "never",
     budget: RetryBudget | None = None,
     accept_seconds: float = 0.3,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Harness]:
-    """A dispatcher with these workers and a KV service; checks at the end that nothing is in flight."""
-    here = Harness(queue_seconds, local_prefill, budget, accept_seconds)
+    """A dispatcher with these workers and a KV service; checks at the end that nothing is in flight.
+
+    `clock`: of the workers' health.
+    """
+    here = Harness(queue_seconds, local_prefill, budget, accept_seconds, clock)
     here.registry.register(kv_service(), kv_load())
     for worker in workers:
         await here.add(worker)

@@ -239,8 +239,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self.hellos.append(command.hello)
                 if command.hello.worker_incarnation != self.incarnation:
                     attach.events.put_nowait(StaleIncarnation("another life"))
-                elif self.takes_choices:
-                    hello = pb.AttachHello(worker_incarnation=self.incarnation, takes_choices=True)
+                else:
+                    hello = pb.AttachHello(worker_incarnation=self.incarnation, takes_choices=self.takes_choices)
                     attach.events.put_nowait(pb.Event(hello=hello))
             case "submit":
                 self.num_prompts_read += bool(command.submit.token_ids)

@@ -233,6 +233,13 @@ def test_status_shows_who_loads_who_failed_and_who_is_not_heard() -> None:
         assert words in picture
 
 
+def test_status_shows_a_worker_that_says_ready_and_that_requests_find_sick() -> None:
+    sick = WORKER | {"id": "decode-1", "health": "ejected", "health_reason": "it answered InternalError"}
+    picture = shown([WORKER | {"health": "ok", "health_reason": ""}, sick])
+    for words in ("1 of 2 ready", "decode-1 ejected", "it answered InternalError"):
+        assert words in picture
+
+
 def test_status_fits_a_terminal_of_80_columns() -> None:
     narrow, wide = (
         shown([WORKER, KV_SERVICE, WORKER | {"id": "prefill-0", "role": "prefill"}], width) for width in (80, 160)

@@ -55,9 +55,11 @@ def test_of_too_many_workers_those_with_a_problem_and_the_busiest_are_shown() ->
     busy = {**WORKER["load"], "num_running": 99}
     workers = [{**WORKER, "id": f"decode-{number}"} for number in range(50)]
     workers += [{**WORKER, "name": "silent", "suspected": True}, {**WORKER, "name": "busy", "load": busy}]
+    workers += [{**WORKER, "name": "sick", "health": "probation"}]
     shown = "\n".join(_lines(_seen(workers, [RUNNING] * 50), 24))
     assert "silent" in shown
     assert "suspected" in shown
+    assert "sick" in shown and "probation" in shown
     assert "busy" in shown
     assert "more: tandem status" in shown
 

@@ -89,13 +89,12 @@ async def slow_fleet(tmp_path_factory: pytest.TempPathFactory, browser: Browser)
 
 
 class Silent(StandIn):
-    """Takes connections of gateways and emits nothing: there are 200 names for one server."""
+    """Takes connections of gateways, and emits nothing but its hello: there are 200 names for one server."""
 
     async def Attach(self, request_iterator: AsyncIterator[pb.Command], context: Any) -> AsyncIterator[pb.Event]:
-        async for _ in request_iterator:
-            pass
-        return
-        yield
+        async for command in request_iterator:
+            if command.HasField("hello"):
+                yield pb.Event(hello=pb.AttachHello(worker_incarnation=command.hello.worker_incarnation))
 
 
 @dataclass

@@ -23,7 +23,8 @@ const SHOWN = [
 const choice = new Store({ search: "", role: "all", state: "all", open: new Map() });
 
 /** The one word for a worker: what its gateway would do with a request. */
-export const stateOf = (worker) => (worker.suspected ? "suspected" : worker.state);
+export const stateOf = (worker) =>
+  worker.suspected ? "suspected" : worker.state === "ready" && worker.health && worker.health !== "ok" ? worker.health : worker.state;
 
 export function Fleet() {
   const { state } = useStore(live);
@@ -198,6 +199,7 @@ class WorkerRow extends Component {
     return html`<tr role="row">
       <th scope="row" role="rowheader" class="most">${worker.name}<small>${ROLE_NAMES[worker.role] ?? worker.role}${worker.name !== worker.id && worker.role !== "kv" ? ` · ${worker.id.slice(0, 16)}` : ""}</small></th>
       <td role="cell" class="end"><${State} state=${state}>${stateText(worker, state)}<//>${worker.error && html`<small class="problem">${worker.error}</small>`}
+        ${worker.health_reason && html`<small class="problem">${worker.health_reason}</small>`}
         ${worker.orphan_bytes > 0 && html`<small class="problem">${bytes(worker.orphan_bytes)} held for nobody</small>`}</td>
       <td role="cell" class=${worker.model ? "full" : "none"}>${worker.model ?? ""}</td>
       <td role="cell" class="number" data-name="Running">${count(worker.num_running)}</td>

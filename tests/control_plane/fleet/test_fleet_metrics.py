@@ -6,8 +6,9 @@ from typing import Any
 
 from opentelemetry.metrics import CallbackOptions
 
-from control_plane.fleet.fleet_metrics import FORGET_SECONDS, FleetCounts
+from control_plane.fleet.fleet_metrics import FORGET_SECONDS, FleetCounts, HealthCounts
 from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.worker_health import WorkerHealth
 from tandem.v1 import types_pb2 as pb
 
 OPTIONS = CallbackOptions()
@@ -71,3 +72,21 @@ def test_a_silent_worker_is_suspected_then_gone_and_its_model_is_unready_for_an_
     assert (world.workers(), world.models()) == ({}, {"ready": 0, "unready": 1})
     world.now += FORGET_SECONDS
     assert world.models() == {"ready": 0, "unready": 0}
+
+
+def test_sick_workers_and_ejections_are_counted_and_no_worker_has_a_series() -> None:
+    world = World()
+    for name in ("d1", "d2", "d3"):
+        world.register(name, pb.WORKER_ROLE_DECODE, "a", pb.WORKER_STATE_READY)
+    world.register("k1", pb.WORKER_ROLE_KV, "", pb.WORKER_STATE_READY)
+    health = WorkerHealth(world.registry, lambda: world.now)
+    health.ask_links(lambda incarnation: incarnation != "d3")
+    sick = world.registry.get("d1")
+    assert sick is not None
+    for _ in range(3):
+        health.watch(sick, 0.1).failed("broken")
+    counts = HealthCounts(world.registry, health)
+    found = {tuple((seen.attributes or {}).values()): seen.value for seen in counts.workers(OPTIONS) if seen.value}
+    assert found == {("decode", "ok"): 1, ("decode", "ejected"): 1, ("decode", "detached"): 1}
+    [ejections] = counts.ejections(OPTIONS)
+    assert (ejections.attributes, ejections.value) == ({"role": "decode", "cause": "failed"}, 1)

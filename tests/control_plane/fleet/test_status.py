@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from control_plane.fleet.call_watch import Status
 from control_plane.fleet.registry import WorkerRegistry
 from control_plane.fleet.status import FleetStatus
 from tandem.v1 import types_pb2 as pb
@@ -35,3 +36,10 @@ def test_a_worker_is_shown_by_a_name_that_a_terminal_can_print(given: str, shown
     registry.register(service, kv_load())
     [row] = FleetStatus(registry).workers()
     assert (row["id"], row["name"]) == ("ab", shown)
+
+
+def test_a_workers_health_is_shown_with_its_reason() -> None:
+    registry = WorkerRegistry(3.0, 5.0)
+    registry.register(kv_service(), kv_load())
+    [row] = FleetStatus(registry, health_of=lambda worker: Status("ejected", "broken")).workers()
+    assert (row["health"], row["health_reason"]) == ("ejected", "broken")

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from control_plane.fleet.registry import WorkerRegistry
+from control_plane.fleet.call_watch import Status
+from control_plane.fleet.registry import Worker, WorkerRegistry
 from control_plane.live.fleet_rows import Changes, FleetRows
 from tandem.v1 import types_pb2 as pb
 from tests.herd import GIB, Herd, load_of
@@ -102,3 +103,17 @@ async def test_a_thousand_workers_are_looked_at_in_many_turns_of_the_event_loop(
         before = turns.now
         assert len((await world.rows.changes()).workers) == 1000
         assert turns.now - before >= 20
+
+
+async def test_a_workers_health_is_sent_when_it_changes_without_a_heartbeat() -> None:
+    health = {"decode-3": Status("ok")}
+
+    def health_of(worker: Worker) -> Status:
+        return health.get(worker.worker_id, Status("ok"))
+
+    world = World(8, health_of=health_of)
+    await world.rows.changes()
+    health["decode-3"] = Status("ejected", "it answered InternalError")
+    (row,) = decoded((await world.rows.changes()).workers)
+    assert (row["id"], row["health"], row["health_reason"]) == ("decode-3", "ejected", "it answered InternalError")
+    assert not await world.rows.changes()

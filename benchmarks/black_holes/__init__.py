@@ -1,0 +1,1 @@
+"""Measures what sick workers cost the clients of a gateway."""

@@ -1,0 +1,86 @@
+"""Keeps how fast the workers of one model and role answered lately, and what is usual among a worker's peers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from statistics import median
+
+_MAX_SAMPLES = 128
+_MIN_SAMPLES = 5
+"""Fewer answers of peers say nothing."""
+_SHORTEST_PREDICTION_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTime:
+    """What one call showed."""
+
+    incarnation: str
+    sent_at: float
+    accept_seconds: float
+    """From Submit to acceptance."""
+    ratio: float
+    """The seconds to the first token, divided by the predicted ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What is usual among some workers."""
+
+    num_workers: int
+    accept_seconds: float
+    """The median."""
+    late_accept_seconds: float
+    """The 90th percentile."""
+    ratio: float
+    late_ratio: float
+
+    def expected_seconds(self, predicted_seconds: float) -> float:
+        """Return when half of these workers would have brought the first token."""
+        return self.ratio * max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
+
+    def late_seconds(self, predicted_seconds: float) -> float:
+        """Return when nine of ten first tokens would have come."""
+        return self.late_ratio * max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
+
+
+class AnswerTimes:
+    """The latest answers of the workers of one model and role."""
+
+    def __init__(self) -> None:
+        self._samples: deque[AnswerTime] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(
+        self,
+        incarnation: str,
+        sent_at: float,
+        accept_seconds: float,
+        first_token_seconds: float,
+        predicted_seconds: float,
+    ) -> None:
+        """Take in a first token."""
+        ratio = first_token_seconds / max(_SHORTEST_PREDICTION_SECONDS, predicted_seconds)
+        self._samples.append(AnswerTime(incarnation, sent_at, accept_seconds, ratio))
+
+    def forget(self, incarnation: str) -> None:
+        self._samples = deque((each for each in self._samples if each.incarnation != incarnation), maxlen=_MAX_SAMPLES)
+
+    def usual(self, without: Collection[str]) -> Usual | None:
+        """Return what is usual among the other workers than `without`; None if they have answered too little."""
+        of_peers = [each for each in self._samples if each.incarnation not in without]
+        if len(of_peers) < _MIN_SAMPLES:
+            return None
+        accepts, ratios = [each.accept_seconds for each in of_peers], [each.ratio for each in of_peers]
+        return Usual(
+            len({each.incarnation for each in of_peers}), median(accepts), _late(accepts), median(ratios), _late(ratios)
+        )
+
+    def num_since(self, moment: float, without: str) -> int:
+        """Return how many calls that were sent to other workers after `moment` have had their first token."""
+        return sum(each.sent_at >= moment and each.incarnation != without for each in self._samples)
+
+
+def _late(values: list[float]) -> float:
+    return sorted(values)[(9 * len(values)) // 10]

@@ -61,6 +61,7 @@ from control_plane.storage.database import database_url
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import TextService
 from control_plane.text_processes.pool import TextLimits, TextProcesses
+from control_plane.worker_probe import WorkerProbe
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.certificates.membership import FleetMember
@@ -341,6 +342,7 @@ class Gateway:
             allowed_hosts=allowed_hosts,
         )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of)
+        drain = WorkerDrain(self.registry, self.member)
         app = create_app(
             text,
             self.catalog,
@@ -351,7 +353,8 @@ class Gateway:
             self.live,
             self._explanations,
             self._event_store,
-            WorkerDrain(self.registry, self.member),
+            drain,
+            WorkerProbe(self.registry, drain, self.catalog, self.make_dispatcher, self._encoder_clients),
         )
         return server_config(
             app,

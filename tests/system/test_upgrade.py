@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import pytest
 
 from tandem_runtime.certificates.names import is_id
 from tests.ports import free_ports
+from tests.release import python_path, unpack
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 
 _ROOT = Path(__file__).resolve().parents[2]
-_RELEASE = "da99e1a09d648718156686610f4dc4b5ae98cff3"  # v0.2.0; a clone may have no tags
 _MODULES = {"control": "control_plane", "kv": "kv_transfer_svc", "prefill": "prefill_svc", "decode": "decode_svc"}
 _THINK_SECONDS = 0.1
 """The pause of a client before its next request: most of the machine is for the processes that start."""
@@ -33,16 +32,7 @@ _PROMPTS = [f"{number} ways to explain a KV cache. " * 12 for number in range(4)
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the code of the release before."""
-    folder = tmp_path_factory.mktemp("release")
-    archive = folder / "code.tar"
-    made = subprocess.run(
-        ["git", "archive", "-o", str(archive), _RELEASE], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"the code of {_RELEASE} is not here; fetch the whole history: {made.stderr.strip()}")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    return folder
+    return unpack(tmp_path_factory.mktemp("release"))
 
 
 class _Fleet:
@@ -60,7 +50,7 @@ class _Fleet:
         root = self._release if is_old else _ROOT
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(root), str(root / "protos" / "gen"))),
+            "PYTHONPATH": python_path(root),
             "TANDEM_STATE_DIR": str(self._folder / "state"),
             "TANDEM_RUNTIME_DIR": str(self.run_dir),
             "TANDEM_LOG_JSON": "false",

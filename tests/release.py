@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 COMMIT = "da99e1a09d648718156686610f4dc4b5ae98cff3"  # v0.2.0; a clone may have no tags
+PYTHON_VARIABLE = "TANDEM_RELEASE_PYTHON"
+"""Names the Python of the release's own environment, which `make upgrade-test` builds."""
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -30,3 +33,13 @@ def unpack(folder: Path) -> Path:
 def python_path(root: Path) -> str:
     """Return the PYTHONPATH with which a tree's code is imported."""
     return os.pathsep.join((str(root), str(root / "protos" / "gen")))
+
+
+def release_python() -> str:
+    """Return the Python that runs the release's code: of its own environment, else this one."""
+    return os.environ.get(PYTHON_VARIABLE) or sys.executable
+
+
+needs_environment = pytest.mark.skipif(
+    not os.environ.get(PYTHON_VARIABLE), reason="needs the release's own environment: make upgrade-test"
+)

@@ -18,7 +18,7 @@ import pytest
 
 from tandem_runtime.certificates.names import is_id
 from tests.ports import free_ports
-from tests.release import python_path, unpack
+from tests.release import needs_environment, python_path, release_python, unpack
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 
@@ -63,9 +63,10 @@ class _Fleet:
             flags = ("--worker-id", name, *flags)
         if waits:
             flags = (*flags, "--join-file", str(self._folder / f"{name}.join"))
+        python = release_python() if is_old else sys.executable
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", _MODULES[role], *flags], cwd=root, env=environment, stdout=out, stderr=out
+                [python, "-m", _MODULES[role], *flags], cwd=root, env=environment, stdout=out, stderr=out
             )
 
     def admit(self, name: str, role: str) -> None:
@@ -224,6 +225,41 @@ async def test_a_fleet_in_plain_text_gets_certificates_without_a_failed_stream(t
         await http.aclose()
         await fleet.stop(*fleet.processes)
     assert streams.failures == []
+
+
+@needs_environment
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("new", [("prefill",), ("decode",), ("prefill", "decode")], ids="-".join)
+async def test_workers_of_this_release_serve_a_gateway_of_the_release_before(
+    tmp_path: Path, release: Path, new: tuple[str, ...]
+) -> None:
+    fleet = _Fleet(tmp_path, release)
+    http_port, grpc_port = free_ports(2)
+    flags = ("--control", f"127.0.0.1:{grpc_port}", "--host-id", "host-a")
+    listen = ("--listen", f"127.0.0.1:{http_port}", "--grpc-listen", f"127.0.0.1:{grpc_port}")
+    try:
+        fleet.start("gateway", "control", *listen, "--local-prefill", "never", is_old=True)
+        fleet.start("kv", "kv", *flags, is_old=True)
+        for role in ("prefill", "decode"):
+            plain = ("--insecure-plaintext",) if role in new else ()
+            fleet.start(role, role, *flags, *SMALL, *plain, is_old=role not in new)
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                ended = [name for name, process in fleet.processes.items() if process.poll() is not None]
+                assert not ended, f"{ended} ended\n{fleet.logs()}"
+                try:
+                    return (await http.get(f"http://127.0.0.1:{http_port}/readyz")).is_success
+                except httpx.TransportError:
+                    return False
+
+            await until(is_ready, 120, fleet.logs)  # a request has gone from prefill to decode
+            streams = _Streams(http, f"http://127.0.0.1:{http_port}")
+            await streams.start()
+            await streams.more(4, fleet.logs)
+            await streams.stop()
+    finally:
+        await fleet.stop(*fleet.processes)
 
 
 def _plain_connections(run_dir: Path) -> Iterator[str]:

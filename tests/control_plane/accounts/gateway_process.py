@@ -22,7 +22,7 @@ from control_plane.storage.database import database_url
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
-from tests.release import python_path
+from tests.release import python_path, release_python
 
 HELLO = [*ids_of("Hello world"), 1]
 WAIT = ids_of("wait")
@@ -42,7 +42,8 @@ class GatewayProcess:
 @asynccontextmanager
 async def gateway_process(url: str, gone_seconds: float = 30.0, root: Path = _HERE) -> AsyncIterator[GatewayProcess]:
     """Start one, of the code in `root`, and wait until it listens; it is killed at the end, should it still run."""
-    command = [sys.executable, "-m", "tests.control_plane.accounts.gateway_process", url, str(gone_seconds)]
+    python = sys.executable if root == _HERE else release_python()
+    command = [python, "-m", "tests.control_plane.accounts.gateway_process", url, str(gone_seconds)]
     environment = {**os.environ, "PYTHONPATH": python_path(root)}
     process = await asyncio.create_subprocess_exec(*command, cwd=root, env=environment, stdout=subprocess.PIPE)
     try:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from control_plane.storage import migrate
 from control_plane.storage.database import Database, database_url
 from tandem_runtime.errors import InvalidRequest
 from tests.control_plane.accounts.gateway_process import GatewayProcess, gateway_process
-from tests.release import python_path, unpack
+from tests.release import python_path, release_python, unpack
 
 _RELEASE_HEAD = "0001"
 
@@ -36,7 +35,7 @@ async def _migrate(url: str, state: Path, *flags: str) -> int:
 def _command(*flags: str, url: str, state: Path, root: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of the release before."""
     return subprocess.run(
-        [sys.executable, "-m", "control_plane", *flags, "--database-url", url, "--state-dir", str(state)],
+        [release_python(), "-m", "control_plane", *flags, "--database-url", url, "--state-dir", str(state)],
         cwd=root,
         env={**os.environ, "PYTHONPATH": python_path(root)},
         capture_output=True,

@@ -1,7 +1,8 @@
 """Records the messages of release 0.2: `python -m tests.recorded.record FOLDER` (some minutes; see README.md there).
 
 Runs the four services of that release's code and sends them some requests. In each process, `sitecustomize.py` wraps
-gRPC's channels and writes the first messages of each call, in both directions, as they are on the wire.
+gRPC's channels and writes the first messages of each call, in both directions, as they are on the wire; of requests
+some more, as the first ones are probes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def _keep(method, direction, message, data):
     if len(data) > 20_000:
         return data
     kind = message.WhichOneof("kind") if "kind" in message.DESCRIPTOR.oneofs_by_name else None
+    if message.DESCRIPTOR.name == "RegisterRequest" and message.info.card.model_id:
+        kind = "loaded"
     name = ".".join(filter(None, (method.replace("/tandem.v1.", "").replace("/", "."), direction, kind)))
     with _lock:
         number = _counts[name] = _counts.get(name, -1) + 1
-    few = 12 if kind in ("submit", "step") or ".Register." in name else 2  # the first requests are probes
-    if number < few and len(data) > 0:
+    if number < (12 if kind in ("submit", "step") else 2) and len(data) > 0:
         sender = os.environ["TANDEM_RECORD_NAME"]
         (_folder / f"{name}.{sender}.{number}.{message.DESCRIPTOR.name}.bin").write_bytes(data)
     return data

@@ -118,7 +118,7 @@ def test_a_worker_reads_the_requests_of_a_gateway_of_the_release_before() -> Non
 
 def test_a_kv_service_accepts_the_handles_of_a_gateway_of_the_release_before_for_a_while() -> None:
     [reply, *_] = _read("ControlPlaneService.Register.reply.kv", cp.RegisterReply)
-    cards = [each.info.card for each in _read("ControlPlaneService.Register.request.prefill", cp.RegisterRequest)]
+    cards = [each.info.card for each in _read("ControlPlaneService.Register.request.loaded", cp.RegisterRequest)]
     layouts = {layout_digest(card.layout) for card in cards if card.model_id}
     handles = [submit.handle for submit in _submits()]
     handles += [reserve.handle for reserve in _read("KvTransferService.Reserve.request", kv.ReserveRequest)]

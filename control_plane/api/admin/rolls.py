@@ -14,18 +14,20 @@ from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
 
-_MAX_CHARACTERS = 256
+MAX_ROLL_NAME_CHARACTERS = 256
+MAX_ROLL_REASON_CHARACTERS = 1_024
+MAX_ROLL_WORKERS = 100_000
 
 
 class RollBody(Body):
     state: Literal["started", "step", "finished", "rolled_back"]
-    num_workers: int = Field(default=0, ge=0, le=100_000)
+    num_workers: int = Field(default=0, ge=0, le=MAX_ROLL_WORKERS)
     """Of the roll; of a step: how many are replaced."""
-    worker: str = Field(default="", max_length=_MAX_CHARACTERS)
+    worker: str = Field(default="", max_length=MAX_ROLL_NAME_CHARACTERS)
     """Of a step: the worker that was replaced."""
-    to: str = Field(default="", max_length=_MAX_CHARACTERS)
+    to: str = Field(default="", max_length=MAX_ROLL_NAME_CHARACTERS)
     """Of a step: the worker in its place."""
-    reason: str = Field(default="", max_length=4 * _MAX_CHARACTERS)
+    reason: str = Field(default="", max_length=MAX_ROLL_REASON_CHARACTERS)
     """Of a roll that was taken back."""
 
 

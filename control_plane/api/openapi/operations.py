@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.api.admin.rolls import MAX_ROLL_NAME_CHARACTERS, MAX_ROLL_REASON_CHARACTERS, MAX_ROLL_WORKERS
 from control_plane.api.http.bounds import (
     MAX_ACCOUNT_CHARACTERS,
     MAX_PER_PAGE,
@@ -413,14 +414,23 @@ _PROBED = {
     },
     "required": ["id", "name", "proven", "seconds"],
 }
+_ROLL_NAME = {"type": "string", "maxLength": MAX_ROLL_NAME_CHARACTERS}
 _ROLL = {
     "type": "object",
     "properties": {
         "state": {"enum": ["started", "step", "finished", "rolled_back"]},
-        "num_workers": {"type": "integer", "minimum": 0, "maximum": 100_000},
-        "worker": {"type": "string", "maxLength": 256, "description": "That was replaced, by its name."},
-        "to": {"type": "string", "maxLength": 256, "description": "That is in its place."},
-        "reason": {"type": "string", "maxLength": 1024, "description": "Why the roll was taken back."},
+        "num_workers": {"type": "integer", "minimum": 0, "maximum": MAX_ROLL_WORKERS},
+        "worker": {
+            "type": "string",
+            "maxLength": MAX_ROLL_NAME_CHARACTERS,
+            "description": "That was replaced, by its name.",
+        },
+        "to": {"type": "string", "maxLength": MAX_ROLL_NAME_CHARACTERS, "description": "That is in its place."},
+        "reason": {
+            "type": "string",
+            "maxLength": MAX_ROLL_REASON_CHARACTERS,
+            "description": "Why the roll was taken back.",
+        },
     },
     "required": ["state"],
 }

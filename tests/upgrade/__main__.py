@@ -39,12 +39,15 @@ def _environment() -> Path:
         tree = unpack(Path(folder))
         flags = ["--quiet", "--disable-pip-version-check", "--constraint", str(tree / "constraints.txt")]
         subprocess.run([str(python), "-m", "pip", "install", *flags, *_requirements(tree)], check=True)
+        # Its processes look for the version of the package.
+        here = ["--no-deps", "--no-build-isolation", str(tree)]
+        subprocess.run([str(python), "-m", "pip", "install", *flags, *here], check=True)
     (_FOLDER / "complete").touch()
     return python
 
 
 def _requirements(tree: Path) -> list[str]:
-    """Return what `tandem-serve[all,dev]` of the tree needs, without the tree itself: its code comes by PYTHONPATH."""
+    """Return what `tandem-serve[all,dev]` of the tree needs, without the tree itself."""
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     ours = [each for group in ("engine", "kv", "control", "client", "cli", "dev") for each in extras.get(group, [])]

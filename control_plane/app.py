@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from control_plane.accounts.service import Accounts
 from control_plane.api.admin import metrics as metrics_endpoints
-from control_plane.api.admin import operations
+from control_plane.api.admin import operations, rolls
 from control_plane.api.admin.accounts import Administration
 from control_plane.api.admin.events import EventEndpoints
 from control_plane.api.admin.usage import UsageEndpoints
@@ -35,6 +35,7 @@ from control_plane.fleet.draining import WorkerDrain
 from control_plane.generation import ModelCatalog
 from control_plane.live.feed import LiveFeed
 from control_plane.text.text_service import TextService
+from control_plane.worker_probe import WorkerProbe
 from tandem_runtime.errors import TandemError
 
 
@@ -50,6 +51,7 @@ def create_app(
     events: EventStore | None = None,
     workers: WorkerDrain | None = None,
     drain: Drain | None = None,
+    probe: WorkerProbe | None = None,
 ) -> Starlette:
     """Return the ASGI application with all routes. Call after `tracing.configure` and `metrics.configure`.
 
@@ -64,7 +66,8 @@ def create_app(
             *metrics_endpoints.routes(),
             *RequestEndpoints(explanations).routes(),
             *EventEndpoints(events).routes(),
-            *WorkerEndpoints(workers).routes(),
+            *WorkerEndpoints(workers, probe).routes(),
+            rolls.ROUTE,
             *openai.routes("/v1"),
             *encoders.routes("/v1"),
             encoders.COHERE_ROUTE,

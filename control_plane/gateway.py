@@ -63,6 +63,7 @@ from control_plane.storage.database import database_url
 from control_plane.text.public_prefixes import PublicPrefixes
 from control_plane.text.text_service import TextService
 from control_plane.text_processes.pool import TextLimits, TextProcesses
+from control_plane.worker_probe import WorkerProbe
 from tandem.v1 import control_plane_pb2_grpc
 from tandem_runtime import identity, paths
 from tandem_runtime.certificates.membership import FleetMember
@@ -375,6 +376,7 @@ class Gateway:
             allowed_hosts=allowed_hosts,
         )
         fleet = FleetStatus(self.registry, self.auditor.orphans_of, self.catalog.problem_of, self.health.status)
+        drain = WorkerDrain(self.registry, self.member)
         app = create_app(
             text,
             self.catalog,
@@ -385,8 +387,9 @@ class Gateway:
             self.live,
             self._explanations,
             self._event_store,
-            WorkerDrain(self.registry, self.member),
+            drain,
             self.draining,
+            WorkerProbe(self.registry, drain, self.catalog, self.make_dispatcher, self._encoder_clients),
         )
         return server_config(
             app,

@@ -45,7 +45,7 @@ class WorkerDrain:
 
         Raise NoSuchThing for an unknown one, InvalidRequest for one that cannot drain, Unavailable if it is silent.
         """
-        worker = self._find(name)
+        worker = self.find(name)
         called = worker_name(worker.info)
         try:
             reply = await self._ask(worker, resume=resume)
@@ -83,7 +83,8 @@ class WorkerDrain:
             reply: DrainReply = await stub.Drain(request, timeout=_ANSWER_SECONDS)
             return reply
 
-    def _find(self, name: str) -> Worker:
+    def find(self, name: str) -> Worker:
+        """Return the worker with this id or --worker-id. Raise NoSuchThing, or InvalidRequest for a KV service."""
         workers = self._registry.workers()
         found = [each for each in workers if name in (each.worker_id, each.info.settings.get("worker_id"))]
         if len(found) != 1:

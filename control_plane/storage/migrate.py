@@ -1,8 +1,14 @@
-"""Migrates an empty database, or the tables of an older version, to this version."""
+"""Migrates an empty database, or the tables of an older version, to this version, and takes migrations back.
+
+Each revision only adds: a gateway of the release before goes on with tables that have more than it knows. It does not
+start with them (`migrate` refuses newer tables), so before one is started again, the migrations are taken back.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -10,6 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from control_plane.storage.database import Database
 from tandem_runtime.errors import InvalidRequest
 from tandem_runtime.log import get_logger
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 log = get_logger(__name__)
 
@@ -41,6 +50,45 @@ async def migrate(database: Database) -> None:
     log.info("database_migrated", before=found or "empty", revision=HEAD)
 
 
+async def take_back(database: Database, revision: str) -> str:
+    """Take the migrations after `revision` back, in one transaction; what only they have is lost. Return what it was.
+
+    Gateways of the release of `revision` may run meanwhile; those of a newer one have to be ended before. Raise
+    InvalidRequest for a revision that is not one, or is newer than the tables.
+    """
+    async with database.begin() as connection:
+        if not database.is_sqlite:
+            await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_KEY)))
+        found = await _revision(connection)
+        known = revisions()
+        if revision not in known:
+            raise InvalidRequest(f"there is no revision {revision}; this version has {', '.join(known)}")
+        if found is None or found not in known:
+            raise InvalidRequest(
+                f"the database is at revision {found or 'none'}, this version has {', '.join(known)}; use the version "
+                "that has migrated it"
+            )
+        if revision > found:
+            raise InvalidRequest(f"the database is at revision {found}, before {revision}; start a gateway to migrate")
+        if revision != found:
+            await connection.run_sync(lambda sync: _command().downgrade(_config(sync), revision))
+    log.info("migration_taken_back", before=found, revision=revision)
+    return found
+
+
+async def current(database: Database) -> str | None:
+    """Return the revision of the database's tables; None for an empty database."""
+    async with database.begin() as connection:
+        return await _revision(connection)
+
+
+def revisions() -> list[str]:
+    """Return all revisions of this version, the oldest first."""
+    from alembic.script import ScriptDirectory
+
+    return sorted(script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions())
+
+
 async def _revision(connection: AsyncConnection) -> str | None:
     """Return the revision of the tables; None for an empty database."""
     has_versions = await connection.run_sync(lambda sync: sa.inspect(sync).has_table("alembic_version"))
@@ -48,10 +96,19 @@ async def _revision(connection: AsyncConnection) -> str | None:
 
 
 def _upgrade(connection: sa.Connection) -> None:
+    _command().upgrade(_config(connection), "head")
+
+
+def _command() -> ModuleType:
     from alembic import command  # saves 0.2 s for processes that need no migration
+
+    return command
+
+
+def _config(connection: sa.Connection | None) -> Config:
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    return config

@@ -6,7 +6,7 @@ import importlib.metadata
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,7 +19,10 @@ from tandem_client.cli import run as run_command
 from tandem_client.cli import up as up_command
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
 from tandem_client.cli.chat import ChatOptions
+from tandem_client.cli.control_socket import NotRunning, Refused
 from tandem_client.cli.plan import UpOptions
+from tandem_client.cli.replace import ReplaceOptions, replace_workers
+from tandem_client.cli.rolling import RollOptions
 from tandem_client.cli.terminal import Url, fail, said, silence_stdout
 from tandem_client.connection import DEFAULT_BASE_URL, Connection
 
@@ -93,11 +96,36 @@ def up(
     max_log_bytes: Annotated[
         int, typer.Option(help="Largest log of one process; what is older is kept once, in NAME.log.1.", min=65_536)
     ] = MAX_LOG_BYTES,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Replace the workers of the `tandem up` that runs at --port, one by one, new ones first. "
+            "--model then chooses those of one model, by its name.",
+        ),
+    ] = False,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="With --replace: checkpoint folder or Hub id that the new workers load, with equal weights."),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(help="With --replace: most seconds for the requests of an old worker to end.", min=0)
+    ] = 120.0,
+    start_seconds: Annotated[
+        float, typer.Option(help="With --replace: most seconds for a new worker to load and to be proven.", min=1)
+    ] = 600.0,
 ) -> None:
     """Start Tandem on this machine: control plane, KV service, prefill and decode workers.
 
     Divides cores and memory among the workers, and restarts a process that dies. Ctrl-C drains and stops all processes.
+    With --replace, a running `tandem up` gets new workers from this command's release and settings.
     """
+    if replace:
+        roll = RollOptions(drain_seconds, start_seconds)
+        checkpoint = _as_folder_or_hub_id(checkpoint, "--checkpoint")
+        _replace_workers(ReplaceOptions(port, model, checkpoint, config, roll))
+    if checkpoint is not None:
+        fail("--checkpoint belongs to --replace; without it, --model names the checkpoint")
     options = UpOptions(
         model=_as_folder_or_hub_id(model, "--model"),
         served_model_name=served_model_name,
@@ -120,6 +148,14 @@ def up(
     try:
         code = up_command.up(options, Console())
     except up_command.CannotStart as error:
+        fail(str(error))
+    raise typer.Exit(code)
+
+
+def _replace_workers(options: ReplaceOptions) -> NoReturn:
+    try:
+        code = replace_workers(options, up_command.state_dir(), Console())
+    except (NotRunning, Refused, up_command.CannotStart) as error:
         fail(str(error))
     raise typer.Exit(code)
 

@@ -79,6 +79,8 @@ class ProcessSpec:
     environment: tuple[tuple[str, str], ...] = ()
     cores: tuple[int, ...] = field(default=())
     """The cores of a worker's engine; empty if not known, or without an engine."""
+    folder: str = ""
+    """Where the process runs; "": where its supervisor does."""
 
 
 def plan(machine: Machine, options: UpOptions, configured: Configured | None = None) -> list[ProcessSpec]:

@@ -4,6 +4,9 @@
                               \\-> gave up   after MAX_QUICK_DEATHS quick deaths in a row
                               \\-> refused   exit code 78 or 2: a wrong model or setting stays wrong, a worker revoked
 
+    on trial -> running       a process that `add` has started, once `keep` is called
+        \\-> ended            it is not started again, and ends nothing else
+
 `Supervisor.run` returns 0 after `stop`, and 1 when a process refuses or the last process of a role gives up. The
 gateway ends first, when its streams have ended, then the workers, then the KV service: SIGTERM, then SIGKILL.
 """
@@ -48,7 +51,11 @@ class Supervisor:
     ) -> None:
         """A log of more than `max_log_bytes` is moved to NAME.log.1; the log before that is deleted."""
         self._max_log_bytes = max_log_bytes
-        self.children = [Child(spec, log_folder / f"{spec.name}.log") for spec in specs]
+        self._log_folder = log_folder
+        self.children = [self._new_child(spec) for spec in specs]
+        self._keepers: dict[Child, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] | None = None
+        """Has the exception of a keeper: a programming error."""
         self._announce = announce
         self._policy = policy or RestartPolicy()
         self._stop = asyncio.Event()
@@ -77,27 +84,78 @@ class Supervisor:
 
     async def run(self) -> int:
         """Keep all processes running until `stop`; return the exit code of the command."""
-        keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+        self._failed = asyncio.get_running_loop().create_future()
+        for child in self.children:
+            self._begin_keeping(child)
         stopped = asyncio.create_task(self._stop.wait())
         bounding = asyncio.create_task(self._bound_logs())
         try:
-            # A keeper ends only if it gave up. An exception in a keeper is a programming error, and is raised here.
-            waiting = {stopped, bounding, *keepers}
-            while not stopped.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {stopped}:
-                    task.result()
+            waiting: set[asyncio.Future[object]] = {stopped, bounding, self._failed}  # type: ignore[arg-type]
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
         finally:
-            for task in (stopped, bounding, *keepers):
+            tasks = [stopped, bounding, *self._keepers.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(stopped, bounding, *keepers, return_exceptions=True)
+            self._failed.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._stop_all()
         return self._exit_code
 
+    # --------------------------------------------------------------------------------------------- replacing processes
+
+    def add(self, spec: ProcessSpec) -> Child:
+        """Start one more process, on trial: if it ends, it is not started again, and nothing else ends."""
+        assert not self.is_stopping, "nothing is started while all is stopped"
+        child = self._new_child(spec)
+        child.is_on_trial = True
+        self.children.append(child)
+        self._begin_keeping(child)
+        return child
+
+    def keep(self, child: Child) -> None:
+        """End the trial of a process: it is kept running like the others."""
+        child.is_on_trial = False
+
+    async def retire(self, child: Child, drain_seconds: float) -> bool:
+        """Stop one process for good; return False if it had to be killed."""
+        keeper = self._keepers.pop(child)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        was_clean = await child.stop(drain_seconds)
+        self.children.remove(child)  # last: if this is cancelled, the process ends with all others
+        return was_clean
+
+    def _new_child(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self._log_folder / f"{spec.name}.log")
+
+    def _begin_keeping(self, child: Child) -> None:
+        keeper = asyncio.create_task(self._keep(child))
+        keeper.add_done_callback(self._keeper_ended)
+        self._keepers[child] = keeper
+
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None and self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    # ----------------------------------------------------------------------------------------------- keeping processes
+
     async def _keep(self, child: Child) -> None:
+        """Return once the process is not to be started again."""
         while True:
-            await child.start()
+            try:
+                await child.start()
+            except OSError as error:
+                if not child.is_on_trial:
+                    raise
+                child.end_trial(f"cannot be started: {error}")
+                return
             code = await child.wait(self._policy)
+            if child.is_on_trial:
+                child.end_trial(f"{describe_exit(code)}{_why(child)}")
+                return
             if code in REFUSALS:
                 self._refused(child)
                 return
@@ -171,6 +229,11 @@ def _last_words(child: Child) -> str:
     return next((readable(line) for line in reversed(troubles(lines) or lines)), "its log is empty")
 
 
+def _why(child: Child) -> str:
+    lines = last_lines(child.log_path, _NUM_LAST_LINES)
+    return f": {_last_words(child)} (log: {child.log_path})" if lines else f" (log: {child.log_path})"
+
+
 def _tail(child: Child) -> str:
     lines = [readable(line) for line in troubles(last_lines(child.log_path, 5))]
     return "".join(f"\n    {line}" for line in [*lines, f"log: {child.log_path}"])
@@ -203,6 +266,10 @@ class Child:
         self.has_run = False
         """Whether it was alive for longer than a quick death takes."""
         self.gave_up = False
+        self.is_on_trial = False
+        self.end = asyncio.Event()
+        """Set when the process has ended while it was on trial."""
+        self.ended_because = ""
         self.process: asyncio.subprocess.Process | None = None
         self._started = 0.0
 
@@ -216,6 +283,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=self.spec.folder or None,
             )
         self._started = time.monotonic()
 
@@ -229,6 +297,12 @@ class Child:
         self.num_quick_deaths = self.num_quick_deaths + 1 if is_quick else 0
         self.has_run = self.has_run or not is_quick
         return code
+
+    def end_trial(self, because: str) -> None:
+        """Note why the process has ended; it is not started again."""
+        self.gave_up = True
+        self.ended_because = because
+        self.end.set()
 
     async def stop(self, drain_seconds: float) -> bool:
         """Drain the process; return False if it had to be killed."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem_client.cli.bounded_log import older_log
+from tandem_client.cli.control_socket import listening, socket_path
 from tandem_client.cli.fleet import FleetMember
 from tandem_client.cli.plan import (
     GATEWAY_STOP_SECONDS,
@@ -31,7 +32,8 @@ from tandem_client.cli.plan import (
     this_machine,
 )
 from tandem_client.cli.progress import ProgressDisplay, follow_until_ready
-from tandem_client.cli.supervisor import RestartPolicy, Supervisor
+from tandem_client.cli.replace import Replacements
+from tandem_client.cli.supervisor import Announce, RestartPolicy, Supervisor
 from tandem_client.connection import DEFAULT_BASE_URL
 from tandem_client.wire import request_headers
 from tandem_machine.folders import home_folder
@@ -142,9 +144,14 @@ async def _up(
 
     policy = RestartPolicy(gateway_drain_seconds=drain_seconds + GATEWAY_STOP_SECONDS)
     supervisor = Supervisor(specs, log_folder, announce, policy, max_log_bytes=options.max_log_bytes)
+    replacements = Replacements(supervisor, options, announce)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, supervisor, console, drain_seconds)
-    helpers = [asyncio.create_task(_show_start(options, supervisor, log_folder, console))]
+    helpers = [
+        asyncio.create_task(_show_start(options, supervisor, log_folder, console)),
+        asyncio.create_task(_answer_calls(replacements, options.port, announce)),
+    ]
+    helpers[0].add_done_callback(lambda done: replacements.started() if not done.cancelled() else None)
     if options.verbose:
         helpers.append(asyncio.create_task(follow_logs([child.log_path for child in supervisor.children], console)))
     for helper in helpers:
@@ -161,6 +168,15 @@ async def _up(
         if isinstance(result, Exception):  # a programming error in the display must not be hidden
             raise result
     return code
+
+
+async def _answer_calls(replacements: Replacements, port: int, announce: Announce) -> None:
+    """Answer `tandem up --replace` until cancelled. Without the socket, everything else goes on."""
+    try:
+        async with listening(socket_path(state_dir(), port), replacements.call):
+            await asyncio.Event().wait()
+    except OSError as error:
+        announce("", f"`tandem up --replace` will not work: its socket cannot be made: {error}")
 
 
 def _on_signal(supervisor: Supervisor, console: Console, drain_seconds: float) -> None:

@@ -69,20 +69,24 @@ class Harness:
         self.router = Router(self.registry, local_prefill, rng=FirstChoice(), health=self.health)
         self.kv = RecordedKv()
         self.proofs = ReadinessProofs(self.registry)
-        self.dispatcher = Dispatcher(
+        self._queue_seconds, self._accept_seconds = queue_seconds, accept_seconds
+        self.dispatcher = self.new_dispatcher(self.router, budget)
+        self.workers: list[ScriptedWorker] = []
+
+    def new_dispatcher(self, router: Router, budget: RetryBudget | None = None) -> Dispatcher:
+        return Dispatcher(
             self.registry,
             self.links,
-            self.router,
+            router,
             self,
             cast(KvClients, self.kv),
             SECRET,
-            accept_seconds=accept_seconds,
-            queue_seconds=queue_seconds,
+            accept_seconds=self._accept_seconds,
+            queue_seconds=self._queue_seconds,
             max_waiting=8,
             budget=budget,
             proofs=self.proofs,
         )
-        self.workers: list[ScriptedWorker] = []
 
     def card(self, name: str) -> pb.ModelCard:
         fingerprint = pb.Fingerprint(digest=FINGERPRINT, numerics_class="cpu/float32/lean")

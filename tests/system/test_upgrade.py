@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import pytest
 
 from tandem_runtime.certificates.names import is_id
 from tests.ports import free_ports
+from tests.release import needs_environment, python_path, release_python, unpack
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
 
 _ROOT = Path(__file__).resolve().parents[2]
-_RELEASE = "da99e1a09d648718156686610f4dc4b5ae98cff3"  # v0.2.0; a clone may have no tags
 _MODULES = {"control": "control_plane", "kv": "kv_transfer_svc", "prefill": "prefill_svc", "decode": "decode_svc"}
 _THINK_SECONDS = 0.1
 """The pause of a client before its next request: most of the machine is for the processes that start."""
@@ -33,16 +32,7 @@ _PROMPTS = [f"{number} ways to explain a KV cache. " * 12 for number in range(4)
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the code of the release before."""
-    folder = tmp_path_factory.mktemp("release")
-    archive = folder / "code.tar"
-    made = subprocess.run(
-        ["git", "archive", "-o", str(archive), _RELEASE], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"the code of {_RELEASE} is not here; fetch the whole history: {made.stderr.strip()}")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    return folder
+    return unpack(tmp_path_factory.mktemp("release"))
 
 
 class _Fleet:
@@ -60,7 +50,7 @@ class _Fleet:
         root = self._release if is_old else _ROOT
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(root), str(root / "protos" / "gen"))),
+            "PYTHONPATH": python_path(root),
             "TANDEM_STATE_DIR": str(self._folder / "state"),
             "TANDEM_RUNTIME_DIR": str(self.run_dir),
             "TANDEM_LOG_JSON": "false",
@@ -73,9 +63,10 @@ class _Fleet:
             flags = ("--worker-id", name, *flags)
         if waits:
             flags = (*flags, "--join-file", str(self._folder / f"{name}.join"))
+        python = release_python() if is_old else sys.executable
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", _MODULES[role], *flags], cwd=root, env=environment, stdout=out, stderr=out
+                [python, "-m", _MODULES[role], *flags], cwd=root, env=environment, stdout=out, stderr=out
             )
 
     def admit(self, name: str, role: str) -> None:
@@ -234,6 +225,39 @@ async def test_a_fleet_in_plain_text_gets_certificates_without_a_failed_stream(t
         await http.aclose()
         await fleet.stop(*fleet.processes)
     assert streams.failures == []
+
+
+@needs_environment
+@pytest.mark.timeout(300)
+async def test_workers_of_this_release_serve_a_gateway_of_the_release_before(tmp_path: Path, release: Path) -> None:
+    new = ("prefill", "decode")  # both: that gateway does not know that another torch is another numerics class
+    fleet = _Fleet(tmp_path, release)
+    http_port, grpc_port = free_ports(2)
+    flags = ("--control", f"127.0.0.1:{grpc_port}", "--host-id", "host-a")
+    listen = ("--listen", f"127.0.0.1:{http_port}", "--grpc-listen", f"127.0.0.1:{grpc_port}")
+    try:
+        fleet.start("gateway", "control", *listen, "--local-prefill", "never", is_old=True)
+        fleet.start("kv", "kv", *flags, is_old=True)
+        for role in ("prefill", "decode"):
+            plain = ("--insecure-plaintext",) if role in new else ()
+            fleet.start(role, role, *flags, *SMALL, *plain, is_old=role not in new)
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+
+            async def is_ready() -> bool:
+                ended = [name for name, process in fleet.processes.items() if process.poll() is not None]
+                assert not ended, f"{ended} ended\n{fleet.logs()}"
+                try:
+                    return (await http.get(f"http://127.0.0.1:{http_port}/readyz")).is_success
+                except httpx.TransportError:
+                    return False
+
+            await until(is_ready, 120, fleet.logs)  # a request has gone from prefill to decode
+            streams = _Streams(http, f"http://127.0.0.1:{http_port}")
+            await streams.start()
+            await streams.more(4, fleet.logs)
+            await streams.stop()
+    finally:
+        await fleet.stop(*fleet.processes)
 
 
 def _plain_connections(run_dir: Path) -> Iterator[str]:

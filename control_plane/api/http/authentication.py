@@ -21,7 +21,7 @@ from tandem_runtime.errors import TandemError, Unauthenticated
 
 _OPEN = re.compile(r"/|/ui/.*|/healthz|/docs|/openapi\.json")
 """The page and its files hold no data: what the page shows, it asks for with the reader's token."""
-_OPERATOR = re.compile(r"/v1/workers(/.*)?|/v1/events|/v1/live|/metrics|/v1/metrics/targets")
+_OPERATOR = re.compile(r"/v1/workers(/.*)?|/v1/rolls|/v1/events|/v1/live|/metrics|/v1/metrics/targets")
 """The fleet's state: for the operator's token and for administrators; open while no account exists."""
 _REQUESTS = re.compile(r"/v1/requests(/.*)?")
 """The operator's token sees the requests of all accounts, as an administrator's does; another token its account's."""

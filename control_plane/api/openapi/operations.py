@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from control_plane.api.admin.rolls import MAX_ROLL_NAME_CHARACTERS, MAX_ROLL_REASON_CHARACTERS, MAX_ROLL_WORKERS
 from control_plane.api.http.bounds import (
     MAX_ACCOUNT_CHARACTERS,
     MAX_PER_PAGE,
@@ -403,6 +404,38 @@ _DRAINED = {
     },
     "required": ["id", "name", "state", "num_running"],
 }
+_PROBED = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "name": {"type": "string", "description": "Its `--worker-id`."},
+        "proven": {"type": "boolean", "description": "A request went the whole way through this worker."},
+        "seconds": {"type": "number"},
+        "reason": {"type": "string", "description": "Why it is not proven."},
+        "partner": {"type": "string", "description": "The worker of the other half."},
+    },
+    "required": ["id", "name", "proven", "seconds"],
+}
+_ROLL_NAME = {"type": "string", "maxLength": MAX_ROLL_NAME_CHARACTERS}
+_ROLL = {
+    "type": "object",
+    "properties": {
+        "state": {"enum": ["started", "step", "finished", "rolled_back"]},
+        "num_workers": {"type": "integer", "minimum": 0, "maximum": MAX_ROLL_WORKERS},
+        "worker": {
+            "type": "string",
+            "maxLength": MAX_ROLL_NAME_CHARACTERS,
+            "description": "That was replaced, by its name.",
+        },
+        "to": {"type": "string", "maxLength": MAX_ROLL_NAME_CHARACTERS, "description": "That is in its place."},
+        "reason": {
+            "type": "string",
+            "maxLength": MAX_ROLL_REASON_CHARACTERS,
+            "description": "Why the roll was taken back.",
+        },
+    },
+    "required": ["state"],
+}
 _LIVE_EVENTS = {
     "type": "object",
     "description": "Server-sent events until the gateway drains, for 15 minutes at most.",
@@ -444,6 +477,18 @@ def _operating() -> Iterator[Operation]:
             parameters=(Parameter("worker", "path", {"type": "string", "minLength": 1}, "Its id or its name."),),
             answer=_DRAINED, errors=(*_READ_ERRORS, "503"),
         )  # fmt: skip
+    yield Operation(
+        "post", "/v1/workers/{worker}/probe", OPERATING, "probeWorker",
+        "Send a small request through this worker, and say whether it came back whole",
+        parameters=(Parameter("worker", "path", {"type": "string", "minLength": 1}, "Its id or its name."),),
+        answer=_PROBED, errors=_READ_ERRORS,
+    )  # fmt: skip
+    yield Operation(
+        "post", "/v1/rolls", OPERATING, "reportRoll",
+        "Tell the fleet's events what a supervisor does that replaces workers",
+        body=_ROLL, answer=_closed("object state", object={"const": "roll"}, state={"type": "string"}),
+        errors=(*_READ_ERRORS, "413"),
+    )  # fmt: skip
     yield Operation(
         "get", "/v1/live", OPERATING, "live",
         "What the live page shows, as it changes: events `hello`, `fleet`, `requests`, `cache` and `event`",

@@ -7,6 +7,7 @@ a request whose prompt begins with "wait" gets one token and no more.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from control_plane.storage.database import database_url
 from tests.control_plane.api.gateway import serve
 from tests.control_plane.api.model import ids_of
 from tests.control_plane.api.scripted_dispatcher import Script, ScriptedDispatcher
+from tests.release import python_path, release_python
 
 HELLO = [*ids_of("Hello world"), 1]
 WAIT = ids_of("wait")
@@ -38,10 +40,12 @@ class GatewayProcess:
 
 
 @asynccontextmanager
-async def gateway_process(url: str, gone_seconds: float = 30.0) -> AsyncIterator[GatewayProcess]:
-    """Start one and wait until it listens; it is killed at the end, should it still run."""
-    command = [sys.executable, "-m", "tests.control_plane.accounts.gateway_process", url, str(gone_seconds)]
-    process = await asyncio.create_subprocess_exec(*command, cwd=_HERE, stdout=subprocess.PIPE)
+async def gateway_process(url: str, gone_seconds: float = 30.0, root: Path = _HERE) -> AsyncIterator[GatewayProcess]:
+    """Start one, of the code in `root`, and wait until it listens; it is killed at the end, should it still run."""
+    python = sys.executable if root == _HERE else release_python()
+    command = [python, "-m", "tests.control_plane.accounts.gateway_process", url, str(gone_seconds)]
+    environment = {**os.environ, "PYTHONPATH": python_path(root)}
+    process = await asyncio.create_subprocess_exec(*command, cwd=root, env=environment, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None, "asked for"
         while not (line := (await asyncio.wait_for(process.stdout.readline(), 60)).decode()).startswith("http"):

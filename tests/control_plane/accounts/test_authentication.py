@@ -151,7 +151,12 @@ async def test_metrics_are_for_an_admin_and_for_the_operator(accounts: Accounts,
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/v1/events"), ("POST", "/v1/workers/decode-0/drain"), ("POST", "/v1/workers/decode-0/resume")],
+    [
+        ("GET", "/v1/events"),
+        ("POST", "/v1/workers/decode-0/drain"),
+        ("POST", "/v1/workers/decode-0/resume"),
+        ("POST", "/v1/workers/decode-0/probe"),
+    ],
 )
 async def test_events_and_drains_are_for_an_admin_and_for_the_operator(
     accounts: Accounts, method: str, path: str
@@ -215,6 +220,8 @@ async def test_no_operator_token_is_no_token(accounts: Accounts) -> None:
         ("GET", "/v1/workers", "admin"),
         ("POST", "/v1/workers/decode-0/drain", "admin"),
         ("POST", "/v1/workers/decode-0/resume", "admin"),
+        ("POST", "/v1/workers/decode-0/probe", "admin"),
+        ("POST", "/v1/rolls", "admin"),
         ("GET", "/v1/events", "admin"),
     ],
 )

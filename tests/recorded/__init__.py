@@ -1,0 +1,1 @@
+"""Messages of earlier releases, as their processes sent them."""

@@ -1,0 +1,1 @@
+"""`make upgrade-test`: the release before, in an environment of its own, beside this one."""

@@ -943,7 +943,7 @@ class Submit(message.Message):
     attempt: builtins.int
     num_prompt_tokens: builtins.int
     hash_root: builtins.bytes
-    """16 bytes: model, block size, LoRA and salt"""
+    """16 bytes: model identity, grain, LoRA and salt"""
     choice_index: builtins.int
     """decode: the index of this choice among the first tokens of the seal"""
     deadline_unix_ms: builtins.int
@@ -977,7 +977,7 @@ class Submit(message.Message):
 
     @builtins.property
     def block_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """one per full block of token_ids"""
+        """one per hash_grain of token_ids"""
 
     @builtins.property
     def sampling(self) -> SamplingParams: ...

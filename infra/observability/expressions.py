@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from control_plane.dispatch.admission import Quarantined
+from control_plane.dispatch.request_state import Diverged
+from control_plane.dispatch.stall_watch import Stalled
+from control_plane.drain import GatewayDraining
 from infra.observability.pace import Pace
 from tandem_runtime.errors import STATUSES, TandemError
 from tandem_runtime.metrics import SECONDS
+
+_OF_GATEWAYS: tuple[type[TandemError], ...] = (Diverged, GatewayDraining, Quarantined, Stalled)
+"""Errors that only a gateway raises, and that end requests."""
 
 
 def boundary(seconds: float) -> str:
@@ -16,9 +23,12 @@ def faults() -> list[str]:
     """Return the names of the errors that count against the error budget: the caller is not their cause.
 
     A full queue (429, Overloaded) is ours. So is a deadline that passed (504). A wrong request and a caller who left
-    are not.
+    are not, nor is an account that has used up its limits.
     """
-    kinds = [kind for kind in _tree(TandemError) if kind is not TandemError]
+    shared = [
+        kind for kind in _tree(TandemError) if kind is not TandemError and kind.__module__ == TandemError.__module__
+    ]
+    kinds: list[type[TandemError]] = [*shared, *_OF_GATEWAYS]
     return sorted(kind.__name__ for kind in kinds if (status := STATUSES[kind.code][1]) == 429 or status >= 500)
 
 

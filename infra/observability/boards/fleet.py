@@ -26,6 +26,27 @@ def _workers() -> RowSpec:
                 (f"max by (role, state) (tandem_fleet_workers{{{ROLE}}})", "{{role}} {{state}}"),
             ),
             graph(
+                "Workers by health",
+                "Which workers do requests find sick, and which are tried again?",
+                "short",
+                (f"max by (role, health) (tandem_fleet_worker_health{{{ROLE}}})", "{{role}} {{health}}"),
+            ),
+            graph(
+                "Ejections",
+                "How many workers were taken out because requests found them sick?",
+                "short",
+                (
+                    f"sum by (role, cause) (increase(tandem_fleet_ejections_total{{{ROLE}}}[{RATE}]))",
+                    "{{role}} {{cause}}",
+                ),
+            ),
+            graph(
+                "Seams",
+                "How many answers went on in another numerics class?",
+                "short",
+                (f"sum by (model) (increase(tandem_class_seams_total{{{MODEL}}}[{RATE}]))", "{{model}}"),
+            ),
+            graph(
                 "Models with a worker",
                 "Which models can be served? 0 is a model without a usable worker.",
                 "short",

@@ -45,6 +45,24 @@ class Served:
         self._environment = clean_environment(folder / "state", {**enrolment, **environment})
         self._process: asyncio.subprocess.Process | None = None
 
+    async def replace(self, *flags: str, seconds: float, environment: Mapping[str, str]) -> tuple[int, str]:
+        """Run `tandem up --replace` with these flags and variables; return its exit code and what it printed."""
+        port = self.base_url.rpartition(":")[2]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tandem_client.cli", "up", "--replace", "--port", port, *flags),
+            env={**self._environment, **environment},
+            cwd=self._folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), seconds)
+        except TimeoutError as error:
+            process.terminate()
+            await process.wait()
+            raise RuntimeError(f"tandem up --replace did not end within {seconds:g} s:\n{self._tail()}") from error
+        return process.returncode or 0, output.decode()
+
     @property
     def model(self) -> str:
         """What the services call the model; known once entered."""

@@ -1,0 +1,1 @@
+"""A rolling upgrade to another numerics class and back, under streams."""

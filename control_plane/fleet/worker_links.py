@@ -319,7 +319,9 @@ class LinkPool:
             self._links[worker.incarnation] = WorkerLink(
                 worker, self._gateway_id, self._gateway_incarnation, self._member, self._turns, self._broke
             )
-        elif not is_here and (link := self._links.pop(worker.incarnation, None)):
+        elif is_here:
+            self._links[worker.incarnation].worker = worker  # its card comes once its model is loaded
+        elif link := self._links.pop(worker.incarnation, None):
             is_draining = worker.load.state == pb.WORKER_STATE_DRAINING
             self._closing.spawn(link.retire() if is_draining else link.close())
 

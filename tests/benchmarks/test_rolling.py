@@ -52,5 +52,6 @@ def test_failed_wrong_and_seamed_streams_are_counted_apart() -> None:
     enter(outcome, {ASK: "one two"}, [(ASK, rolled[0])], [(ASK, seen) for seen in rolled])
     found = outcome.figures
     assert (found["streams"], found["failed"], found["wrong"]) == (4, 1, 1)
-    assert (found["seamed_share"], found["classes"], found["ttft_p99_ratio"]) == (0.25, 2, pytest.approx(1.0))
+    assert (found["seamed_share"], found["classes"]) == (0.25, 2)
+    assert found["ttft_p99_ratio"] == pytest.approx(1.0)
     assert [target.is_met for target in outcome.targets] == [False, False, True, False, True]

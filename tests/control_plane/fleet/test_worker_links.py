@@ -314,3 +314,22 @@ async def test_only_workers_that_write_tokens_have_a_link() -> None:
                 pool.get(worker)
     finally:
         await pool.close()
+
+
+async def test_a_link_has_the_card_that_its_worker_registers_once_its_model_is_loaded() -> None:
+    registry, worker = WorkerRegistry(3.0, 5.0), await ScriptedWorker("d").start()
+    links = LinkPool(registry, "gateway", "gateway-life")
+    try:
+        loaded = worker.info()
+        loading = pb.WorkerInfo()
+        loading.CopyFrom(loaded)
+        loading.ClearField("card")
+        registry.register(loading, pb.LoadReport(state=pb.WORKER_STATE_LOADING), 1)
+        (registered,) = registry.workers()
+        link = links.get(registered)
+        registry.register(loaded, worker.load(), 2)
+        assert links.get(registered) is link
+        assert link.worker.info.card.fingerprint.numerics_class == worker.numerics_class != ""
+    finally:
+        await links.close()
+        await worker.kill()

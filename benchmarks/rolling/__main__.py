@@ -29,6 +29,8 @@ from benchmarks.rolling.streams import Ask, Seen, asks, stream
 MAX_SEAMED_SHARE = 0.10
 MAX_TTFT_RATIO = 1.5
 _ROLL_SECONDS = 600.0
+_NUM_CLASSES = 3
+"""Before, after, and that of the decode workers that a roll took back."""
 _TAGS = ("TANDEM_PREFILL_NUMERICS_TAG", "TANDEM_DECODE_NUMERICS_TAG")
 
 
@@ -143,6 +145,7 @@ def enter(
     num_failed = sum(bool(seen.error) for _, seen in rolled)
     num_seamed = sum(bool(seen.seams) for _, seen in rolled)
     num_classes = len({fingerprint for _, seen in rolled for fingerprint in seen.fingerprints})
+    is_complete = num_classes == _NUM_CLASSES
     before, meanwhile = (
         percentile([seen.ttft_seconds for _, seen in each if not seen.error], 99) for each in (steady, rolled)
     )
@@ -174,7 +177,7 @@ def enter(
     outcome.targets += [
         Target(f"{num_failed} of {len(rolled)} streams failed, none may", num_failed == 0),
         Target(f"{len(problems) - num_failed} streams had other tokens or untold seams, none may", not problems),
-        Target(f"answers of {num_classes} numerics classes were seen, 2 are expected", num_classes == 2),
+        Target(f"answers of {num_classes} numerics classes were seen, {_NUM_CLASSES} are expected", is_complete),
         Target(
             f"{num_seamed / len(rolled):.1%} of the streams have a seam, at most {MAX_SEAMED_SHARE:.0%} may",
             num_seamed <= MAX_SEAMED_SHARE * len(rolled),

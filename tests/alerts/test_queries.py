@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, p
 
 _NOT_HERE = {
     "tandem_background_failures_total",  # no background loop fails
+    "tandem_class_seams_total",  # all workers are of one numerics class
+    "tandem_fleet_ejections_total",  # no worker is sick
     "tandem_http_refusals_total",  # nobody exceeds a limit of HTTP
     "tandem_kv_link_bytes_per_second",  # one host
     "tandem_kv_link_errors_total",

@@ -22,7 +22,7 @@ _ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{%
 
 
 def numbered(number: int) -> ModelDescription:
-    return description(fingerprint=f"{number:032x}")
+    return description(identity=f"{number:032x}")
 
 
 async def chat(processes: TextProcesses, model: ModelDescription) -> None:
@@ -63,7 +63,7 @@ async def test_of_models_that_are_not_served_a_bounded_number_of_bytes_stays_loa
 
 
 async def test_a_template_without_an_end_is_the_fault_of_its_model_and_delays_no_other() -> None:
-    endless = description(fingerprint="ee" * 16, chat_template=_ENDLESS)
+    endless = description(identity="ee" * 16, chat_template=_ENDLESS)
     async with pool() as processes:
         loading = asyncio.create_task(processes.zygote.load(endless))
         await chat(processes, numbered(0))
@@ -78,7 +78,7 @@ async def test_a_template_without_an_end_is_the_fault_of_its_model_and_delays_no
 
 async def test_a_file_that_cannot_be_loaded_is_tried_less_and_less_often() -> None:
     now = 100.0
-    broken = description(fingerprint="cd" * 16, tokenizer_json=b"{}")
+    broken = description(identity="cd" * 16, tokenizer_json=b"{}")
     async with pool() as processes:
         processes.zygote._failures.clock = lambda: now
         tried_at = []
@@ -99,7 +99,7 @@ async def test_a_vocabulary_that_the_gateway_could_not_hold_is_not_read(monkeypa
 
 
 async def test_the_end_of_the_generation_that_loads_is_not_the_files_fault() -> None:
-    slow = description(fingerprint="ee" * 16, chat_template=_ENDLESS)
+    slow = description(identity="ee" * 16, chat_template=_ENDLESS)
     async with pool() as processes:
         await chat(processes, numbered(0))
         root = psutil.Process(processes.zygote.pid)

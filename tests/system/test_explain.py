@@ -365,6 +365,7 @@ async def test_explanation_ledger_and_usage_agree(load: Load) -> None:
         "prefill_us": "prefill_us",
         "decode_us": "decode_us",
         "microneurons": "microneurons",
+        "seams": "num_seams",
     }
     assert load.rows.keys() == {key for key, each in load.explained.items() if each["error"] != "ModelNotFound"}
     for request_id, row in load.rows.items():

@@ -144,8 +144,11 @@ class ModelCatalog:
             raise ModelNotFound(
                 f"model {name!r} may be {' or '.join(sorted(short))}; send the whole name", field="model"
             )
-        names = ", ".join(sorted(self._served_ids())) or "nothing yet: no worker has loaded a model"
-        raise ModelNotFound(f"no model {name!r} here; served: {names}", field="model")
+        served = sorted(self._served_ids())
+        if not served:  # this gateway has just started, or has lost its fleet: nobody knows whether the name is wrong
+            why = "no worker has loaded a model yet; send the request again in a moment, here or to another gateway"
+            raise Unavailable(why, retry_after_seconds=2.0)
+        raise ModelNotFound(f"no model {name!r} here; served: {', '.join(served)}", field="model")
 
     async def get(self, name: str) -> ModelDescription:
         known, is_fallback = self._known_or_fallback(name)

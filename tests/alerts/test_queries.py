@@ -6,6 +6,7 @@ import pytest
 
 from tests.alerts.names import all_expressions, dashboard_queries, filled, metric_names
 from tests.alerts.scene import Scene
+from tests.system.fleet import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.services, pytest.mark.timeout(180)]
 
@@ -24,11 +25,16 @@ _NOT_HERE = {
 
 
 async def test_all_queries_are_evaluated_over_what_the_fleet_exports(scene: Scene) -> None:
-    async with scene.traffic():
-        await scene.prometheus.has_series("tandem_inter_token_latency_seconds_count")
-    exported = await scene.prometheus.names()
     used = set().union(*(metric_names(filled(each)) for each in all_expressions()))
-    assert used - exported == _NOT_HERE
+    missing = used
+
+    async def all_are_there() -> bool:
+        nonlocal missing
+        missing = used - await scene.prometheus.names()
+        return missing == _NOT_HERE
+
+    async with scene.traffic():
+        await until(all_are_there, 60, lambda: f"{sorted(missing ^ _NOT_HERE)}")
     for each in all_expressions():
         await scene.prometheus.query(filled(each))
     assert await scene.prometheus.rule_errors() == {}
@@ -36,11 +42,15 @@ async def test_all_queries_are_evaluated_over_what_the_fleet_exports(scene: Scen
 
 async def test_every_panel_shows_something(scene: Scene) -> None:
     """A query whose two sides have different labels is no error, and has no series."""
-    empty = []
-    for panel, query in dashboard_queries():
-        if not metric_names(filled(query)) & _NOT_HERE and not await scene.prometheus.query_range(filled(query), 120):
-            empty.append((panel, query))
-    assert empty == []
+    empty = [each for each in dashboard_queries() if not metric_names(filled(each[1])) & _NOT_HERE]
+
+    async def none_is_empty() -> bool:
+        nonlocal empty
+        empty = [each for each in empty if not await scene.prometheus.query_range(filled(each[1]), 120)]
+        return not empty
+
+    async with scene.traffic():
+        await until(none_is_empty, 60, lambda: f"{empty}")
 
 
 @pytest.mark.parametrize(("model", "role"), [("@tandem/demo|other", "prefill|decode"), ("no such model", "none")])

@@ -21,6 +21,8 @@ from tests.tandem_runtime.test_memory import stub_folder
 MARK = "zqsecretqz"
 NEEDS_A_FAULT = {
     "tandem_background_failures_total",
+    "tandem_class_seams_total",
+    "tandem_fleet_ejections_total",
     "tandem_http_refusals_total",
     "tandem_migrations_total",
     "tandem_text_kills_total",

@@ -497,7 +497,7 @@ async def test_the_fallback_answers_for_text_in_the_form_of_who_was_asked() -> N
     assert [model.model_id for model in (loaded, unknown, newer)] == ["m", "m", "m"]
     assert [model.is_fallback for model in (loaded, unknown, newer)] == [False, True, True]
     assert (unknown.wire_format, newer.wire_format) == ("native", "openai")
-    with pytest.raises(Unavailable):
+    with pytest.raises(ModelNotFound):
         catalog.card("x")  # routing uses no fallback
     assert catalog.list() == [loaded]
 

@@ -14,6 +14,7 @@ from control_plane.dispatch.submitter import Submitter
 from control_plane.dispatch.worker_call import WorkerCall
 from control_plane.fleet.call_watch import Record
 from control_plane.fleet.kv_clients import KvClients
+from control_plane.routing.groups import index_space
 from control_plane.routing.router import Router
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Overloaded, TandemError
@@ -56,7 +57,8 @@ class Trials:
     async def _went_well(self, state: RequestState, record: Record) -> bool:
         """Send one copy, and return whether its first token came in time; the call's watch counts it."""
         request = routing_request(state)
-        estimate = self._costs.estimate(record.worker, request, self._costs.match(request))
+        match = self._costs.match(request, index_space(record.worker))
+        estimate = self._costs.estimate(record.worker, request, match)
         await state.forms.prepare([record.worker.info.card])
         call = self._submitter.new_trial(state, record.worker, estimate)
         assert call.watch is not None, "a trial is there for its watch"

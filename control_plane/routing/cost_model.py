@@ -162,7 +162,7 @@ class CostModel:
 
     # ----------------------------------------------------------------------------------------------- predicting
 
-    def match(self, request: RoutingRequest, space: bytes = b"") -> PrefixMatch:
+    def match(self, request: RoutingRequest, space: bytes) -> PrefixMatch:
         """Return where the prompt's leading blocks are, of a space; the last token is always computed."""
         num_useful = (request.num_prompt_tokens - 1) // request.grain
         match = self._prefixes.find(request.block_hashes[:num_useful], space)

@@ -48,6 +48,7 @@ class KVProducer(KVConnector):
         self._tasks = TaskSet()
         self._layout = pb.KvLayout()
         self._region_id = ""
+        self._bytes_per_slot = 0
         self._lease_ms = int(settings.lease_seconds * 1000)
         self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
 
@@ -64,6 +65,7 @@ class KVProducer(KVConnector):
         if not fds:
             raise Unsupported("the engine lends no region of its KV pool, so decode workers cannot read its blocks")
         self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
+        self._bytes_per_slot = ready.bytes_per_slot
         self._link.lend(lent_pool(ready, fds[0]))
         self._pinned.follow(ready.region_id)
 
@@ -71,7 +73,7 @@ class KVProducer(KVConnector):
         await self._link.wait_lent()
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
-        publisher = KVPublisher(request, self._layout, self._region_id)
+        publisher = KVPublisher(request, self._layout, self._region_id, self._bytes_per_slot)
         self._pinned.add(request)
         self._publishers[request.key] = publisher, self._tasks.spawn(self._publish(request, publisher))
 
@@ -159,12 +161,14 @@ class KVPublisher:
     Blocks that complete during a call are sealed together by the next call.
     """
 
-    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region_id: str) -> None:
+    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region_id: str, bytes_per_slot: int) -> None:
+        """`region_id`: of the region that the handle's blocks lie in."""
         self.num_slabs = 0
         self._request = request
         self._handle = request.submit.handle
         self._layout = layout
         self._region_id = region_id
+        self._bytes_per_slot = bytes_per_slot
         self._num_choices = len(request.submit.choice_seeds) or 1
         self._slabs: list[kv.Slab] = []
         self._num_blocks = 0
@@ -236,8 +240,8 @@ class KVPublisher:
             extents=[
                 pb.Extent(
                     kind=pb.MEMORY_KIND_HOST,
-                    region_id=self._region_id,
-                    offset=slot * size,
+                    region_id=sealed.region_id,
+                    offset=slot * self._bytes_per_slot,
                     num_bytes=size,
                     slot=slot,
                     generation=generation,

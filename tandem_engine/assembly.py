@@ -24,6 +24,7 @@ from tandem_engine.models.draft import load_draft_model
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.base import Ops
 from tandem_engine.ops.cpu import CpuOps
+from tandem_engine.publisher import PoolPublisher
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
 
@@ -66,7 +67,8 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
     checksums = _checksums(cache) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
     runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
+    publisher = PoolPublisher(config.region_id, runner.checksums)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, publisher=publisher)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
     return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)
@@ -150,5 +152,7 @@ def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, numa_
         region_id=config.region_id,
         region_bytes=cache.region.num_bytes,
         generations_offset=cache.generations_offset,
+        num_slots=cache.num_blocks,
+        bytes_per_slot=loaded.geometry.bytes_per_block,
         numa_node=numa_node,
     )

@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequ
 from functools import partial
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
@@ -30,12 +28,13 @@ from tandem_engine.messages import (
     ReleaseHeld,
     RequestAborted,
     RequestFailed,
-    SealedBlocks,
+    RequestOutput,
     SlabImported,
     StartDecode,
     StepDone,
     UnmapRegion,
 )
+from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.copy_budget import pieces
 from tandem_engine.scheduling.hand_over import ImportRefused
 from tandem_engine.scheduling.request import Request, Sampled
@@ -139,9 +138,14 @@ class EngineCore:
         runner: Runner,
         clock: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], int] = time.monotonic_ns,
+        publisher: Publisher | None = None,
     ) -> None:
-        """The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for waits."""
+        """The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for waits.
+
+        Without a `publisher`, others read the pool, and its region has no name.
+        """
         self.runner = runner
+        self.publisher = publisher or PoolPublisher("", runner.checksums)
         self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare, monotonic)
         self._monotonic = monotonic
         self._failures: list[RequestFailed] = []
@@ -149,7 +153,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything before the next command."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.publisher.is_copying
 
     def is_held(self) -> bool:
         """Whether `has_work` may become true without a command: look again soon."""
@@ -165,11 +169,10 @@ class EngineCore:
         sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
-        sealed = self._with_checksums(sealed)
-        filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
+        self.publisher.publish(sealed, filled)
         self.scheduler.record_step(output, (self._monotonic() - started) / 1e9)
         self.renew_copy_budget()
-        return StepDone(output.step, outputs, sealed, self.scheduler.stats(), filled, admitted)
+        return self._done(outputs, admitted)
 
     def run_step(self, emit: Callable[[EngineEvent], None]) -> None:
         """Run one step and emit its events, those of requests that failed in it included."""
@@ -213,8 +216,10 @@ class EngineCore:
             case Recompute(request_id):
                 self.scheduler.recompute(request_id)
             case AbortRequest(request_id):
+                self.publisher.forget(request_id)
                 return [self._aborted(request_id, self.scheduler.abort(request_id)), self._stats_only()]
             case ReleaseHeld(request_id):
+                self.publisher.forget(request_id)
                 self.scheduler.release_held(request_id)
                 return [self._stats_only()]
             case MapRegion():
@@ -232,8 +237,11 @@ class EngineCore:
         """Return the sampled tokens, or None if the step does not count because some requests failed."""
 
         def kv_written() -> None:
-            if emit is not None and (sealed := self.scheduler.seal_written(output)):
-                emit(BlocksSealed(self._with_checksums(sealed)))
+            if emit is None:
+                return
+            self.publisher.publish(self.scheduler.seal_written(output), [])
+            if sealed := self.publisher.take_sealed():
+                emit(BlocksSealed(sealed))
 
         try:
             return self.runner.execute(output, kv_written) if output.runs else {}
@@ -242,12 +250,10 @@ class EngineCore:
             if not failed:  # the same step would run and fail for ever
                 raise
             for request_id in sorted(failed):
+                self.publisher.forget(request_id)
                 self.scheduler.abort(request_id)
                 self._failures.append(RequestFailed(request_id, error.message_of(request_id), error.is_callers_fault))
             return None
-
-    def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:
-        return [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
 
     def _map_region(self, command: MapRegion, fd: int) -> None:
         """Map a region; a region that cannot be mapped fails only the imports that need it."""
@@ -314,4 +320,10 @@ class EngineCore:
         )
 
     def _stats_only(self) -> StepDone:
-        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats(), *self.scheduler.prefixes.take())
+        filled, admitted = self.scheduler.prefixes.take()
+        self.publisher.publish([], filled)
+        return self._done([], admitted)
+
+    def _done(self, outputs: list[RequestOutput], admitted: list[str]) -> StepDone:
+        sealed, filled = self.publisher.take_sealed(), self.publisher.take_filled()
+        return StepDone(self.scheduler.num_steps, outputs, sealed, self.scheduler.stats(), filled, admitted)

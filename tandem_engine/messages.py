@@ -172,15 +172,24 @@ class ModelInfo(_Part, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine serves. The pool's region descriptor comes with the message where the pool is in shared memory."""
+    """The engine serves. The region's descriptor comes with the message."""
 
     model: ModelInfo
     layout: LayoutInfo
     num_blocks: int
+    """Of the pool."""
     region_id: str
-    """Slot i of the region is block i of the pool; `offset = slot * bytes_per_block`."""
+    """Of the region that others read: the pool itself, or memory that blocks are copied to (`is_staged`)."""
     region_bytes: int
     generations_offset: int
+    num_slots: int
+    bytes_per_slot: int
+    """Slot i lies at byte `i * bytes_per_slot` of the region."""
+    region_kind: Literal["host", "device"] = "host"
+    """Memory that the region is of."""
+    is_staged: bool = False
+    """False: slot i is block i of the pool. True: slots hold copies of blocks, and a slot is used again once nobody
+    reads it: after ReleaseHeld, or earlier after ReleaseSlabs."""
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
 
@@ -273,6 +282,8 @@ class SealedBlocks(_Part, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """xxh3-64, one per slot, from engines that verify; else empty."""
     group: int = 0
+    region_id: str = ""
+    """The region that the slots are of. Empty inside the engine only, where slots are blocks of the pool."""
 
 
 class BlocksSealed(Message, frozen=True):
@@ -294,6 +305,8 @@ class FilledBlocks(_Part, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """As in SealedBlocks."""
     group: int = 0
+    region_id: str = ""
+    """As in SealedBlocks."""
 
 
 class EngineStats(_Part, frozen=True):

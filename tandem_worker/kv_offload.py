@@ -81,7 +81,7 @@ class KVOffload:
         self._incarnation = incarnation
         self._is_enabled = is_enabled
         self._digest = b""
-        self._region_id = ""
+        self._bytes_per_slot = 0
         self._bytes_per_block = 0
         self._block_size = 0
         self._windows: dict[int, int] = {}  # group -> the number of blocks that its window spans
@@ -100,7 +100,7 @@ class KVOffload:
             for number, group in enumerate(layout.groups)
             if group.window
         }
-        self._region_id = ready.region_id
+        self._bytes_per_slot = ready.bytes_per_slot
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
@@ -242,7 +242,9 @@ class KVOffload:
         """Cut blocks into runs of one call each; public blocks count towards no account's quota."""
         blocks = [
             kv.StoredBlock(
-                block_hash=bytes.fromhex(block_hash), extent=self._extent(slot, generation), checksum=checksum
+                block_hash=bytes.fromhex(block_hash),
+                extent=self._extent(filled.region_id, slot, generation),
+                checksum=checksum,
             )
             for block_hash, slot, generation, checksum in zip(
                 filled.hashes,
@@ -261,11 +263,11 @@ class KVOffload:
                 yield _Run(filled.group, tag, parent, tuple(run))
                 parent = run[-1].block_hash
 
-    def _extent(self, slot: int, generation: int) -> pb.Extent:
+    def _extent(self, region_id: str, slot: int, generation: int) -> pb.Extent:
         return pb.Extent(
             kind=pb.MEMORY_KIND_HOST,
-            region_id=self._region_id,
-            offset=slot * self._bytes_per_block,
+            region_id=region_id,
+            offset=slot * self._bytes_per_slot,
             num_bytes=self._bytes_per_block,
             slot=slot,
             generation=generation,

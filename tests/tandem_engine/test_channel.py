@@ -64,6 +64,9 @@ EXAMPLES: list[Any] = [
         "r",
         2,
         3,
+        4,
+        5,
+        is_staged=True,
         numa_node=1,
     ),
 ]

@@ -20,6 +20,7 @@ from tandem_engine.execution.regions import MappedRegions, OwnedRegion
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion
+from tandem_engine.publisher import PoolPublisher
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler import SchedulerOutput
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
@@ -164,7 +165,7 @@ class SimulatedEngine(EngineLink):
             max_num_seqs=6,
             max_num_waiting=8,
         )
-        self.core = EngineCore(config, self.runner)
+        self.core = EngineCore(config, self.runner, publisher=PoolPublisher(region_id, self.runner.checksums))
         self.on_sealed: Callable[[messages.SealedBlocks], None] = lambda sealed: None
         self._rng = rng
         self._commands: deque[tuple[messages.Command, int | None]] = deque()
@@ -191,7 +192,8 @@ class SimulatedEngine(EngineLink):
     def _ready(self) -> messages.Ready:
         runner = self.runner
         size = runner.region.num_bytes
-        return messages.Ready(MODEL, LAYOUT, NUM_BLOCKS, runner.region_id, size, runner.generations_offset)
+        offset, bytes_per_slot = runner.generations_offset, LAYOUT.bytes_per_block
+        return messages.Ready(MODEL, LAYOUT, NUM_BLOCKS, runner.region_id, size, offset, NUM_BLOCKS, bytes_per_slot)
 
     async def _run(self) -> None:
         self._emit(self._ready(), (os.dup(self.runner.region.fd),))

@@ -68,7 +68,7 @@ class Pair:
         """Cut sealed blocks into slabs of random sizes."""
         size = self._block_bytes
         extents = [
-            ExtentRef(self.prefill.region_id, slot * size, size, slot, generation)
+            ExtentRef(sealed.region_id, slot * size, size, slot, generation)
             for slot, generation in zip(sealed.slots, sealed.generations, strict=True)
         ]
         slabs: list[ImportSlab] = []

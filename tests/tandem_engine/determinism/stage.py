@@ -29,6 +29,7 @@ from tandem_engine.messages import (
 )
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.cpu import CpuOps
+from tandem_engine.publisher import PoolPublisher
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
@@ -145,7 +146,7 @@ class Engine:
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         clock = lambda: int(self._time() * 1e9)  # noqa: E731
-        self.core = EngineCore(config, runner, clock, clock)
+        self.core = EngineCore(config, runner, clock, clock, PoolPublisher(region_id, runner.checksums))
 
     def use_draft_model(self, *, is_alone: bool) -> None:
         """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""

@@ -26,6 +26,7 @@ from tandem_engine.messages import (
     Pong,
     Recompute,
     ReleaseHeld,
+    ReleaseSlabs,
     RequestAborted,
     RequestFailed,
     RequestOutput,
@@ -118,8 +119,8 @@ class Runner(Protocol):
         """Fill the parts beside each extent, a block of `layout`, and return the bytes read; raises the same."""
         ...
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of complete blocks; an empty list if this engine computes none."""
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        """Return the checksums of slots of the region that others read; empty if this engine computes none."""
         ...
 
     def map_region(self, command: MapRegion, fd: int) -> None:
@@ -166,6 +167,8 @@ class EngineCore:
         """
         started = self._monotonic()
         output = self.scheduler.schedule()
+        if not output.runs:
+            self.publisher.wait()
         sampled = self._execute(output, emit)
         outputs, sealed = self.scheduler.update(output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
@@ -221,6 +224,9 @@ class EngineCore:
             case ReleaseHeld(request_id):
                 self.publisher.forget(request_id)
                 self.scheduler.release_held(request_id)
+                return [self._stats_only()]
+            case ReleaseSlabs(request_id, num_blocks):
+                self.publisher.release(request_id, num_blocks)
                 return [self._stats_only()]
             case MapRegion():
                 assert fd is not None, "a region's descriptor comes with MapRegion"
@@ -325,5 +331,6 @@ class EngineCore:
         return self._done([], admitted)
 
     def _done(self, outputs: list[RequestOutput], admitted: list[str]) -> StepDone:
-        sealed, filled = self.publisher.take_sealed(), self.publisher.take_filled()
-        return StepDone(self.scheduler.num_steps, outputs, sealed, self.scheduler.stats(), filled, admitted)
+        sealed, filled, stats = self.publisher.take_sealed(), self.publisher.take_filled(), self.scheduler.stats()
+        stats.counters.update(self.publisher.state)
+        return StepDone(self.scheduler.num_steps, outputs, sealed, stats, filled, admitted)

@@ -119,6 +119,14 @@ class ReleaseHeld(Message, frozen=True):
     request_id: str
 
 
+class ReleaseSlabs(Message, frozen=True):
+    """Every reader has copied the leading `num_blocks` that were sealed for a prefill, of all groups, in the order of
+    their messages: a staged region may use their slots again. No effect where the pool is the region."""
+
+    request_id: str
+    num_blocks: int
+
+
 class MapRegion(Message, frozen=True):
     """Map another process's region, read-only; its descriptor comes with the message."""
 
@@ -363,7 +371,7 @@ class EngineFailed(Message, frozen=True):
     kind: Literal["unsupported", "invalid", "internal"] = "internal"
 
 
-RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld
+RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld | ReleaseSlabs
 Command = RequestCommand | MapRegion | UnmapRegion | Ping | Shutdown
 StepEvent = BlocksSealed | StepDone
 RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed

@@ -6,7 +6,7 @@ others cannot read the pool, blocks are copied to a region first (`tandem_engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -37,9 +37,18 @@ class Publisher(Protocol):
         """Nobody reads any block that was announced for a prefill; announce no further ones."""
         ...
 
+    def wait(self) -> None:
+        """Return once the copies that are under way have ended; `publish` then announces them."""
+        ...
+
     @property
     def is_copying(self) -> bool:
-        """Whether more can be announced soon without any command: call `take_sealed` and `take_filled` again."""
+        """Whether the next `publish` can announce more without any command before it."""
+        ...
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """Numbers for the engine's stats, by name."""
         ...
 
 
@@ -72,6 +81,13 @@ class PoolPublisher:
     def forget(self, request_id: str) -> None:
         self._sealed = [each for each in self._sealed if each.request_id != request_id]
 
+    def wait(self) -> None:
+        """Nothing is copied."""
+
     @property
     def is_copying(self) -> bool:
         return False
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        return {}

@@ -128,6 +128,14 @@ class WorkerSettings(EngineSettings):
     num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
     kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
+    kv_staging: Literal["auto", "always"] = setting(
+        "auto",
+        "whether others read copies of KV blocks in a region of --kv-staging-bytes: where they cannot read the pool "
+        "(auto), or always, for tests on a CPU",
+    )
+    kv_staging_bytes: int | None = setting(
+        None, "size of the host memory for those copies; 1 GiB if unset, and never more than the pool"
+    )
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_prefill_tokens_with_decodes: int = setting(
         64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"

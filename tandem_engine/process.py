@@ -3,7 +3,7 @@
     read EngineConfig -> pin to cores -> load (memory of the cores' node) -> Ready -> (commands -> one step)*
         -> Shutdown, or the front is gone
 
-`tandem_engine.client` starts this process. It ignores SIGINT and SIGTERM: the front decides when it ends. Torch is
+`tandem_engine.client` starts this process, or that of another engine: it calls `main` with its own `Assemble`. It ignores SIGINT and SIGTERM: the front decides when it ends. Torch is
 imported only after the affinity is set, because OpenMP counts cores once.
 """
 
@@ -56,8 +56,17 @@ class Core(Protocol):
         ...
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve the front at the other end of the socket `--fd`; return the exit code."""
+Report = Callable[[str, float], None]
+Assemble = Callable[[EngineConfig, Report, int | None], tuple[Core, object, list[int]]]
+"""Loads the model, with memory of a NUMA node. Returns the core, the event that it is ready, and the event's
+descriptors; raises ModelUnusable."""
+
+
+def main(arguments: Sequence[str] | None = None, assemble: Assemble | None = None) -> int:
+    """Serve the front at the other end of the socket `--fd`; return the exit code.
+
+    Without `assemble`: with Tandem's own engine.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fd", type=int, required=True, help="socket inherited from the front")
     _ignore_signals()
@@ -66,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, early = _read_config(channel)
         use_cores(config)
-        core = _load(config, channel)
+        core = _load(config, channel, assemble or _assemble)
         _serve(core, channel, early)
     except ChannelClosed:
         return 0
@@ -110,15 +119,10 @@ def _send_all(channel: SyncChannel, events: Sequence[object]) -> None:
         channel.send(event)
 
 
-def _load(config: EngineConfig, channel: SyncChannel) -> Core:
+def _load(config: EngineConfig, channel: SyncChannel, assemble: Assemble) -> Core:
     """Load the model and send EncoderReady, or Ready with the pool's descriptor."""
     report = _progress_reporter(channel)
-    numa_node = use_memory_node(report)
-    report("importing torch", 0.0)
-    from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
-
-    with without_compiler():
-        core, ready, fds = _assemble(config, report, numa_node)
+    core, ready, fds = assemble(config, report, use_memory_node(report))
     gc.collect()
     gc.freeze()  # else a collection over all of torch's objects could delay any step by 70 to 190 ms
     _release_freed_memory()
@@ -126,18 +130,19 @@ def _load(config: EngineConfig, channel: SyncChannel) -> Core:
     return core
 
 
-def _assemble(
-    config: EngineConfig, report: Callable[[str, float], None], numa_node: int | None
-) -> tuple[Core, object, list[int]]:
-    """Return the core, the event that it is ready, and the descriptors of that event."""
-    if config.encodes:
-        from tandem_engine.encoder.assembly import assemble_encoder
+def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tuple[Core, object, list[int]]:
+    report("importing torch", 0.0)
+    from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
 
-        return *assemble_encoder(config, report, numa_node), []
-    from tandem_engine.assembly import assemble
+    with without_compiler():
+        if config.encodes:
+            from tandem_engine.encoder.assembly import assemble_encoder
 
-    assembled = assemble(config, report, numa_node)
-    return assembled.core, assembled.ready, [assembled.region_fd]
+            return *assemble_encoder(config, report, numa_node), []
+        from tandem_engine.assembly import assemble
+
+        assembled = assemble(config, report, numa_node)
+        return assembled.core, assembled.ready, [assembled.region_fd]
 
 
 def _release_freed_memory() -> None:
@@ -146,7 +151,7 @@ def _release_freed_memory() -> None:
         trim(0)
 
 
-def _progress_reporter(channel: SyncChannel) -> Callable[[str, float], None]:
+def _progress_reporter(channel: SyncChannel) -> Report:
     return lambda stage, fraction: channel.send(LoadProgress(stage, fraction))
 
 

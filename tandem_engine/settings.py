@@ -82,6 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Compute only what others of the machine leave: for an engine that shares its cores."""
     encodes: bool = False
     """Whether the process serves an encoder, with the messages of `tandem_engine.encoder.messages`."""
+    engine_args: tuple[str, ...] = ()
+    """Flags for vLLM, where it is the engine (`tandem_vllm`); our own engine has none."""
     region_id: str = ""
     """Name of the pool's region for its readers; usually the worker's incarnation."""
 

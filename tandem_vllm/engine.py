@@ -1,0 +1,127 @@
+"""Drives vLLM's `EngineCore` in this process: its scheduler, its model runner, and our draw.
+
+    vLLM's EngineCore.step    schedule -> execute_model -> sample_tokens -> update_from_output     (0.32)
+
+The step here is the same four calls. It reads which tokens were scheduled, and tells the draw which requests sample.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+
+from tandem_engine.scheduling.request import Request
+from tandem_vllm.core import EngineStep, Pool, Run
+from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
+from tandem_vllm.sampling import TandemDraw
+
+
+class VllmEngine:
+    """Implements `tandem_vllm.core.Engine`."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._scheduler: Any = core.scheduler
+        self._executor = core.model_executor
+        self._draw = _draw_of(core)
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+
+    def prepare(self, request: Request) -> bool:
+        return self._draw.masks.prepare(request)
+
+    def add(self, request: Request) -> None:
+        asked, _ = self._core.preprocess_add_request(_vllm_request(request))
+        self._core.add_request(asked)
+
+    def abort(self, request_id: str) -> None:
+        self._core.abort_requests([request_id])
+
+    @property
+    def has_work(self) -> bool:
+        """Also true while the model runner does not know yet that a request is over."""
+        return bool(self._scheduler.has_requests())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def pool(self) -> Pool:
+        num_total = self._pool.num_gpu_blocks - 1  # block 0 stands for "no block"
+        num_unused = self._pool.get_num_free_blocks()
+        num_used = num_total - num_unused
+        num_findable = len(self._pool.cached_block_hash_to_block)
+        num_cached = min(num_unused, max(0, num_findable - num_used))
+        return Pool(num_total, num_unused - num_cached, num_cached, num_used)
+
+    def step(self) -> EngineStep:
+        output = self._scheduler.schedule()
+        runs = [self._run(request_id, number) for request_id, number in output.num_scheduled_tokens.items()]
+        self._draw.begin({run.request_id for run in runs if self._samples(run)})
+        result = self._executor.execute_model(output, non_block=True).result()
+        if result is None:
+            result = self._executor.sample_tokens(None)
+        updated = self._scheduler.update_from_output(output, result)
+        drawn = self._draw.take()
+        emitted = [each for outputs in updated.values() for each in outputs.outputs]
+        for each in emitted:
+            if (expected := drawn.sampled.get(each.request_id)) is not None:
+                assert each.new_token_ids == [expected.token_id], f"vLLM took {each.new_token_ids}, drawn: {expected}"
+        return EngineStep(
+            runs,
+            drawn.sampled,
+            drawn.failures,
+            frozenset(each.request_id for each in emitted if each.finish_reason is not None),
+        )
+
+    def _run(self, request_id: str, num_tokens: int) -> Run:
+        """Return what was scheduled; vLLM has counted these tokens as computed already."""
+        return Run(request_id, self._scheduler.requests[request_id].num_computed_tokens - num_tokens, num_tokens)
+
+    def _samples(self, run: Run) -> bool:
+        return run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens
+
+
+def _vllm_request(request: Request) -> EngineCoreRequest:
+    """Return a request as vLLM takes it: greedy, and with nothing that our draw does.
+
+    A prefix cache without bounds is vLLM's only kind: where ours has a bound, this request finds nothing; where what it
+    leaves has one, or it has no key, its blocks have a key that no other request has.
+    """
+    sampling, num_answer_tokens = request.sampling, request.num_tokens - request.num_prompt_tokens
+    leaves = request.hash_root is not None and request.max_left_blocks is None
+    finds = leaves and request.max_found_blocks is None
+    return EngineCoreRequest(
+        request_id=request.request_id,
+        prompt_token_ids=list(request.token_ids),
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens - num_answer_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            skip_reading_prefix_cache=not finds,
+            extra_args={
+                EXTRA_ARGS_KEY: encode_row_request(
+                    RowRequest(request.request_id, request.num_prompt_tokens, sampling)
+                )
+            },
+        ),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=request.hash_root.hex() if leaves and request.hash_root is not None else f"of {request.request_id}",
+        data_parallel_rank=None,
+        priority=-request.priority,
+    )
+
+
+def _draw_of(core: EngineCore) -> TandemDraw:
+    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    (draw,) = [each for each in runner.input_batch.logitsprocs.all if isinstance(each, TandemDraw)]
+    return draw

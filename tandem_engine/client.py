@@ -1,6 +1,6 @@
 """Starts an engine process, exchanges messages with it, and reports its death.
 
-This module does not import torch: the engine is a subprocess, `python -m tandem_engine.process`.
+This module does not import torch: the engine is a subprocess, `python -m tandem_engine.process` or another `Program`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_engine.channel import AsyncChannel, ChannelClosed, Received
@@ -23,6 +24,23 @@ from tandem_machine.memory import num_oom_kills
 
 _KEPT_STDERR_CHARACTERS = 3000
 _EXIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """An engine's program, which gets `--fd N` besides `command`."""
+
+    command: tuple[str, ...]
+    python_path: str
+    """For PYTHONPATH."""
+
+    @classmethod
+    def own(cls) -> Program:
+        """Return Tandem's own engine, in this interpreter."""
+        root = str(Path(__file__).resolve().parent.parent)
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        # -P: the current folder may hold a package of the same name
+        return cls((sys.executable, "-P", "-m", "tandem_engine.process"), os.pathsep.join(paths))
 
 
 class EngineClient:
@@ -37,21 +55,22 @@ class EngineClient:
         self._num_oom_kills = num_oom_kills()
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> EngineClient:
-        """Start the process and send it `config`; LoadProgress and Ready (or EngineFailed) follow as events."""
+    async def start(cls, config: EngineConfig, program: Program | None = None) -> EngineClient:
+        """Start the process and send it `config`; LoadProgress and Ready (or EngineFailed) follow as events.
+
+        Without `program`: Tandem's own engine.
+        """
+        program = program or Program.own()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # the current folder may hold a package of the same name
-                "-m",
-                "tandem_engine.process",
+                *program.command,
                 "--fd",
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env=_environment(config),
+                env=_environment(config, program),
             )
         client = cls(process, AsyncChannel(ours))
         client._channel.send(config)
@@ -135,15 +154,13 @@ def _memory_verdict(before: int | None, now: int | None) -> str:
     return f" (not for memory: the kernel has counted no such kill since, oom_kill is {now})"
 
 
-def _environment(config: EngineConfig) -> dict[str, str]:
-    """Return the child's environment: this package is importable, and OpenMP has its thread limit from the start.
+def _environment(config: EngineConfig, program: Program) -> dict[str, str]:
+    """Return the child's environment: the program is importable, and OpenMP has its thread limit from the start.
 
     Torch gets huge pages: they halve the extra time of the first pass over weights that were idle (measured:
     `python -m benchmarks.handover`).
     """
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    ours = {"PYTHONPATH": program.python_path, "PYTHONUNBUFFERED": "1"}
     environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, **ours}
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "MKL_NUM_THREADS": str(config.num_threads)}

@@ -3,8 +3,9 @@
     read EngineConfig -> pin to cores -> load (memory of the cores' node) -> Ready -> (commands -> one step)*
         -> Shutdown, or the front is gone
 
-`tandem_engine.client` starts this process, or that of another engine: it calls `main` with its own `Assemble`. It ignores SIGINT and SIGTERM: the front decides when it ends. Torch is
-imported only after the affinity is set, because OpenMP counts cores once.
+`tandem_engine.client` starts this process. That of another engine calls `main` with its own `Assemble`. The process
+ignores SIGINT and SIGTERM: the front decides when it ends. Torch is imported only after the affinity is set, because
+OpenMP counts cores once.
 """
 
 from __future__ import annotations

@@ -31,4 +31,6 @@ def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tu
 if __name__ == "__main__":
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    sys.exit(main(assemble=_assemble))
+    code = main(assemble=_assemble)
+    sys.stderr.flush()
+    os._exit(code)  # the libraries that vLLM loads print pages about objects that an interpreter's end leaves behind

@@ -1,4 +1,4 @@
-"""Makes vLLM's arguments of a worker's settings and of the flags that the operator passes on, and refuses some flags."""
+"""Makes vLLM's arguments of a worker's settings and of the operator's flags for vLLM, and refuses some flags."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ _BROKEN: Mapping[str, str] = {
     "kv_offloading_backend": f"{_KEYS}; Tandem's KV service stores blocks",
     "prefix_caching_hash_algo": f"{_KEYS}; a weaker hash would let accounts collide",
     "allowed_local_media_path": "media are read by gateways",
+    "hf_token": "a flag is seen by all who read this worker's settings; set the variable HF_TOKEN",
     "otlp_traces_endpoint": "set --otlp-endpoint of the worker; vLLM's own traces are not Tandem's",
 }
 """vLLM's name -> the promise that another value breaks."""
@@ -97,6 +98,7 @@ def engine_args(config: EngineConfig, folder: str, is_cpu: bool, facts: Mapping[
     args.async_scheduling = False
     args.scheduling_policy = "priority"
     args.disable_log_stats = True
+    args.use_tqdm_on_load = False
     args.enforce_eager = args.enforce_eager or is_cpu  # a CPU gains nothing from graphs, and compiling takes minutes
     args.max_num_seqs = config.max_num_seqs
     args.max_num_batched_tokens = config.max_num_batched_tokens

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
@@ -33,7 +32,9 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     is_cpu = _is_cpu(config)
     facts: dict[str, Any] = {"tokenizer_path": checkpoint.assets.get("tokenizer.json", "")}
     try:
-        vllm_config = engine_args(config, str(checkpoint.folder), is_cpu, {EXTRA_ARGS_KEY: facts}).create_engine_config()
+        vllm_config = engine_args(
+            config, str(checkpoint.folder), is_cpu, {EXTRA_ARGS_KEY: facts}
+        ).create_engine_config()
     except ValueError as error:
         raise ModelUnusable(f"vLLM refuses this model or its settings: {error}") from error
     context_length = vllm_config.model_config.max_model_len - 1
@@ -73,9 +74,7 @@ def _scheduler_config(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, 
     )
 
 
-def _ready(
-    config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks: int, numa_node: int | None
-) -> Ready:
+def _ready(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks: int, numa_node: int | None) -> Ready:
     """Return the event that the engine serves; it has no region, because nobody may read vLLM's pool yet."""
     return Ready(
         model=info,

@@ -91,9 +91,7 @@ class Engine(Protocol):
 class VllmCore:
     """Implements `tandem_engine.process.Core` for aggregated requests."""
 
-    def __init__(
-        self, config: SchedulerConfig, engine: Engine, clock: Callable[[], int] = time.time_ns
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, engine: Engine, clock: Callable[[], int] = time.time_ns) -> None:
         """`clock` returns nanoseconds since 1970."""
         self._config = config
         self._engine = engine

@@ -107,9 +107,7 @@ def _vllm_request(request: Request) -> EngineCoreRequest:
             detokenize=False,
             skip_reading_prefix_cache=not finds,
             extra_args={
-                EXTRA_ARGS_KEY: encode_row_request(
-                    RowRequest(request.request_id, request.num_prompt_tokens, sampling)
-                )
+                EXTRA_ARGS_KEY: encode_row_request(RowRequest(request.request_id, request.num_prompt_tokens, sampling))
             },
         ),
         pooling_params=None,

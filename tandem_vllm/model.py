@@ -53,7 +53,9 @@ def layout(core: EngineCore) -> LayoutInfo:
         groups=[]
         if len(groups) == 1
         else [
-            GroupInfo([numbers[name] for name in group.layer_names], getattr(group.kv_cache_spec, "sliding_window", None))
+            GroupInfo(
+                [numbers[name] for name in group.layer_names], getattr(group.kv_cache_spec, "sliding_window", None)
+            )
             for group in groups
         ],
     )

@@ -7,6 +7,7 @@ the token that the processor made the largest.
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, Drawer, Drawn, RowRequest, RowUpdate, decode_row_request
+
+_LLGUIDANCE = "1.9."
+"""The release that gateways and our own engine use. vLLM 0.32 installs 1.7, for grammars of its own."""
 
 
 class TandemDraw(LogitsProcessor):
@@ -68,6 +72,11 @@ def _guide(facts: dict[str, Any]) -> Compile:
     if not path or not eos_token_ids:
         missing = "tokenizer.json" if not path else "token that ends an answer"
         raise GrammarFailed(f"this model has no {missing}: structured output is not possible with it")
+    if not (installed := version("llguidance")).startswith(_LLGUIDANCE):
+        raise GrammarFailed(
+            f"structured output needs llguidance {_LLGUIDANCE}* in vLLM's environment, which has {installed}: older "
+            "ones let an answer's whitespace go on for ever; install it there with `pip install --no-deps`"
+        )
     from tandem_engine.execution.grammar.guided import Guide  # llguidance, some megabytes
 
     try:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
+from tandem_engine.client import Program
 from tandem_engine.settings import EngineConfig
 from tandem_runtime import plaintext_settings
 from tandem_runtime.model_table import SHIPPED, Exactness, ModelTable
 from tandem_runtime.plaintext_settings import PlaintextSettings
 from tandem_runtime.settings import setting
+from tandem_worker.vllm_program import vllm_program
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,12 @@ class EngineSettings(PlaintextSettings):
         Raises ValueError naming the field, its value and its limits.
         """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
-        taken = {name: ours[name] for name in EngineConfig.__struct_fields__ if name in ours}
+        taken = {name: ours[name] for name in EngineConfig.__struct_fields__ if name in ours and name != "engine_args"}
         return EngineConfig(**{**taken, **self._checkpoint(), "state_dir": state_dir, "region_id": region_id})
+
+    def engine_program(self, state_dir: str) -> Program:
+        """Return the program of the engine process."""
+        return Program.own()
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return the model table's entry for a model requested by name; settings of this worker take precedence."""
@@ -109,6 +119,18 @@ class EngineSettings(PlaintextSettings):
 class WorkerSettings(EngineSettings):
     """Settings of a prefill or decode worker."""
 
+    engine: Literal["tandem", "vllm"] = setting(
+        "tandem",
+        "engine that computes: Tandem's own, or vLLM in a virtual environment, in decode workers that prefill too",
+    )
+    vllm_python: str = setting(
+        "", "path of the Python interpreter of vLLM's virtual environment, for the engine vllm", shared=True
+    )
+    engine_args: str = setting(
+        "",
+        "flags for vLLM, as in a shell: --engine-args='--quantization fp8'; those that break a promise of Tandem are "
+        "refused",
+    )
     route: Literal["auto", "lean", "transformers"] = setting(
         "auto",
         "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
@@ -168,6 +190,24 @@ class WorkerSettings(EngineSettings):
         "compare the packed weights in the state directory with their checksums at start, and write damaged ones again",
     )
     lease_seconds: float = setting(10.0, "seconds that KV blocks stay reserved for a reader without a heartbeat")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine == "tandem":
+            if self.engine_args:
+                raise ValueError("--engine-args is for vLLM, the engine is tandem; leave it out or take --engine vllm")
+        elif not Path(self.vllm_python).is_file():
+            raise ValueError(
+                f"--engine vllm needs the Python interpreter of vLLM's virtual environment, and --vllm-python "
+                f"{self.vllm_python!r} is no file; give its path, for example /opt/vllm/bin/python"
+            )
+
+    def engine_config(self, state_dir: str, region_id: str) -> EngineConfig:
+        config = super().engine_config(state_dir, region_id)
+        return replace(config, engine_args=tuple(shlex.split(self.engine_args)))
+
+    def engine_program(self, state_dir: str) -> Program:
+        return vllm_program(self.vllm_python, Path(state_dir)) if self.engine == "vllm" else Program.own()
 
     @property
     def resolved_exactness(self) -> Exactness:

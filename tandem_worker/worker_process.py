@@ -100,10 +100,13 @@ class WorkerProcess(ABC):
         state_dir = str(paths.state_dir(settings.state_dir or None, "--state-dir"))
         try:
             config = settings.engine_config(state_dir, self.incarnation)
+            program = settings.engine_program(state_dir)
         except ValueError as error:
             logger.error("setting_refused", error=str(error))
             return EXIT_CONFIG
-        engine = EngineLink(await EngineClient.start(config))  # it loads the model while this process joins the fleet
+        engine = EngineLink(
+            await EngineClient.start(config, program)
+        )  # loads the model while this process joins the fleet
         try:
             self._member = await member_of_fleet(settings, WORKER_ROLES[self._role], drain)
         except StoppedEarly:

@@ -119,7 +119,7 @@ def block_size(config: EngineConfig, is_cpu: bool) -> int:
 
 def _parsed(flags: Sequence[str]) -> argparse.Namespace:
     parser = EngineArgs.add_cli_args(_Parser(prog="--engine-args", add_help=False))
-    parsed = parser.parse_args(list(flags))
+    parsed: argparse.Namespace = parser.parse_args(list(flags))
     for name, promise in _BROKEN.items():
         if getattr(parsed, name, None) != parser.get_default(name):
             raise ModelUnusable(f"--engine-args: {_flag(name)} is refused: {promise}")

@@ -46,7 +46,13 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     facts |= {"vocab_size": info.vocab_size, "eos_token_ids": info.eos_token_ids}
     vllm_config.additional_config[EXTRA_ARGS_KEY] = facts
     report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.2)
-    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    try:
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except ValueError as error:  # a pool for less than one request of the longest context is one
+        raise ModelUnusable(
+            f"vLLM refuses this model or its settings: {error} (--kv-memory-bytes and --num-kv-blocks of the worker "
+            "set the pool, --max-model-len the context)"
+        ) from error
     engine = VllmEngine(core)
     shape = layout(core)
     scheduler = _scheduler_config(config, info, shape, engine.pool.num_total)

@@ -83,7 +83,7 @@ class VllmEngine:
         return Run(request_id, self._scheduler.requests[request_id].num_computed_tokens - num_tokens, num_tokens)
 
     def _samples(self, run: Run) -> bool:
-        return run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens
+        return bool(run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens)
 
 
 def _vllm_request(request: Request) -> EngineCoreRequest:
@@ -120,6 +120,6 @@ def _vllm_request(request: Request) -> EngineCoreRequest:
 
 
 def _draw_of(core: EngineCore) -> TandemDraw:
-    runner: Any = core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    runner: Any = core.model_executor.driver_worker.worker.model_runner
     (draw,) = [each for each in runner.input_batch.logitsprocs.all if isinstance(each, TandemDraw)]
     return draw

@@ -36,8 +36,8 @@ def layout(core: EngineCore) -> LayoutInfo:
     The order is vLLM's own, LBHNC on a CPU: one tensor per layer, [block, head, token, key and value]. So a block of
     ours is as many pieces as there are layers.
     """
-    groups: list[Any] = core.scheduler.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
-    cache = core.scheduler.kv_cache_config  # type: ignore[attr-defined]
+    groups: list[Any] = core.scheduler.kv_cache_config.kv_cache_groups
+    cache = core.scheduler.kv_cache_config
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group.layer_names)}
     spec = groups[0].kv_cache_spec
     head_size = getattr(spec, "head_size", 0)

@@ -21,6 +21,7 @@ PACKAGES = (
     "tandem_engine",
     "tandem_machine",
     "tandem_runtime",
+    "tandem_vllm",
     "tandem_worker",
 )
 GENERATED = "protos/gen/"

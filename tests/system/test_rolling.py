@@ -153,9 +153,6 @@ async def _kinds(http: httpx.AsyncClient) -> list[str]:
 
 @pytest.mark.timeout(400)
 async def test_workers_are_replaced_one_by_one_and_a_roll_that_fails_is_taken_back(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{}")
     async with _tandem_up(tmp_path) as up, httpx.AsyncClient(base_url=up.url, timeout=60, trust_env=False) as http:
         streams = _Streams(http)
         await streams.start()
@@ -168,13 +165,7 @@ async def test_workers_are_replaced_one_by_one_and_a_roll_that_fails_is_taken_ba
             assert "decode-0-v2  proven" in printed
             assert printed.index("prefill-0-v2") > printed.index("decode-0  stopped")
 
-            # 2. A checkpoint that cannot be loaded: the new worker ends, the old ones serve on.
-            code, printed = await up.replace("--checkpoint", str(broken), "--start-seconds", "90")
-            assert code == 1, printed
-            assert "Taken back: decode-0-v3 ended with exit code 78" in printed
-            assert await _workers(http) == {"prefill-0-v2": "ready", "decode-0-v2": "ready"}
-
-            # 3. The second of two steps fails: the first one is taken back, too.
+            # 2. The second of two steps fails: the first one is taken back, too.
             up.environment["TANDEM_PREFILL_NUM_KV_BLOCKS"] = "no number"
             code, printed = await up.replace("--drain-seconds", "20", "--start-seconds", "90")
             assert code == 1, printed
@@ -182,7 +173,7 @@ async def test_workers_are_replaced_one_by_one_and_a_roll_that_fails_is_taken_ba
             assert await _workers(http) == {"prefill-0-v2": "ready", "decode-0-v4": "ready"}, printed
 
             expected = ["roll_started", "roll_step", "roll_step", "roll_finished"]
-            expected += ["roll_started", "roll_rolled_back", "roll_started", "roll_step", "roll_rolled_back"]
+            expected += ["roll_started", "roll_step", "roll_rolled_back"]
 
             async def are_kept() -> bool:
                 return await _kinds(http) == expected

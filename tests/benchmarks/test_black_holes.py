@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.black_holes import __main__ as black_holes
-from benchmarks.black_holes.__main__ import FULL, KINDS, NUM_FIRST, Reading, Seen, Sickness, Size, enter
+from benchmarks.black_holes.__main__ import FULL, KINDS, NUM_FIRST, Reading, Seen, Size, enter
+from benchmarks.black_holes.sick_workers import Sickness
 from benchmarks.lib.command import Outcome
 
 SHORT_FORM: tuple[Sickness, ...] = ("unreachable", "refuses_all", "never_answers")

@@ -17,6 +17,7 @@ import pytest
 
 from tests.ports import free_ports
 from tests.system.fleet import until
+from tests.system.steady_streams import SteadyStreams
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PROMPTS = [f"{number} ways to explain a KV cache. " * 6 for number in range(3)]
@@ -92,55 +93,6 @@ async def _tandem_up(folder: Path) -> AsyncIterator[_Up]:
             raise
 
 
-class _Streams:
-    """Clients that stream the same greedy prompts again and again."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
-        self.expected: dict[str, str] = {}
-        self.num_answered = 0
-        self.failures: list[str] = []
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> None:
-        for prompt in _PROMPTS:
-            self.expected[prompt] = await self._answer(prompt)
-        self._tasks = [asyncio.create_task(self._ask(prompt)) for prompt in _PROMPTS]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _ask(self, prompt: str) -> None:
-        while True:
-            try:
-                text = await self._answer(prompt)
-            except (AssertionError, httpx.HTTPError) as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                return
-            if text != self.expected[prompt]:
-                self.failures.append(f"{text!r} instead of {self.expected[prompt]!r}")
-            self.num_answered += 1
-
-    async def _answer(self, prompt: str) -> str:
-        text, num_tokens = "", 0
-        body = {"model": "@tandem/demo", "prompt": prompt, "max_tokens": _NUM_TOKENS, "ignore_eos": True}
-        asked = {**body, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        async with self._http.stream("POST", "/v1/completions", json=asked) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    assert num_tokens == _NUM_TOKENS
-                    return text
-                if line.startswith("data: "):
-                    event = httpx.Response(200, text=line.removeprefix("data: ")).json()
-                    assert "error" not in event, event
-                    text += "".join(choice["text"] for choice in event["choices"])
-                    num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-        raise AssertionError("a stream ended without [DONE]")
-
-
 async def _workers(http: httpx.AsyncClient) -> dict[str, str]:
     rows: list[dict[str, Any]] = (await http.get("/v1/workers")).json()["data"]
     return {row["name"]: row["state"] for row in rows if row["role"] != "kv"}
@@ -154,7 +106,7 @@ async def _kinds(http: httpx.AsyncClient) -> list[str]:
 @pytest.mark.timeout(400)
 async def test_workers_are_replaced_one_by_one_and_a_roll_that_fails_is_taken_back(tmp_path: Path) -> None:
     async with _tandem_up(tmp_path) as up, httpx.AsyncClient(base_url=up.url, timeout=60, trust_env=False) as http:
-        streams = _Streams(http)
+        streams = SteadyStreams(http, up.url, _PROMPTS, _NUM_TOKENS)
         await streams.start()
         try:
             # 1. Both workers are replaced, decode first, while streams run.

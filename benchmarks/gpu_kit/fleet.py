@@ -38,6 +38,11 @@ def prefill_flags(**settings: object) -> dict[str, str]:
     return {f"TANDEM_PREFILL_{name.upper()}": str(value) for name, value in settings.items()}
 
 
+def has_flags(*names: str) -> bool:
+    """Return whether the workers of this checkout have these settings."""
+    return all(name in WorkerSettings.__dataclass_fields__ for name in names)
+
+
 class Fleet:
     """`tandem up` with the random Llama: `await Fleet.start(...)`, and `close`."""
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_kit.compare import equal_share
-from benchmarks.gpu_kit.fleet import Fleet, Row, prefill_flags
+from benchmarks.gpu_kit.fleet import Fleet, Row, has_flags, prefill_flags
 from benchmarks.gpu_kit.part import Figures, LeftOut, Runs, Settings
 from benchmarks.long_prompts.asking import Answer
 
@@ -21,6 +21,8 @@ HOST_BYTES_BESIDE_WEIGHTS = 2 << 30
 _RECOVER_SECONDS = 90.0
 _SETTLE_SECONDS = 40.0
 _DEVICE_FIELDS = ("name", "uuid", "total_bytes", "used_bytes", "free_bytes", "own_bytes", "foreign_bytes", "error")
+_UNKNOWN_FIELDS = ("mig_instance", "foreign_unknown")
+"""Only newer releases have them."""
 
 
 class Rig:
@@ -42,6 +44,17 @@ class Rig:
             self._variables = variables
         return self._fleet
 
+    async def usual_fleet(self) -> Fleet:
+        """Return a fleet with the settings of `tandem up`; on a CPU, staged as on a card, through a small ring."""
+        is_staged_by_choice = not self.settings.is_on_card and has_flags("kv_staging", "kv_staging_bytes")
+        return await self.fleet(**(self.small_ring if is_staged_by_choice else {}))
+
+    @property
+    def small_ring(self) -> dict[str, object]:
+        """Return settings with which half a prompt fits into the staging ring."""
+        ring: dict[str, object] = {"kv_staging_bytes": self.settings.form.served_prompt_bytes // 2}
+        return ring if self.settings.is_on_card else {**ring, "kv_staging": "always"}
+
     async def close(self) -> None:
         if self._fleet is not None:
             await self._fleet.close()
@@ -58,18 +71,12 @@ async def open_rig(settings: Settings) -> AsyncIterator[Rig]:
 
 
 async def _hand_over(rig: Rig) -> Figures:
-    return await _handed_over(await rig.fleet())
+    return await _handed_over(await rig.usual_fleet(), seed=1)
 
 
 async def _hand_over_ring(rig: Rig) -> Figures:
-    """Hand over prompts of which the staging ring holds less than half."""
-    if not rig.settings.is_on_card:
-        raise LeftOut("on a CPU the region of a worker is its pool: nothing is staged")
-    fleet = await rig.fleet()
-    pool = (await fleet.row("prefill"))["kv"]
-    num_blocks = rig.settings.form.served_prompt_tokens // pool["tokens_per_block"]
-    fleet = await rig.fleet(kv_staging_bytes=num_blocks * pool["bytes_per_block"] // 2)
-    return await _handed_over(fleet)
+    """Hand over prompts of which the staging ring holds half."""
+    return await _handed_over(await rig.fleet(**rig.small_ring), seed=11)
 
 
 async def _hand_over_device(rig: Rig) -> Figures:
@@ -77,16 +84,16 @@ async def _hand_over_device(rig: Rig) -> Figures:
     prefill_flags(**variables)
     if not rig.settings.is_on_card:
         raise LeftOut("a CPU has no memory of a card, which --kv-region device hands over")
-    return await _handed_over(await rig.fleet(**variables))
+    return await _handed_over(await rig.fleet(**variables), seed=21)
 
 
-async def _handed_over(fleet: Fleet) -> Figures:
+async def _handed_over(fleet: Fleet, seed: int) -> Figures:
     """Ask one by one, then all at once; raises RuntimeError if decode has computed prompts itself."""
     form = fleet.settings.form
     before = await fleet.row("decode")
-    prompts = fleet.prompts(form.num_requests, 1)
+    prompts = fleet.prompts(form.num_requests, seed)
     alone = [await fleet.ask(prompt, form.served_answer_tokens) for prompt in prompts]
-    together = await fleet.ask_all(fleet.prompts(form.num_requests, 2), form.served_answer_tokens)
+    together = await fleet.ask_all(fleet.prompts(form.num_requests, seed + 1), form.served_answer_tokens)
     again = await fleet.ask_all(prompts, form.served_answer_tokens)
     after = await fleet.row("decode")
     counted = _change(before, after)
@@ -110,7 +117,7 @@ async def _handed_over(fleet: Fleet) -> Figures:
 
 async def _host_memory(rig: Rig) -> Figures:
     """Read what the workers hold once they have served; pages of files (libraries, mapped weights) are listed apart."""
-    fleet = await rig.fleet()
+    fleet = await rig.usual_fleet()
     await fleet.ask_all(fleet.prompts(rig.settings.form.num_requests, 3), 2)
     weights = sum(file.stat().st_size for file in fleet.model.glob("*.safetensors"))
     figures: Figures = {"weight_bytes": weights, "bound_bytes": weights + HOST_BYTES_BESIDE_WEIGHTS}
@@ -121,14 +128,17 @@ async def _host_memory(rig: Rig) -> Figures:
             "status": held,
             "pool_bytes": row["kv"]["total_blocks"] * row["kv"]["bytes_per_block"],
             "memory_source": row["memory"]["source"],
-            "devices": [{name: each[name] for name in _DEVICE_FIELDS} for each in row["memory"]["devices"]],
+            "devices": [
+                {name: each.get(name) for name in (*_DEVICE_FIELDS, *_UNKNOWN_FIELDS)}
+                for each in row["memory"]["devices"]
+            ],
         }
     return figures
 
 
 async def _kill(rig: Rig) -> Figures:
     """Kill the prefill worker while it computes prompts; wait until another one serves and nothing is left."""
-    form, fleet = rig.settings.form, await rig.fleet()
+    form, fleet = rig.settings.form, await rig.usual_fleet()
     incarnation = (await fleet.row("prefill"))["incarnation"]
     prompts = fleet.prompts(form.num_requests + 1, 4)
     began = await fleet.row("decode")

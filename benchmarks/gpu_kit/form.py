@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.lib import random_model
+
 
 @dataclass(frozen=True)
 class Form:
@@ -35,6 +37,13 @@ class Form:
     """Requests to a whole Tandem, per part."""
     pool_bytes: int | None
     """KV pool of each worker; None: its share of the card."""
+
+    @property
+    def served_prompt_bytes(self) -> int:
+        """Bytes of keys and values of a prompt: of bfloat16 on a card, of float32 on a CPU."""
+        shape = random_model.SHAPES[self.shape]
+        numbers = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * shape["head_dim"]
+        return int(self.served_prompt_tokens * numbers * (4 if self.pool_bytes is not None else 2))
 
 
 FULL = Form(

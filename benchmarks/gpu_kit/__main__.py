@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = Settings("cpu" if device == "cpu" else "cuda:0", form, Path(folder))
         asyncio.run(run_parts(parts, settings, environment, 60 * options.minutes, report, has_to_work="card"))
     if results["card"].state != "done":
-        print(f"no card: {results['card'].reason}", file=sys.stderr)
+        print(f"nothing was tried: {results['card'].reason}", file=sys.stderr)
         return NO_CARD
     judged = _judged(form, results)
     for bar in judged:

@@ -46,9 +46,12 @@ class Rig:
 
     @property
     def size(self) -> Size:
+        return self._size_for(max(*self.form.batches, self.form.sampling_batch))
+
+    def _size_for(self, max_batch: int) -> Size:
         form = self.form
-        longest = max(form.prompt_tokens + form.answer_tokens, form.prefill_tokens + 1)
-        return Size(max(*form.batches, form.sampling_batch), longest, form.max_batched_tokens)
+        num_kv_tokens = max(max_batch * (form.prompt_tokens + form.answer_tokens), form.prefill_tokens + 1)
+        return Size(max_batch, num_kv_tokens, form.max_batched_tokens)
 
     @property
     def ours(self) -> Ours:
@@ -60,7 +63,7 @@ class Rig:
     def theirs(self) -> Theirs:
         """In the dtype of `ours`."""
         if self._theirs is None:
-            size = Size(max(self.form.batches), self.size.max_context, self.size.max_batched_tokens)
+            size = self._size_for(max(self.form.batches))
             self._theirs = Theirs(self.model, self.settings.device, size, dtype=self.ours.info.dtype)
         return self._theirs
 
@@ -111,7 +114,7 @@ async def _parity_random(rig: Rig) -> Figures:
 
 def _parity(rig: Rig, model: Path, prompts: Sequence[Sequence[int]], dtypes: Sequence[str]) -> Figures:
     longest = max(map(len, prompts)) + rig.form.parity_tokens
-    size = Size(len(prompts), longest, rig.form.max_batched_tokens)
+    size = Size(len(prompts), len(prompts) * longest, rig.form.max_batched_tokens)
     reference, reference_class = _answers(model, "cpu", size, "auto", prompts, rig.form.parity_tokens)
     chosen = [[each.chosen.logprob for each in answer.logprobs] for answer in reference]
     tops = [[{one.token_id: one.logprob for one in each.top} for each in answer.logprobs] for answer in reference]
@@ -201,8 +204,8 @@ async def _sampling(rig: Rig) -> Figures:
     gaps: dict[str, list[float]] = {"greedy": [], "top_p": []}
     for turn in range(form.num_turns + 1):
         prompts = rig.prompts(form.sampling_batch, form.prompt_tokens, 200 + turn)
-        greedy = steady_gaps(_times(engine.run(prompts, form.answer_tokens)))
-        drawn = engine.run(prompts, form.answer_tokens, temperature=_TEMPERATURE, top_p=_TOP_P)
+        greedy = steady_gaps(_times(engine.run(prompts, form.sampling_tokens)))
+        drawn = engine.run(prompts, form.sampling_tokens, temperature=_TEMPERATURE, top_p=_TOP_P)
         if turn:
             gaps["greedy"] += greedy
             gaps["top_p"] += steady_gaps(_times(drawn))

@@ -26,6 +26,7 @@ class Form:
     answer_tokens: int
     batches: tuple[int, ...]
     sampling_batch: int
+    sampling_tokens: int
     prefill_tokens: int
     num_turns: int
     """Times that ours and the other side are measured, by turns."""
@@ -57,6 +58,7 @@ FULL = Form(
     answer_tokens=96,
     batches=(1, 32),
     sampling_batch=64,
+    sampling_tokens=32,
     prefill_tokens=2048,
     num_turns=4,
     max_batched_tokens=2048,
@@ -76,6 +78,7 @@ QUICK = Form(
     answer_tokens=32,
     batches=(1, 32),
     sampling_batch=64,
+    sampling_tokens=16,
     prefill_tokens=512,
     num_turns=2,
     max_batched_tokens=2048,
@@ -95,6 +98,7 @@ ON_CPU = Form(
     answer_tokens=16,
     batches=(1, 4),
     sampling_batch=4,
+    sampling_tokens=12,
     prefill_tokens=64,
     num_turns=2,
     max_batched_tokens=256,

@@ -66,18 +66,23 @@ def _by_nvml(uuid: str) -> Figures:
         nvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 - the library raises errors of many classes
         return {"nvml": f"{type(error).__name__}: {error}"}
-    readings: dict[str, Callable[[Any], Any]] = {
-        "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
-        "pcie_generation": nvml.nvmlDeviceGetMaxPcieLinkGeneration,
-        "pcie_width": nvml.nvmlDeviceGetMaxPcieLinkWidth,
-        "power_limit_milliwatts": nvml.nvmlDeviceGetEnforcedPowerLimit,
-        "mig_mode": lambda handle: nvml.nvmlDeviceGetMigMode(handle)[0],
-        "num_processes": lambda handle: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+
+    def handle() -> Any:
+        """Return the card; an instance of MIG has another kind of name, and its readings name the error."""
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    readings: dict[str, Callable[[], Any]] = {
+        "driver": nvml.nvmlSystemGetDriverVersion,
+        "pcie_generation": lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle()),
+        "pcie_width": lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle()),
+        "power_limit_milliwatts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle()),
+        "mig_mode": lambda: nvml.nvmlDeviceGetMigMode(handle())[0],
+        "num_processes": lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle())),
     }
     values: Figures = {}
     for name, read in readings.items():
         try:
-            values[name] = read(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+            values[name] = read()
         except nvml.NVMLError as error:
             values[name] = f"{type(error).__name__}: {error}"
     return values

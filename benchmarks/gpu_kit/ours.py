@@ -36,9 +36,13 @@ class Size:
     """The most that an engine is given at once."""
 
     max_batch: int
-    max_context: int
-    """Tokens of prompt and answer of one request."""
+    num_kv_tokens: int
+    """Prompts and answers of all requests that run at once."""
     max_batched_tokens: int
+
+    def num_pages(self, page_tokens: int) -> int:
+        """Return how many pages hold them: of each request the last one is partly filled, and one is spare."""
+        return -(-self.num_kv_tokens // page_tokens) + 2 * self.max_batch
 
 
 class Ours:
@@ -54,8 +58,7 @@ class Ours:
             device=device,
             dtype=dtype,  # type: ignore[arg-type]
             block_size=_BLOCK_TOKENS,
-            # One block more per request: the scheduler keeps a spare one.
-            num_kv_blocks=size.max_batch * (-(-size.max_context // _BLOCK_TOKENS) + 1),
+            num_kv_blocks=size.num_pages(_BLOCK_TOKENS),
             max_num_seqs=size.max_batch,
             max_num_batched_tokens=size.max_batched_tokens,
             max_prefill_tokens_with_decodes=size.max_batched_tokens,

@@ -76,7 +76,7 @@ PARTS = (
     Part("determinism", "the same requests twice, alone and in batches", _ENGINE, 60),
     Part("decode", "decode against transformers' continuous batching", _ENGINE, 120),
     Part("prefill", "prefill against transformers' continuous batching", _ENGINE, 60),
-    Part("sampling", "top-p against greedy", _ENGINE, 60),
+    Part("sampling", "top-p against greedy", _ENGINE, 90),
     Part("overlap", "steps planned ahead against steps one by one", _ENGINE, 60),
     Part("hand_over", "prefill and decode on one card, KV through the host", _FLEET, 180),
     Part("host_memory", "host memory of a worker", _FLEET, 90),

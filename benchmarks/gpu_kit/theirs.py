@@ -34,14 +34,15 @@ class Theirs:
             generation_config=library.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=library.ContinuousBatchingConfig(
                 page_size=page_tokens,
-                num_blocks=size.max_batch * (-(-size.max_context // page_tokens) + 1),
+                num_blocks=size.num_pages(page_tokens),
                 max_batch_tokens=max(size.max_batched_tokens, size.max_batch),
                 max_requests_per_batch=size.max_batch,
                 allow_block_sharing=False,
                 auto_switch_to_flash=has_flash,
             ),
         )
-        self._manager.warmup()
+        with torch.no_grad():
+            self._manager.warmup()
         self._manager.start()
 
     @property

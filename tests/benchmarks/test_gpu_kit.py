@@ -73,7 +73,7 @@ def test_without_a_card_the_kit_says_why_and_tries_nothing_else(
     file = tmp_path / "kit.json"
     assert main(["--json", str(file), "--device", "cuda:0"]) == NO_CARD
     assert list(json.loads(file.read_text())["parts"]) == ["card"]
-    assert re.search(r"no card: NoCard: torch .*(without CUDA|finds no card)", capsys.readouterr().err)
+    assert re.search(r"nothing was tried: NoCard: torch .*(without CUDA|finds no card)", capsys.readouterr().err)
 
 
 # --------------------------------------------------------------------------------------------------- isolation

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asyncio.run(run_parts(parts, settings, environment, 60 * options.minutes, report, has_to_work="card"))
     if results["card"].state != "done":
         print(f"nothing was tried: {results['card'].reason}", file=sys.stderr)
-        return NO_CARD
+        return NO_CARD if results["card"].reason.startswith("NoCard") else SOMETHING_WRONG
     judged = _judged(form, results)
     for bar in judged:
         print(f"{'met' if bar.is_met else 'MISSED'}: {bar.text}")

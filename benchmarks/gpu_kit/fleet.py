@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -24,6 +25,7 @@ _REPORT_SECONDS = 15.0
 _LEASE_SECONDS = 3.0
 _STATUS_FIELDS = ("RssAnon", "RssFile", "RssShmem", "VmHWM")
 _DAY_SECONDS = 86400
+_FOLDERS = "fleet-"
 
 Row = dict[str, Any]
 """A worker or KV service, as `GET /v1/workers` describes it."""
@@ -36,6 +38,12 @@ def prefill_flags(**settings: object) -> dict[str, str]:
         flags = ", ".join("--" + name.replace("_", "-") for name in unknown)
         raise MissingFlag(f"the prefill worker of this checkout does not know {flags}")
     return {f"TANDEM_PREFILL_{name.upper()}": str(value) for name, value in settings.items()}
+
+
+def newest_log(folder: Path) -> Path | None:
+    """Return the log of the `tandem up` that was started last."""
+    logs = sorted(folder.glob(f"{_FOLDERS}*/*.log"), key=lambda log: log.stat().st_mtime)
+    return logs[-1] if logs else None
 
 
 def has_flags(*names: str) -> bool:
@@ -53,12 +61,13 @@ class Fleet:
         self._opened = opened
 
     @classmethod
-    async def start(cls, settings: Settings, name: str, more: Mapping[str, str]) -> Fleet:
+    async def start(cls, settings: Settings, more: Mapping[str, str]) -> Fleet:
         """Start it in a folder of its own; `more` are variables beside those that all fleets of the kit have."""
+        folder = settings.folder / f"{_FOLDERS}{secrets.token_hex(4)}"
         model = random_model.made(settings.folder, settings.form.shape)
         async with AsyncExitStack() as opening:
             environment = {**_environment(settings), **more}
-            served = Served(settings.folder / name, ("--model", str(model)), environment, ("prefill", "decode", "kv"))
+            served = Served(folder, ("--model", str(model)), environment, ("prefill", "decode", "kv"))
             await opening.enter_async_context(served)
             http = httpx.AsyncClient(base_url=served.base_url, trust_env=False, timeout=120.0)
             await opening.enter_async_context(http)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,15 +12,17 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_kit.compare import equal_share
-from benchmarks.gpu_kit.fleet import Fleet, Row, has_flags, prefill_flags
+from benchmarks.gpu_kit.fleet import Fleet, Row, has_flags, newest_log, prefill_flags
 from benchmarks.gpu_kit.part import Figures, LeftOut, Runs, Settings
 from benchmarks.long_prompts.asking import Answer
+from tandem_client.cli.supervisor import last_lines, troubles
 
 HAS_CHILDREN = True
 HOST_BYTES_BESIDE_WEIGHTS = 2 << 30
 """What a worker may hold in host memory beside its weights, however large its pool is."""
 _RECOVER_SECONDS = 90.0
 _SETTLE_SECONDS = 40.0
+_LOG_LINES = 60
 _DEVICE_FIELDS = ("name", "uuid", "total_bytes", "used_bytes", "free_bytes", "own_bytes", "foreign_bytes", "error")
 _UNKNOWN_FIELDS = ("mig_instance", "foreign_unknown")
 """Only newer releases have them."""
@@ -32,15 +35,13 @@ class Rig:
         self.settings = settings
         self._fleet: Fleet | None = None
         self._variables: Mapping[str, str] = {}
-        self._num_fleets = 0
 
     async def fleet(self, **settings: object) -> Fleet:
         """Return a fleet whose prefill worker has these settings; raises MissingFlag."""
         variables = prefill_flags(**settings)
         if self._fleet is None or self._variables != variables:
             await self.close()
-            self._num_fleets += 1
-            self._fleet = await Fleet.start(self.settings, f"fleet-{self._num_fleets}", variables)
+            self._fleet = await Fleet.start(self.settings, variables)
             self._variables = variables
         return self._fleet
 
@@ -68,6 +69,8 @@ async def open_rig(settings: Settings) -> AsyncIterator[Rig]:
         yield rig
     finally:
         await rig.close()
+        if (log := newest_log(settings.folder)) is not None:  # for the record of a part that has failed
+            sys.stderr.write("\n".join(["--- tandem up", *troubles(last_lines(log, _LOG_LINES)), ""]))
 
 
 async def _hand_over(rig: Rig) -> Figures:

@@ -41,6 +41,8 @@ class Result:
     figures: Figures = field(default_factory=dict)
     reason: str = ""
     """Why the part failed or was left out."""
+    log: str = ""
+    """The end of what the process of a failed part, and the Tandem that it had started, have written."""
 
 
 @dataclass(frozen=True)

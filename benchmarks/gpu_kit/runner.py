@@ -7,6 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,7 @@ from tandem_client.cli.supervisor import last_lines
 _MAX_LINE_BYTES = 1 << 24
 _CLOSE_SECONDS = 40.0
 """For a process to close what it has opened; a whole Tandem drains."""
-_KILL_SECONDS = 10.0
-_LOG_LINES = 20
+_LOG_LINES = 40
 _MIN_SECONDS = 5.0
 """A part is not begun with less time than this."""
 
@@ -48,7 +49,7 @@ async def run_parts(
                 result = await hands.run(part.name, min(part.budget_seconds, left))
                 if result.state == "failed":  # a card may stay broken for a process whose kernel failed
                     await hands.close()
-                    hands = None
+                    result, hands = replace(result, log=hands.log_tail), None
             results[part.name] = result
             report(part, result)
             if part.name == has_to_work and result.state != "done":
@@ -70,18 +71,18 @@ async def _hands_for(part: Part, hands: Hands | None, settings: Settings, enviro
 class Hands:
     """A process that runs parts; the other end is `benchmarks.gpu_kit.hands`."""
 
-    def __init__(self, module: str, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, module: str, process: asyncio.subprocess.Process, folder: Path) -> None:
         self.module = module
+        self._folder = folder
         self._process = process
-        self._log = log
+        self._log = _log(folder, module)
 
     @classmethod
     async def start(cls, module: str, settings: Settings, environment: Mapping[str, str]) -> Hands:
         """Start the process; what it prints is in a log below the run's folder."""
-        log = settings.folder / f"{module.rpartition('.')[2]}.log"
         command = [sys.executable, "-m", "benchmarks.gpu_kit.hands", module]
         command += [settings.device, settings.form_name, str(settings.folder)]
-        with log.open("ab") as errors:
+        with _log(settings.folder, module).open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 *die_with_parent(command),
                 stdin=asyncio.subprocess.PIPE,
@@ -91,7 +92,7 @@ class Hands:
                 cwd=ROOT,
                 limit=_MAX_LINE_BYTES,
             )
-        return cls(module, process, log)
+        return cls(module, process, settings.folder)
 
     async def run(self, name: str, budget_seconds: float) -> Result:
         """Run one part; the process is of no more use if the part has failed."""
@@ -101,16 +102,13 @@ class Hands:
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), budget_seconds)
         except TimeoutError:
-            return Result(
-                "failed", budget_seconds, reason=f"was not done within its {budget_seconds:.0f} s\n{self._tail()}"
-            )
+            return Result("failed", budget_seconds, reason=f"was not done within its {budget_seconds:.0f} s")
         if not line:
             await self._process.wait()  # it has closed its end
         return self._result(line, time.monotonic() - started)
 
     async def close(self) -> None:
         """End the process and all that it has started."""
-        started = psutil.Process(self._process.pid).children(recursive=True) if self._process.returncode is None else []
         if self._process.returncode is None:
             self._process.terminate()
             try:
@@ -118,12 +116,20 @@ class Hands:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        for left in (await asyncio.to_thread(psutil.wait_procs, started, _KILL_SECONDS))[1]:
-            left.kill()
+        left = _running_below(self._folder)  # of a process that has died
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        for process in (await asyncio.to_thread(psutil.wait_procs, left, _CLOSE_SECONDS))[1]:
+            process.kill()
+
+    @property
+    def log_tail(self) -> str:
+        return "\n".join(last_lines(self._log, _LOG_LINES))
 
     def _result(self, line: bytes, seconds: float) -> Result:
         if not line:
-            return Result("failed", seconds, reason=f"its process died\n{self._tail()}")
+            return Result("failed", seconds, reason="its process died")
         answer: dict[str, Any] = json.loads(line)
         if "figures" in answer:
             return Result("done", seconds, answer["figures"])
@@ -131,5 +137,16 @@ class Hands:
             return Result("left_out", seconds, reason=answer["left_out"])
         return Result("failed", seconds, reason=answer["failed"])
 
-    def _tail(self) -> str:
-        return "\n".join(last_lines(self._log, _LOG_LINES))
+
+def _log(folder: Path, module: str) -> Path:
+    return folder / f"{module.rpartition('.')[2]}.log"
+
+
+def _running_below(folder: Path) -> list[psutil.Process]:
+    """Return the processes whose working folder is this one or below it."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if Path(process.cwd()).is_relative_to(folder.resolve()):
+                found.append(process)
+    return found

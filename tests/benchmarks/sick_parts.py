@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from benchmarks.gpu_kit.part import Figures, LeftOut, Runs, Settings
 from tandem_client.cli.parent_death import die_with_parent
@@ -16,14 +17,15 @@ HAS_CHILDREN = True
 class Rig:
     """Counts the parts that this process has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.num_runs = 0
 
 
 @asynccontextmanager
 async def open_rig(settings: Settings) -> AsyncIterator[Rig]:
     try:
-        yield Rig()
+        yield Rig(settings.folder)
     finally:
         (settings.folder / "closed").touch()
 
@@ -42,7 +44,9 @@ async def _leave_out(rig: Rig) -> Figures:
 
 
 async def _die(rig: Rig) -> Figures:
-    os.write(2, b"CUDA error: an illegal memory access was encountered\n")
+    """Die, and leave a process behind."""
+    left = await asyncio.create_subprocess_exec("/bin/sleep", "600", cwd=rig.folder)
+    os.write(2, f"CUDA error: an illegal memory access was encountered\nleft {left.pid}\n".encode())
     os.abort()
 
 

@@ -111,7 +111,7 @@ def _report(host: pb.HostMemory, reading: Reading, seconds: int) -> pb.MemoryRep
     """Return a report; `seconds` says how long NVML has not answered, 0 if it does."""
     silence = f"NVML has not answered for {seconds} s" if seconds else ""
     if not reading.devices:
-        return pb.MemoryReport(host=host, source=f"host: {silence or reading.reason}")
+        return pb.MemoryReport(host=host, source=f"host: {silence or reading.reason}", device_age_seconds=seconds)
     report = pb.MemoryReport(devices=reading.devices, host=host, source="nvml", device_age_seconds=seconds)
     for device in report.devices if silence else ():
         device.error = f"{silence}; {device.error}" if device.error else silence

@@ -332,6 +332,15 @@ class RequestAborted(Message, frozen=True):
     num_generated_tokens: int = 0
 
 
+class DeviceMemoryUsed(Message, frozen=True):
+    """The device memory that the engine holds. Sent behind Ready or EncoderReady, and when it has changed."""
+
+    device_uuid: str
+    """As CUDA gives it, without NVML's prefix; "": no CUDA device is in use."""
+    num_bytes: int
+    """By torch's allocator and the pool: the driver's own memory for the process, its context, is not counted."""
+
+
 class Pong(Message, frozen=True):
     """Answers Ping."""
 
@@ -354,4 +363,4 @@ RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortReques
 Command = RequestCommand | MapRegion | UnmapRegion | Ping | Shutdown
 StepEvent = BlocksSealed | StepDone
 RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed
-EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | Pong | EngineFailed
+EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | DeviceMemoryUsed | Pong | EngineFailed

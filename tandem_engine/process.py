@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
 from tandem_engine.cores import use_cores
+from tandem_engine.device_memory import DeviceMemory
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.memory_node import use_memory_node
 from tandem_engine.messages import EngineFailed, LoadProgress, Shutdown
@@ -81,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
     """Alternate commands and steps; wait for the socket while there is no work."""
     waiting = deque(commands)
+    memory = DeviceMemory()
     while True:
+        if (used := memory.change()) is not None:
+            channel.send(used)
         core.begin_turn()
         while waiting:
             if isinstance(waiting[0].message, Shutdown):

@@ -174,6 +174,8 @@ class WorkerFront:
             case messages.RequestFailed() if request := self._requests.get(event.request_id):
                 kind = InvalidRequest if event.is_callers_fault else InternalError
                 self.abort(request, kind(event.message))
+            case messages.DeviceMemoryUsed():
+                self.state.device_memory_used(event)
             case messages.LoadProgress():
                 self.state.loading(event)
             case messages.Ready():

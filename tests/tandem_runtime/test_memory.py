@@ -22,19 +22,23 @@ from tandem_machine import cgroups
 from tandem_runtime import memory
 from tandem_runtime.host_memory import host_memory
 from tandem_runtime.memory import MemoryProbe
-from tandem_runtime.nvml import Nvml, NvmlUnavailable, throttle_reasons
+from tandem_runtime.nvml import Nvml, NvmlUnavailable
+from tandem_runtime.nvml_figures import throttle_reasons
 
 SOURCE = Path(__file__).parent / "nvml_stub" / "nvml_stub.c"
 GIB = 1024**3
 UUID_A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 UUID_B = "GPU-bbbbbbbb-0000-0000-0000-000000000001"
+MIG_A = "MIG-cccccccc-0000-0000-0000-000000000003"
+MIG_B = "MIG-dddddddd-0000-0000-0000-000000000004"
 
 PROBE = """
 import ctypes, json, os, sys
 from google.protobuf import json_format
-from tandem_runtime import memory, nvml
+from tandem_runtime import memory
+from tandem_runtime.device_reader import EngineMemory
 os.environ["NVML_STUB_OWN_PID"] = str(os.getpid())
-probe = memory.MemoryProbe(lambda: [os.getpid()])
+probe = memory.MemoryProbe(lambda: [os.getpid()], lambda: EngineMemory(*json.loads(sys.argv[2])))
 reports = [json_format.MessageToDict(probe.read(), preserving_proto_field_name=True) for _ in range(int(sys.argv[1]))]
 stub = ctypes.CDLL("libnvidia-ml.so.1")
 counts = [ctypes.c_int.in_dll(stub, name).value for name in ("stub_num_starts", "stub_num_shutdowns")]
@@ -54,12 +58,17 @@ def stub_folder(*defines: str) -> Path:
     return folder
 
 
-def reports(num: int = 1, defines: tuple[str, ...] = (), **variables: str) -> tuple[list[pb.MemoryReport], list[int]]:
-    """Read `num` reports in a process whose NVML is the stub; also how often NVML was started and shut down."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"LD_LIBRARY_PATH": str(stub_folder(*defines))} | variables
+def reports(
+    num: int = 1, defines: tuple[str, ...] = (), engine: tuple[str, int] = ("", 0), **variables: Any
+) -> tuple[list[pb.MemoryReport], list[int]]:
+    """Read `num` reports in a process whose NVML is the stub; also how often NVML was started and shut down.
+
+    `engine` is the engine's device as CUDA names it, and the bytes that the engine counts.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    environment |= {"LD_LIBRARY_PATH": str(stub_folder(*defines)), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(num)],
+        [sys.executable, "-c", PROBE, str(num), json.dumps(engine)],
         env=environment,
         capture_output=True,
         text=True,
@@ -71,8 +80,8 @@ def reports(num: int = 1, defines: tuple[str, ...] = (), **variables: str) -> tu
     return [json_format.ParseDict(report, pb.MemoryReport()) for report in found], counts
 
 
-def only(**variables: str) -> pb.MemoryReport:
-    [report], _ = reports(1, (), **variables)
+def only(engine: tuple[str, int] = ("", 0), **variables: str) -> pb.MemoryReport:
+    [report], _ = reports(1, (), engine, **variables)
     return report
 
 
@@ -117,12 +126,12 @@ def test_a_card_without_energy_counter_and_ecc_reports_neither_and_no_error_of_t
     assert card.error == "power: Not Supported"
 
 
-def test_a_figure_that_cannot_be_read_is_zero_and_named_and_the_others_stay() -> None:
+def test_a_figure_that_cannot_be_read_is_absent_and_named_and_the_others_stay() -> None:
     card = only().devices[1]
     assert card.error == "power: Not Supported"
-    assert card.power_milliwatts == 0
+    assert not card.HasField("power_milliwatts")
     assert (card.uuid, card.total_bytes, card.temperature_celsius) == (UUID_B, 24 * GIB, 31)
-    assert card.foreign_bytes == 0
+    assert card.HasField("utilization_percent") and card.utilization_percent == 0, "zero is a figure"
     assert list(card.throttle_reasons) == []  # idle is no throttling
 
 
@@ -148,21 +157,75 @@ def test_drivers_from_before_the_new_name_tell_their_throttle_reasons_too() -> N
     ],
 )
 def test_cuda_visible_devices_restricts_and_orders(chosen: str, uuids: list[str]) -> None:
-    report = only(CUDA_VISIBLE_DEVICES=chosen)
+    report = only(CUDA_VISIBLE_DEVICES=chosen, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert [device.uuid for device in report.devices] == uuids
     assert report.source == ("nvml" if uuids else "host: NVML shows no device to this process")
 
 
 def test_an_index_is_nvmls_own_whatever_the_order() -> None:
-    assert [device.index for device in only(CUDA_VISIBLE_DEVICES="1,0").devices] == [1, 0]
+    report = only(CUDA_VISIBLE_DEVICES="1,0", NVML_STUB_ALIKE="1")
+    assert [device.index for device in report.devices] == [1, 0]
 
 
-def test_a_mig_instance_is_named_and_left_alone() -> None:
-    report = only(CUDA_VISIBLE_DEVICES="MIG-1234,1")
-    assert [(device.uuid, device.total_bytes, device.error) for device in report.devices] == [
-        ("MIG-1234", 0, "MIG instances are not read"),
-        (UUID_B, 24 * GIB, "power: Not Supported"),
-    ]
+def test_an_index_of_unlike_cards_is_believed_only_in_the_order_of_the_bus() -> None:
+    """CUDA's index 0 is its fastest card, NVML's the first on the bus; the engine tells which card it has."""
+
+    def found(engine: tuple[str, int] = ("", 0), **more: str) -> list[str]:
+        return [device.uuid for device in only(engine, CUDA_VISIBLE_DEVICES="0", **more).devices]
+
+    assert found() == [UUID_A, UUID_B]
+    assert found((UUID_B.removeprefix("GPU-"), GIB)) == [UUID_B]
+    assert found(CUDA_DEVICE_ORDER="PCI_BUS_ID") == [UUID_A]
+    assert found(NVML_STUB_ALIKE="1") == [UUID_A]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "instances"),
+    [
+        (None, ["3/0", ""]),  # as CUDA does, the first instance of a card in MIG mode
+        ("0", ["3/0"]),
+        ("1", [""]),
+        (MIG_A, ["3/0"]),
+        (f"{MIG_B},{MIG_A}", ["4/0", "3/0"]),
+        ("MIG-ddd", ["4/0"]),
+        (f"MIG-{UUID_A}/4/0", ["4/0"]),  # the name under drivers before 470
+        (f"MIG-{UUID_A}/9/0,1", []),
+        (f"MIG-{UUID_B}/4/0", []),
+        ("MIG-1234,1", []),
+        ("MIG-", []),  # fits both
+    ],
+)
+def test_mig_instances_are_found_by_each_of_their_names(chosen: str | None, instances: list[str]) -> None:
+    variables: dict[str, Any] = {"NVML_STUB_MIG": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if chosen is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = chosen
+    [report], _ = reports(**variables)
+    assert [device.mig_instance for device in report.devices] == instances
+
+
+def test_a_mig_instance_has_its_own_memory_and_no_figure_that_is_its_cards() -> None:
+    [device] = only(CUDA_VISIBLE_DEVICES=MIG_A, NVML_STUB_MIG="1", NVML_STUB_XIDS="0:79").devices
+    assert device == pb.Device(
+        index=0,
+        name="Stub A MIG 3g.40gb",
+        uuid=MIG_A,
+        mig_instance="3/0",
+        total_bytes=40 * GIB,
+        used_bytes=4 * GIB,
+        free_bytes=36 * GIB,
+        own_bytes=4 * GIB,
+        foreign_bytes=0,
+        temperature_celsius=84,
+        throttle_reasons=["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
+        xid_errors={79: 1},
+    )
+
+
+def test_a_card_whose_instances_are_all_of_others_says_so() -> None:
+    [device, other] = only(NVML_STUB_MIG="none").devices
+    assert (device.index, device.total_bytes) == (0, 0)
+    assert device.error == "the GPU is in MIG mode, and none of its instances can be used here"
+    assert other.uuid == UUID_B
 
 
 def test_nvml_is_started_once_for_many_reports() -> None:
@@ -188,20 +251,20 @@ def test_without_a_driver_the_host_is_reported_and_the_reason_said() -> None:
 
 def test_a_real_card_reports_itself() -> None:
     try:
-        devices = Nvml().devices({os.getpid()})
+        found = Nvml().devices()
     except NvmlUnavailable as reason:
         pytest.skip(f"no real card: {reason}")
-    for device in devices:
-        assert device.name and device.uuid.startswith("GPU-")
+    for device, use in found:
+        assert device.name and device.uuid.startswith(("GPU-", "MIG-"))
         assert 0 < device.used_bytes + device.free_bytes <= device.total_bytes
-        assert device.foreign_bytes <= device.used_bytes
+        assert use is not None and use.used_bytes == device.used_bytes
         assert device.utilization_percent <= 100
 
 
 def test_reports_within_half_a_second_are_one_reading() -> None:
     num_readings = []
-    probe = MemoryProbe(lambda: num_readings.append(1) or [os.getpid()])  # type: ignore[func-returns-value]
-    assert probe.report() is probe.report()
+    probe = MemoryProbe(lambda: num_readings.append(1) or [os.getpid()], has_devices=False)  # type: ignore[func-returns-value]
+    assert probe.read() is probe.report() is probe.report() is probe.latest
     assert num_readings == [1]
 
 
@@ -216,7 +279,7 @@ def test_a_report_never_waits_for_a_reading(monkeypatch: pytest.MonkeyPatch) -> 
             assert may_end.wait(10)
         return [os.getpid()]
 
-    probe = MemoryProbe(own_pids)
+    probe = MemoryProbe(own_pids, has_devices=False)
     first = probe.read()
     monkeypatch.setattr(memory, "FRESH_SECONDS", -1.0)  # every reading is old
     assert probe.report() is first
@@ -238,7 +301,7 @@ def test_the_memory_of_our_processes_is_summed_and_ended_ones_count_nothing() ->
 
 
 def test_a_reading_that_lacks_a_descriptor_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = MemoryProbe(lambda: [os.getpid()])
+    probe = MemoryProbe(lambda: [os.getpid()], has_devices=False)
     before = probe.read()
     with monkeypatch.context() as used_up:
         used_up.setattr(memory, "host_memory", _no_descriptor)
@@ -254,7 +317,7 @@ def test_a_broken_list_of_processes_does_not_break_the_heartbeat() -> None:
     def broken() -> list[int]:
         raise ProcessLookupError("the engine is gone")
 
-    report = MemoryProbe(broken).report()
+    report = MemoryProbe(broken).read()
     assert report.host.total_bytes > 0
 
 

@@ -23,7 +23,6 @@ from tandem_engine.models.checkpoint import Progress
 from tandem_engine.models.draft import load_draft_model
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.base import Ops
-from tandem_engine.ops.cpu import CpuOps
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
 
@@ -95,8 +94,7 @@ def _guide(info: ModelInfo, ops: Ops) -> Compile:
     except ImportError as error:
         raise GrammarFailed("llguidance is not installed here; install it for structured output") from error
     try:
-        library = ops.library if isinstance(ops, CpuOps) else None
-        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, library)
+        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, ops.library)
     except ValueError as error:
         raise GrammarFailed(f"llguidance cannot read the tokenizer of {info.model_id}: {error}") from error
 

@@ -7,6 +7,7 @@ forward                               |<----------------------------------------
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -109,6 +110,10 @@ class TimedOps:
     @property
     def kv_order(self) -> str:
         return self._ops.kv_order
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        return self._ops.library
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         return self._ops.pack(weight, bias)

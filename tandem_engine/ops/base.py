@@ -15,6 +15,7 @@ time of token-major keys on a CPU). A backend may choose another order and names
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -204,6 +205,11 @@ class Ops(Protocol):
     @property
     def kv_order(self) -> str:
         """The order of a block's bytes, for the KV layout."""
+        ...
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        """The C++ library of this backend's work on the host: sampling, grammar masks. None: Python does it."""
         ...
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:

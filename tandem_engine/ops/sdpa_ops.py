@@ -6,19 +6,44 @@ name of this op layer is part of the numerics class.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
+from tandem_engine.ops import plain_sampling
 from tandem_engine.ops.base import KVPool, Run, Step
+from tandem_engine.ops.cpu.library import arithmetic_name
+from tandem_engine.ops.cpu.sampling import Sampler
+from tandem_engine.ops.device_sampling import DeviceSampler
+from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.ops.torch_ops import TorchOps
 
 
 class SdpaOps(TorchOps):
-    """Torch ops whose attention is one call of SDPA for each run, in the KV pool's dtype."""
+    """Torch ops whose attention is one call of SDPA for each run, in the KV pool's dtype.
+
+    `library` samples and computes grammar masks on the host; None: numpy and Python do.
+    """
+
+    def __init__(self, device: torch.device | None = None, library: ctypes.CDLL | None = None) -> None:
+        super().__init__(device)
+        self._library = library
+        host_sample = plain_sampling.sample if library is None else Sampler(library).sample
+        self._sampler = DeviceSampler(self.device, host_sample)
 
     @property
     def name(self) -> str:
-        return f"{super().name}/sdpa"
+        sampler = "" if self._library is None else f"/{arithmetic_name(self._library)}"
+        return f"{super().name}/sdpa{sampler}"
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        return self._library
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]:
+        return self._sampler.sample(logits, rows)
 
     def paged_attention(
         self,

@@ -7,6 +7,7 @@ long as a step of 32.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,12 +77,14 @@ class TorchOps:
     def name(self) -> str:
         """The name of the arithmetic: float32 on a CPU, the weights' dtype in a GPU's linear layers; numpy samples."""
         version = torch.__version__.split("+")[0]
-        sampler = f"numpy-{np.__version__}"
+        where, dtype = self.device.type, "weights-dtype"
         if self.device.type == "cpu":
-            vectors = torch.backends.cpu.get_cpu_capability().lower()
-            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{sampler}"
-        major, minor = torch.cuda.get_device_capability(self.device)
-        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{sampler}"
+            where, dtype = f"cpu-{_processor()}-{torch.backends.cpu.get_cpu_capability().lower()}", "float32"
+        return f"torch-{version}/{where}/{dtype}/tile{self._tile}/numpy-{np.__version__}"
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        return None
 
     @property
     def kv_order(self) -> str:

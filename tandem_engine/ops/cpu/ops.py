@@ -21,10 +21,18 @@ from tandem_engine.ops.base import (
     Step,
     Weight,
 )
-from tandem_engine.ops.cpu.compile import sources_digest
 from tandem_engine.ops.cpu.encoder_layers import CpuEncoderLayers, checked_starts
 from tandem_engine.ops.cpu.layers import CpuLayers
-from tandem_engine.ops.cpu.library import Cache, Kernels, QKTransform, StepTable, load_kernels, load_library
+from tandem_engine.ops.cpu.library import (
+    Cache,
+    Kernels,
+    QKTransform,
+    StepTable,
+    arithmetic_name,
+    load_kernels,
+    load_library,
+    set_num_threads,
+)
 from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
 from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
@@ -61,7 +69,7 @@ class CpuOps:
         self.origin = origin
         """Where the library comes from, for the log."""
         self._sampler = Sampler(library)
-        self._has_fma = bool(library.tandem_has_fma())
+        self._name = arithmetic_name(library)
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
         self._qk_transforms: dict[tuple[int, int], tuple[int, QKTransform, Rotary | None, QKNorm | None]] = {}
@@ -74,7 +82,7 @@ class CpuOps:
     @property
     def name(self) -> str:
         """The name of the arithmetic: bits depend on the sources and on FMA, on no other feature of the machine."""
-        return f"cpu-{'fma' if self._has_fma else 'no-fma'}-{sources_digest()}"
+        return self._name
 
     @property
     def kv_order(self) -> str:
@@ -86,12 +94,8 @@ class CpuOps:
         With `cores`, one for each thread and the caller's first, the other threads are pinned to theirs. Torch is set
         to one thread: its threads would spin on the same cores between two of our ops.
         """
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, must be at least 1")
+        set_num_threads(self._library, num_threads, cores)
         torch.set_num_threads(1)
-        if cores and len(cores) != num_threads:
-            raise ValueError(f"{len(cores)} cores for {num_threads} threads; give one each, or none")
-        self._library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuWeight:
         """Copy `weight` into tiles. Raises ValueError unless it is float32 or bfloat16."""

@@ -26,13 +26,13 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     Ops,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
@@ -139,8 +139,8 @@ class TimedOps:
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._watch.time("gated", self._ops.gated, gate_up, activation)
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
-        return self._ops.step(positions, slots, runs)
+    def step(self, batch: HostBatch) -> Step:
+        return self._ops.step(batch)
 
     def rope_and_kv_write(
         self,

@@ -14,7 +14,7 @@ from tandem_engine.core import RegionError
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
-from tandem_engine.execution.input_batch import build_input_batch
+from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model import Model
 from tandem_engine.execution.regions import MappedRegions
@@ -47,6 +47,7 @@ class ModelRunner:
         self._cache = cache
         self._checksums = checksums
         self._masks = masks or GrammarMasks(no_guide)
+        self._batches = BatchBuilder(cache.geometry.block_size, cache.device)
         self._regions = MappedRegions()
         self._converter = BlockConverter(cache, self._regions)
         self.generations = cache.generations
@@ -69,8 +70,8 @@ class ModelRunner:
             kv_written()
 
         self._masks.begin(output.runs)
-        batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
-        logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
+        step = self._ops.step(self._batches.build([_stretch(run) for run in output.runs]))
+        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, when_written)
         masks = self._masks.take()  # an asynchronous device computes meanwhile
         sampled = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
         self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, sampled, self._block_size)])
@@ -132,6 +133,12 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
     starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
     for start, end in pairwise(starts):
         yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
+
+
+def _stretch(run: ScheduledRun) -> Stretch:
+    request = run.request
+    token_ids = [*request.token_ids[run.first_position : run.end], *run.draft_tokens]
+    return Stretch(run.first_position, token_ids, request.tables, 1 + len(run.draft_tokens) if run.samples else 0)
 
 
 def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words | None]]) -> Draw:

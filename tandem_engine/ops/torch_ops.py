@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,12 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
@@ -144,8 +144,9 @@ class TorchOps:
         activated = silu(gate) if activation == "silu" else gelu_tanh(gate)
         return activated.mul_(up)
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> TorchStep:
-        return TorchStep(positions, slots, runs)
+    def step(self, batch: HostBatch) -> TorchStep:
+        steps = [TorchStep(*of_group) for of_group in batch.on(self.device)]
+        return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 
     def rope_and_kv_write(
         self,

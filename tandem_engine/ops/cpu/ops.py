@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,12 +13,12 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
@@ -27,17 +28,17 @@ from tandem_engine.ops.cpu.library import (
     Cache,
     Kernels,
     QKTransform,
-    StepTable,
     arithmetic_name,
     load_kernels,
     load_library,
     set_num_threads,
 )
-from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
+from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of, step_of
 from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 
+_CPU = torch.device("cpu")
 _MAX_QK_TRANSFORMS = 1024
 
 
@@ -154,20 +155,9 @@ class CpuOps:
         gate(gate_up.data_ptr(), stride, num_tokens, both // 2, y.data_ptr())
         return y
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> CpuStep:
-        rows, first_block = [], 0
-        for run in runs:
-            rows.append((run.row, run.start, run.num_tokens, first_block))
-            first_block += len(run.blocks)
-        table = torch.tensor(rows, dtype=torch.int64)
-        blocks = torch.cat([run.blocks for run in runs]) if runs else torch.empty(0, dtype=torch.int64)
-        for tensor in (positions, slots, blocks):
-            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), "a step's numbers are int64 and contiguous"
-        call = StepTable(
-            *(positions.data_ptr(), slots.data_ptr(), len(positions)),
-            *(table.data_ptr(), len(runs), blocks.data_ptr()),
-        )
-        return CpuStep(positions, slots, runs, table, blocks, call, ctypes.addressof(call))
+    def step(self, batch: HostBatch) -> CpuStep:
+        steps = [step_of(of_group) for of_group in batch.on(_CPU)]
+        return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 
     def rope_and_kv_write(
         self,

@@ -45,6 +45,7 @@ from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
 from tandem_engine.ops.torch_ops import TorchOps
 from tandem_engine.settings import EngineConfig, Route
 from tests.checkpoints import _SHAPE, byte_level_tokenizer
+from tests.tandem_engine.steps import step_of
 
 NUM_TOKENS = 70
 _GPT2: dict[str, Any] = {
@@ -111,7 +112,7 @@ def logits_of(folder: Path, token_ids: torch.Tensor, chunks: list[int], **settin
             positions = torch.arange(start, start + size)
             slots = blocks[positions // 16] * 16 + positions % 16
             needed = blocks[: -(-(start + size) // 16)]
-            step = loaded.ops.step(positions, slots, [Run(0, start, size, needed)])
+            step = step_of(loaded.ops, positions, slots, [Run(0, start, size, needed)])
             logits = loaded.model.forward(token_ids[positions], step, cache.pool, torch.tensor([size - 1]))[0]
             start += size
     return logits

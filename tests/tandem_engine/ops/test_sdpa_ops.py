@@ -11,6 +11,7 @@ from torch.nn import functional
 from tandem_engine.ops.base import KVPool, Ops, Run
 from tandem_engine.ops.sdpa_ops import SdpaOps
 from tandem_engine.ops.torch_ops import TorchOps
+from tests.tandem_engine.steps import step_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 8
 LENGTHS = ((0, 21), (20, 1), (13, 9))  # a whole prompt, a decode, a later chunk: (start, num_tokens)
@@ -26,7 +27,7 @@ def _attended(ops: Ops, window: int | None, softcap: float | None) -> torch.Tens
         row += num_tokens
     positions = torch.cat([torch.arange(run.start, run.start + run.num_tokens) for run in runs])
     query = torch.randn(row, HEADS * DIM)
-    step = ops.step(positions, torch.zeros_like(positions), runs)
+    step = step_of(ops, positions, torch.zeros_like(positions), runs)
     return ops.paged_attention(query, HEADS, step, pool, 0, scale=0.3, window=window, softcap=softcap)
 
 

@@ -58,6 +58,7 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
         draft.geometry.bytes_per_block if draft else 0,
         loaded.weight_bytes,
         numa_node,
+        loaded.info.vocab_size,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)

@@ -128,6 +128,11 @@ class WorkerSettings(EngineSettings):
     num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
     kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
+    device_memory_share: float = setting(
+        0.9,
+        "part of a card's memory that this worker may take in all: weights, working memory, and the KV pool; workers "
+        "on one card need shares that add up to less than 1",
+    )
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_prefill_tokens_with_decodes: int = setting(
         64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"

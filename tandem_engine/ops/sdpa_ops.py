@@ -20,6 +20,9 @@ from tandem_engine.ops.device_sampling import DeviceSampler
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 from tandem_engine.ops.torch_ops import TorchOps
 
+MAX_GATHERED_TOKENS = 32_768
+"""Keys that one call of SDPA attends to, unless one run has more."""
+
 
 class SdpaOps(TorchOps):
     """Torch ops whose attention is one call of SDPA for each run, in the KV pool's dtype.

@@ -16,14 +16,16 @@ import torch
 
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import KVGeometry
-from tandem_engine.ops.sdpa_ops import MAX_GATHERED_TOKENS
+from tandem_engine.ops.sdpa_plan import MAX_GATHERED_TOKENS
 
 _CONTEXT_BYTES = 768 << 20
 """Of a CUDA context and the libraries' workspaces, which torch does not count."""
 _LEFT_FREE_BYTES = 256 << 20
 """Of what is free, for fragments and for what others take while a worker starts."""
-_COPIES_OF_KEYS = 4
-"""Of one layer's keys and values during attention: gathered, in the order of SDPA, and a mask."""
+_COPIES_OF_KEYS = 2
+"""Of one layer's keys and values during attention: those that were gathered, and those of the call before."""
+_BYTES_PER_MASKED = 3
+"""Of a token and a key in a mask: a bool, and SDPA's bias in bf16."""
 _COPIES_OF_LOGITS = 3
 """As the model returns them, as float32, and those that go to the host."""
 
@@ -56,11 +58,14 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
     )
 
 
-def step_bytes(geometry: KVGeometry, context_length: int, max_num_seqs: int, vocab_size: int) -> int:
+def step_bytes(
+    geometry: KVGeometry, context_length: int, max_num_batched_tokens: int, max_num_seqs: int, vocab_size: int
+) -> int:
     """Return the memory that a step takes beside the forward that was tried: attention to the pool, and sampling."""
     bytes_per_token = geometry.bytes_per_block // (geometry.block_size * geometry.layers_per_block)
     num_keys = max(context_length, MAX_GATHERED_TOKENS)
-    return _COPIES_OF_KEYS * num_keys * bytes_per_token + _COPIES_OF_LOGITS * 4 * max_num_seqs * vocab_size
+    attention = num_keys * (_COPIES_OF_KEYS * bytes_per_token + _BYTES_PER_MASKED * max_num_batched_tokens)
+    return attention + _COPIES_OF_LOGITS * 4 * max_num_seqs * vocab_size
 
 
 def device_pool_bytes(memory: DeviceMemory, share: float, num_step_bytes: int, bytes_per_block: int) -> int:

@@ -47,7 +47,9 @@ def choose_num_blocks(
         return _fitting(config.kv_memory_bytes, bytes_per_block)
     longest = -(-context_length // geometry.block_size) * geometry.num_groups
     if device.type == "cuda":
-        num_step_bytes = step_bytes(geometry, context_length, config.max_num_seqs, vocab_size)
+        num_step_bytes = step_bytes(
+            geometry, context_length, config.max_num_batched_tokens, config.max_num_seqs, vocab_size
+        )
         memory = read_device_memory(device)
         limits = [device_pool_bytes(memory, config.device_memory_share, num_step_bytes, bytes_per_block)]
     else:

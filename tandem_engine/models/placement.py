@@ -61,7 +61,7 @@ def _why_no_cuda() -> str | None:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         why = "; ".join(str(each.message) for each in caught) or "it sees no device; look at CUDA_VISIBLE_DEVICES"
     except (RuntimeError, AssertionError) as error:
         why = str(error)

@@ -377,6 +377,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
 
+        `query` is float32, or of the pool's dtype if the op layer takes that; the result is one of the two.
+
         A window counts the token itself. With `softcap`, scores become softcap * tanh(score / softcap) first (Gemma 2).
         """
         ...

@@ -190,7 +190,7 @@ class TorchOps:
         softcap: float | None = None,
     ) -> torch.Tensor:
         assert isinstance(step, TorchStep), "a step is made by the ops that run it"
-        return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
+        return attend(query.float(), step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
 
     def layers(self, layers: Sequence[LayerParts]) -> None:
         """Return None: this backend runs layers op by op."""

@@ -13,7 +13,7 @@ from tandem_engine.settings import EngineConfig
 GB = 10**9
 H200 = "cuda:0 (NVIDIA H200)"
 LLAMA_8B = KVGeometry(32, 8, 128, 16, torch.bfloat16)
-STEP = step_bytes(LLAMA_8B, context_length=131_072, max_num_seqs=64, vocab_size=128_256)
+STEP = step_bytes(LLAMA_8B, context_length=131_072, max_num_batched_tokens=512, max_num_seqs=64, vocab_size=128_256)
 
 
 def _pool(share: float, free_gb: float, tensor_gb: float = 16.1, peak_gb: float = 16.5) -> int:

@@ -54,7 +54,7 @@ class SdpaOps(TorchOps):
     def kv_order(self) -> str:
         return "layer,kv,token,head,dim"
 
-    def step(self, batch: HostBatch) -> SdpaStep:
+    def step(self, batch: HostBatch) -> Step:
         steps = [SdpaStep(*of_group) for of_group in batch.on(self.device)]
         return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 
@@ -80,7 +80,7 @@ class SdpaOps(TorchOps):
         softcap: float | None = None,
     ) -> torch.Tensor:
         assert isinstance(step, SdpaStep), "a step is made by the ops that run it"
-        plan = step.plan(window, pool.block_size)
+        plan = step.plan(window, pool)
         # [num_tokens, num_kv_heads, query heads of each, head_dim]
         heads = query.to(pool.rows.dtype).view(len(query), pool.num_kv_heads, -1, pool.head_dim)
         output = torch.empty_like(heads)
@@ -109,8 +109,8 @@ def _attend_decodes(
         for each in _gathered(pool, layer, decodes.blocks)
     )  # each [num_runs, num_kv_heads, num_keys, head_dim]
     if softcap is not None:
-        return _softcapped(query, keys, values, decodes.visible, scale, softcap)
-    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=decodes.visible, scale=scale)
+        return _softcapped(query, keys, values, decodes.bias, scale, softcap)
+    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=decodes.bias, scale=scale)
 
 
 def _attend_chunk(
@@ -123,11 +123,11 @@ def _attend_chunk(
         for each in _gathered(pool, layer, chunk.blocks)
     )
     if softcap is not None:
-        attended = _softcapped(by_head, keys, values, chunk.visible, scale, softcap)
+        attended = _softcapped(by_head, keys, values, chunk.bias, scale, softcap)
     elif chunk.window is None and (chunk.is_square or _has_lower_right(by_head, keys, values)):
         attended = _causal(by_head, keys, values, scale, is_square=chunk.is_square)
     else:
-        attended = functional.scaled_dot_product_attention(by_head, keys, values, attn_mask=chunk.visible, scale=scale)
+        attended = functional.scaled_dot_product_attention(by_head, keys, values, attn_mask=chunk.bias, scale=scale)
     return attended.permute(2, 0, 1, 3)
 
 
@@ -161,12 +161,12 @@ def _softcapped(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
     """Squash scores with tanh before the softmax (Gemma 2, section 2); SDPA has no such option."""
     scores = torch.tanh(query @ keys.transpose(-1, -2) * (scale / softcap)) * softcap
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        scores = scores + bias
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

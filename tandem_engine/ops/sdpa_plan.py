@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from tandem_engine.ops.base import Integers, Step
+from tandem_engine.ops.base import Integers, KVPool, Step
 
 MAX_GATHERED_TOKENS = 65_536
 """Keys that one call attends to, padding included, unless one run has more."""
@@ -38,8 +38,8 @@ class Decodes:
     """[num_runs * blocks per run], int64; a run with fewer repeats its last block."""
     keys: slice
     """Of the keys in a run's blocks, those that the call attends to."""
-    visible: torch.Tensor | None
-    """bool [num_runs, 1, 1, num_keys]; None: all."""
+    bias: torch.Tensor | None
+    """[num_runs, 1, 1, num_keys], 0 or minus infinity for a key that the run does not see; None: it sees all."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,23 @@ class Chunk:
     """Of the keys in its blocks, those that some token of the chunk sees; the last is that of the last token."""
     window: int | None
     """None: a token sees all of `keys` up to its own."""
+    dtype: torch.dtype
+    """Of keys and queries."""
 
     @property
     def is_square(self) -> bool:
         """Whether `keys` are those of the chunk's own tokens."""
-        return self.keys.stop - self.keys.start == self.rows.stop - self.rows.start
+        return bool(self.keys.stop - self.keys.start == self.rows.stop - self.rows.start)
 
     @cached_property
-    def visible(self) -> torch.Tensor:
-        """Which keys each token sees, bool [num_tokens, num_keys]."""
+    def bias(self) -> torch.Tensor:
+        """[num_tokens, num_keys], 0 or minus infinity for a key that the token does not see."""
         keys = torch.arange(self.keys.start, self.keys.stop, device=self.blocks.device)
         places = keys[self.rows.start - self.rows.stop :].unsqueeze(1)  # of the tokens
         seen = keys <= places
-        return seen if self.window is None else seen & (keys > places - self.window)
+        if self.window is not None:
+            seen &= keys > places - self.window
+        return _bias(seen, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,13 @@ class SdpaStep(Step):
     """A step with what its layers share."""
 
     plans: dict[int | None, Plan] = field(default_factory=dict)
-    """By window."""
+    """By window; all layers share block size and dtype."""
     places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """At most one: block and place in the block of each token."""
 
-    def plan(self, window: int | None, block_size: int) -> Plan:
+    def plan(self, window: int | None, pool: KVPool) -> Plan:
         if window not in self.plans:
-            self.plans[window] = _plan(self, window, block_size)
+            self.plans[window] = _plan(self, window, pool.block_size, pool.rows.dtype)
         return self.plans[window]
 
     def begun_blocks(self, block_size: int) -> torch.Tensor | None:
@@ -103,10 +107,10 @@ class SdpaStep(Step):
         return self.places[0]
 
 
-def _plan(step: Step, window: int | None, block_size: int) -> Plan:
+def _plan(step: Step, window: int | None, block_size: int, dtype: torch.dtype) -> Plan:
     is_decode = step.table[:, 2] == 1
-    decodes = _decodes(step, step.table[is_decode], window, block_size)
-    chunks = [_chunk(step, run, window, block_size) for run in step.table[~is_decode].tolist()]
+    decodes = _decodes(step, step.table[is_decode], window, block_size, dtype)
+    chunks = [_chunk(step, run, window, block_size, dtype) for run in step.table[~is_decode].tolist()]
     return Plan(decodes, chunks)
 
 
@@ -131,14 +135,17 @@ class _Call:
         return bool((self.low != self.low[0]).any() or (self.high != self.high[0]).any())
 
 
-def _decodes(step: Step, table: Integers, window: int | None, block_size: int) -> list[Decodes]:
+def _decodes(step: Step, table: Integers, window: int | None, block_size: int, dtype: torch.dtype) -> list[Decodes]:
     calls = list(_calls(table, window, block_size))
     numbers = [np.concatenate((call.indices().ravel(), call.rows, call.low, call.high)) for call in calls]
     if not calls:
         return []
     everything = _uploaded(np.concatenate(numbers), step.blocks.device)
     starts = [0, *accumulate(map(len, numbers))]
-    return [_on_device(step, call, everything[start:], block_size) for call, start in zip(calls, starts, strict=False)]
+    return [
+        _on_device(step, call, everything[start:], block_size, dtype)
+        for call, start in zip(calls, starts, strict=False)
+    ]
 
 
 def _calls(table: Integers, window: int | None, block_size: int) -> Iterator[_Call]:
@@ -158,16 +165,16 @@ def _calls(table: Integers, window: int | None, block_size: int) -> Iterator[_Ca
             yield _Call(row[part], first[part] + first_block[part], num_blocks[part], low[part], high[part])
 
 
-def _on_device(step: Step, call: _Call, numbers: torch.Tensor, block_size: int) -> Decodes:
+def _on_device(step: Step, call: _Call, numbers: torch.Tensor, block_size: int, dtype: torch.dtype) -> Decodes:
     num_runs, num_blocks = len(call.rows), int(call.num_blocks.max())
     sizes = [num_runs * num_blocks, num_runs, num_runs, num_runs]
     indices, rows, low, high = torch.split(numbers[: sum(sizes)], sizes)
-    keys, visible = slice(int(call.low[0]), int(call.high[0])), None
+    keys, bias = slice(int(call.low[0]), int(call.high[0])), None
     if call.is_padded():
         keys = slice(0, num_blocks * block_size)
         key = torch.arange(keys.stop, device=numbers.device)
-        visible = (key >= low.unsqueeze(1)) & (key < high.unsqueeze(1))
-        visible = visible.view(num_runs, 1, 1, -1)
+        seen = (key >= low.unsqueeze(1)) & (key < high.unsqueeze(1))
+        bias = _bias(seen, dtype).view(num_runs, 1, 1, -1)
     first_row = int(call.rows[0])
     is_adjacent = bool((call.rows == np.arange(first_row, first_row + num_runs)).all())
     return Decodes(
@@ -175,11 +182,11 @@ def _on_device(step: Step, call: _Call, numbers: torch.Tensor, block_size: int) 
         num_runs,
         step.blocks.index_select(0, indices),
         keys,
-        visible,
+        bias,
     )
 
 
-def _chunk(step: Step, run: Sequence[int], window: int | None, block_size: int) -> Chunk:
+def _chunk(step: Step, run: Sequence[int], window: int | None, block_size: int, dtype: torch.dtype) -> Chunk:
     row, start, num_tokens, first = run
     end = start + num_tokens
     first_key = 0 if window is None else max(0, start - window + 1)
@@ -187,7 +194,17 @@ def _chunk(step: Step, run: Sequence[int], window: int | None, block_size: int) 
     blocks = step.blocks[first + first_block : first - (-end // block_size)]
     keys = slice(first_key - first_block * block_size, end - first_block * block_size)
     is_causal = window is None or end <= window  # no window ends inside
-    return Chunk(slice(row, row + num_tokens), blocks, keys, None if is_causal else window)
+    return Chunk(slice(row, row + num_tokens), blocks, keys, None if is_causal else window, dtype)
+
+
+def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what SDPA adds to scores; made of a bool by SDPA itself, it would be made in every layer.
+
+    Rows are padded in memory: SDPA copies a bias whose rows do not begin at multiples of 16 bytes.
+    """
+    num_rows, num_keys = seen.shape
+    padded = torch.zeros(num_rows, -(-num_keys // 16) * 16, dtype=dtype, device=seen.device)
+    return padded[:, :num_keys].masked_fill_(~seen, -torch.inf)
 
 
 def _uploaded(numbers: Integers, device: torch.device) -> torch.Tensor:

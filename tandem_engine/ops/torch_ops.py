@@ -144,7 +144,7 @@ class TorchOps:
         activated = silu(gate) if activation == "silu" else gelu_tanh(gate)
         return activated.mul_(up)
 
-    def step(self, batch: HostBatch) -> TorchStep:
+    def step(self, batch: HostBatch) -> Step:
         steps = [TorchStep(*of_group) for of_group in batch.on(self.device)]
         return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 

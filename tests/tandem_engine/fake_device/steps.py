@@ -11,7 +11,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,21 +19,15 @@ from transformers import AutoModelForCausalLM
 
 from tandem_engine.core import EngineCore
 from tandem_engine.execution.attention import ATTENTION_NAME, register
-from tandem_engine.execution.kv_cache import PagedKVCache
-from tandem_engine.execution.kv_groups import choose_groups
-from tandem_engine.execution.model_runner import ModelRunner
-from tandem_engine.execution.probe import probe_geometry
 from tandem_engine.messages import AddRequest, Refused
-from tandem_engine.models.transformers_model import TransformersModel
 from tandem_engine.ops.choice import choose_ops
 from tandem_engine.sampling_params import SamplingParams
-from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tests.tandem_engine.fake_device import device as fake
+from tests.tandem_engine.fake_device.device_core import core_on
 from tests.tandem_engine.models import test_routes
 from tests.tandem_engine.models.lean import kinds
 
 FAMILIES = {**test_routes.CONFIGS, **kinds.CONFIGS}
-_BLOCK_SIZE, _NUM_BLOCKS = 16, 32
 _ASKS = (  # (tokens of the prompt, sampling): see `run`
     (8, SamplingParams(max_tokens=2, temperature=0.0)),
     (40, SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, seed=5)),
@@ -64,21 +57,8 @@ def run(family: str, device: torch.device, mode: fake.FakeDevice) -> list[list[s
 def _core(config: Any, device: torch.device) -> EngineCore:
     register()
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
-    model = model.eval().requires_grad_(False).to(device)
-    geometry, calls = probe_geometry(model, config.num_hidden_layers, _BLOCK_SIZE, device)
-    groups = choose_groups([call.window for call in calls])
     ops = choose_ops("auto", device, torch.bfloat16, 1, lambda what: print(what, file=sys.stderr))
-    cache = PagedKVCache(replace(geometry, order=ops.kv_order, groups=groups), _NUM_BLOCKS, device)
-    limits = SchedulerConfig(
-        num_blocks=_NUM_BLOCKS,
-        block_size=_BLOCK_SIZE,
-        context_length=64,
-        vocab_size=config.vocab_size,
-        max_num_batched_tokens=32,
-        num_window_groups=len(groups) - 1 if groups else None,
-        group_window=groups[-1].window if groups else None,
-    )
-    return EngineCore(limits, ModelRunner(TransformersModel(model, geometry.num_layers, ops), ops, cache))
+    return core_on(device, model.eval().requires_grad_(False).to(device), ops, max_num_batched_tokens=32)
 
 
 def _mistakes(device: torch.device) -> dict[str, Callable[[], object]]:

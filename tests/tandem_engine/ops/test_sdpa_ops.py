@@ -16,6 +16,7 @@ from tandem_engine.ops.torch_ops import TorchOps
 from tests.tandem_engine.steps import step_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 8
+POOL = KVPool(torch.empty(0, 0), 2, KV_HEADS, DIM, BLOCK)
 MIXED = ((0, 21), (20, 1), (13, 9))  # a whole prompt, a decode, a later chunk: (start, num_tokens)
 DECODES = tuple((start, 1) for start in (0, 3, 39, 7, 8, 38, 150, 21))
 
@@ -69,20 +70,20 @@ def test_a_call_of_decodes_is_cut_where_it_would_gather_too_much(monkeypatch: py
 def _plan_of(bounds: Sequence[tuple[int, int]]) -> sdpa_plan.Plan:
     step = _step(SdpaOps(), bounds)
     assert isinstance(step, sdpa_plan.SdpaStep)
-    return step.plan(None, BLOCK)
+    return step.plan(None, POOL)
 
 
 def test_equal_contexts_need_no_mask() -> None:
-    assert [call.visible for call in _plan_of([(12, 1), (12, 1), (12, 1)]).decodes] == [None]
-    assert [call.visible is None for call in _plan_of([(12, 1), (11, 1)]).decodes] == [False]
+    assert [call.bias for call in _plan_of([(12, 1), (12, 1), (12, 1)]).decodes] == [None]
+    assert [call.bias is None for call in _plan_of([(12, 1), (11, 1)]).decodes] == [False]
 
 
 def test_a_chunk_whose_context_ends_before_its_window_is_causal() -> None:
     step = _step(SdpaOps(), [(0, 9), (9, 30)])
     assert isinstance(step, sdpa_plan.SdpaStep)
     for window, windows in ((None, [None, None]), (39, [None, None]), (38, [None, 38]), (8, [8, 8])):
-        assert [chunk.window for chunk in step.plan(window, BLOCK).chunks] == windows
-    assert [chunk.is_square for chunk in step.plan(None, BLOCK).chunks] == [True, False]
+        assert [chunk.window for chunk in step.plan(window, POOL).chunks] == windows
+    assert [chunk.is_square for chunk in step.plan(None, POOL).chunks] == [True, False]
 
 
 def test_a_kernel_that_lays_its_result_out_otherwise_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem_engine.core import EngineCore
+from tandem_engine.core import EngineCore, Runner
 from tandem_engine.cores import num_threads
+from tandem_engine.execution.compute_thread import ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
@@ -65,8 +66,11 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     checksums = _checksums(cache) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
-    runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
+    runner: Runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and loaded.device.type == "cuda")
+    if overlaps and loaded.device.type == "cpu":
+        runner = ComputeThread(runner)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, overlaps=overlaps)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
     return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)

@@ -13,6 +13,7 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 Route = Literal["auto", "lean", "transformers"]
 Speculation = Literal["auto", "off"]
 Kernels = Literal["auto", "cpp", "torch"]
+Overlap = Literal["auto", "on", "off"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -63,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Draft tokens of one answer in one step, at most."""
     draft_model: str = ""
     """A smaller model of the same vocabulary that proposes drafts; a folder or Hub id, as `model`; empty: none."""
+    overlap: Overlap = "auto"
+    """on: commands are handled and the next step is planned while a step runs; no token changes. auto: on for CUDA."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False

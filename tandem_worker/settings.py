@@ -150,6 +150,11 @@ class WorkerSettings(EngineSettings):
     draft_model: str = setting(
         "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
     )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "whether the engine handles commands and plans the next step while a step runs; no token changes; auto: on for "
+        "CUDA",
+    )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
         "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from tandem_engine.core import Runner
+from tandem_engine.core import Runner, Ticket
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -230,6 +230,7 @@ class SwitchedRunner:
         self._plain = plain
         self._timed = timed
         self._watch = watch
+        self._began = 0.0
 
     @property
     def generations(self) -> MutableSequence[int]:
@@ -238,19 +239,29 @@ class SwitchedRunner:
     def prepare(self, request: Request) -> bool:
         return self._plain.prepare(request)
 
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> Mapping[str, Sequence[Sampled]]:
+    @property
+    def wake_fd(self) -> int | None:
+        return None
+
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> Ticket:
         if not self.is_timed:
-            return self._plain.execute(output, kv_written)
+            return self._plain.launch(output, kv_written)
+        self._began = time.perf_counter()
+        return self._timed.launch(output, kv_written)
+
+    def collect(self, ticket: Ticket) -> Mapping[str, Sequence[Sampled]]:
+        if not self.is_timed:
+            return self._plain.collect(ticket)
         watch = self._watch
-        began = time.perf_counter()
-        sampled = self._timed.execute(output, kv_written)
+        sampled = self._timed.collect(ticket)
         ended = time.perf_counter()
-        watch.seconds["input batch"] += watch.forward_began - began
+        watch.seconds["input batch"] += watch.forward_began - self._began
         watch.seconds["sample"] += ended - watch.forward_ended
-        watch.execute_seconds += ended - began
+        watch.execute_seconds += ended - self._began
         return sampled
+
+    def close(self) -> None:
+        self._plain.close()
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         return self._plain.import_blocks(blocks, extents)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import RegionError
+from tandem_engine.core import RegionError, Ticket
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
@@ -29,6 +29,19 @@ from tandem_engine.scheduling.request import Request, Sampled
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose logits are computed, or will be by the device."""
+
+    output: SchedulerOutput
+    logits: torch.Tensor
+    """[rows that sample, vocab_size]."""
+
+    @property
+    def is_running(self) -> bool:
+        """False: nobody tells when a device is done, `collect` waits for it."""
+        return False
 
 
 class ModelRunner:
@@ -56,11 +69,14 @@ class ModelRunner:
         """Start to compile a request's grammar, if it has one; return whether it is ready."""
         return self._masks.prepare(request)
 
+    @property
+    def wake_fd(self) -> int | None:
+        """None: steps run on the caller's thread or on a device."""
+        return None
+
     @torch.inference_mode()
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> dict[str, list[Sampled]]:
-        """Compute all runs, write their KV to their blocks, and sample the next tokens.
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> LaunchedStep:
+        """Compute the logits of all runs and write their KV to their blocks; an asynchronous device goes on alone.
 
         The KV of wrong drafts is behind the tokens that count; the next step overwrites it.
         """
@@ -72,9 +88,17 @@ class ModelRunner:
         self._masks.begin(output.runs)
         step = self._ops.step(self._batches.build([_stretch(run) for run in output.runs]))
         logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, when_written)
+        return LaunchedStep(output, logits)
+
+    @torch.inference_mode()
+    def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
+        """Sample the next tokens of a step that was launched."""
+        assert isinstance(ticket, LaunchedStep), "a ticket of this runner"
+        runs = ticket.output.runs
         masks = self._masks.take()  # an asynchronous device computes meanwhile
-        sampled = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
-        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, sampled, self._block_size)])
+        draws = [_draw(run, masks) for run in runs if run.samples]
+        sampled = sample(ticket.logits, draws, self._ops.sample)
+        self._cache.stage([block for run in runs for block in _accepted_blocks(run, sampled, self._block_size)])
         return sampled
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
@@ -120,6 +144,9 @@ class ModelRunner:
 
     def unmap_region(self, region_id: str) -> None:
         self._regions.unmap(region_id)
+
+    def close(self) -> None:
+        """Do nothing: this runner has no thread."""
 
     @property
     def _block_size(self) -> int:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem_engine.core import EngineCore
+from tandem_engine.core import EngineCore, Runner
 from tandem_engine.cores import num_threads
+from tandem_engine.execution.compute_thread import ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
@@ -23,7 +24,6 @@ from tandem_engine.models.checkpoint import Progress
 from tandem_engine.models.draft import load_draft_model
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.base import Ops
-from tandem_engine.ops.cpu import CpuOps
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
 
@@ -59,14 +59,18 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
         draft.geometry.bytes_per_block if draft else 0,
         loaded.weight_bytes,
         numa_node,
+        loaded.info.vocab_size,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
     cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
     checksums = _checksums(cache) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
-    runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
+    runner: Runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and loaded.device.type == "cuda")
+    if overlaps and loaded.device.type == "cpu":
+        runner = ComputeThread(runner)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, overlaps=overlaps)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
     return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)
@@ -95,8 +99,7 @@ def _guide(info: ModelInfo, ops: Ops) -> Compile:
     except ImportError as error:
         raise GrammarFailed("llguidance is not installed here; install it for structured output") from error
     try:
-        library = ops.library if isinstance(ops, CpuOps) else None
-        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, library)
+        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, ops.library)
     except ValueError as error:
         raise GrammarFailed(f"llguidance cannot read the tokenizer of {info.model_id}: {error}") from error
 

@@ -53,7 +53,15 @@ class Core(Protocol):
         ...
 
     def run_step(self, emit: Callable[[Any], None]) -> None:
-        """Run one step and emit its events."""
+        """Run one step and emit its events, or do what can be done while one runs on a thread of its own."""
+        ...
+
+    def wake_fd(self) -> int | None:
+        """Return the eventfd that is written when `run_step` has something to do; None: call it at once."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the step that runs, if one does, and end the core's threads."""
         ...
 
 
@@ -68,7 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, early = _read_config(channel)
         use_cores(config)
         core = _load(config, channel)
-        _serve(core, channel, early)
+        try:
+            _serve(core, channel, early)
+        finally:
+            core.close()
     except ChannelClosed:
         return 0
     except ModelUnusable as error:
@@ -80,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
-    """Alternate commands and steps; wait for the socket while there is no work."""
+    """Alternate commands and steps; wait for the socket while there is no work, and for the step that runs."""
     waiting = deque(commands)
     memory = DeviceMemory()
     while True:
@@ -96,6 +107,10 @@ def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
             _send_all(channel, events)
         if core.has_work():
             core.run_step(channel.send)
+        if (running := core.wake_fd()) is not None:
+            channel.wait_with(running)
+            waiting += channel.receive(wait=False)
+            continue
         is_idle = not waiting and not core.has_work()
         if is_idle and not channel.has_come(_IDLE_SECONDS):
             _release_freed_memory()

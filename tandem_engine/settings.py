@@ -13,6 +13,7 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 Route = Literal["auto", "lean", "transformers"]
 Speculation = Literal["auto", "off"]
 Kernels = Literal["auto", "cpp", "torch"]
+Overlap = Literal["auto", "on", "off"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -47,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Size of the KV pool in bytes; None: by the device's free memory."""
     kv_memory_limit_bytes: int | None = None
     """Largest pool when free memory decides its size; None: a fifth of what is free on a CPU."""
+    device_memory_share: float = 0.9
+    """Part of a CUDA device's memory that this process may take in all: weights, working memory, KV pool."""
     max_num_batched_tokens: int = 512
     """Token budget of one step."""
     max_prefill_tokens_with_decodes: int = 64
@@ -61,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Draft tokens of one answer in one step, at most."""
     draft_model: str = ""
     """A smaller model of the same vocabulary that proposes drafts; a folder or Hub id, as `model`; empty: none."""
+    overlap: Overlap = "auto"
+    """on: commands are handled and the next step is planned while a step runs; no token changes. auto: on for CUDA."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False
@@ -85,6 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ValueError(f"device is {self.device!r}, must be auto, cpu, cuda or cuda:N")
+        if not 0 < self.device_memory_share <= 1:
+            raise ValueError(f"device_memory_share is {self.device_memory_share}, must be above 0 and at most 1")
         if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", self.numerics_tag):
             raise ValueError(
                 f"numerics_tag is {self.numerics_tag[:80]!r}, must be up to 64 letters, digits, dots, hyphens and "

@@ -128,6 +128,11 @@ class WorkerSettings(EngineSettings):
     num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
     kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
+    device_memory_share: float = setting(
+        0.9,
+        "part of a card's memory that this worker may take in all: weights, working memory, and the KV pool; workers "
+        "on one card need shares that add up to less than 1",
+    )
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_prefill_tokens_with_decodes: int = setting(
         64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"
@@ -144,6 +149,11 @@ class WorkerSettings(EngineSettings):
     max_draft_tokens: int = setting(8, "draft tokens of one answer in one step, at most; 1 to 32")
     draft_model: str = setting(
         "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
+    )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "whether the engine handles commands and plans the next step while a step runs; no token changes; auto: on for "
+        "CUDA",
     )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     kv_transport: Literal["auto", "shm", "grpc"] = setting(

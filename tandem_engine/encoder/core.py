@@ -87,6 +87,12 @@ class EncoderCore:
             emit(TextsEncoded(call.key, call.all_values(), call.num_tokens, call.scheduled_ns, finished_ns))
         emit(self.stats())
 
+    def wake_fd(self) -> None:
+        """Return None: no step runs beside commands."""
+
+    def close(self) -> None:
+        """Do nothing: this core has no thread."""
+
     def stats(self) -> EncoderStats:
         queue = self.queue
         return EncoderStats(queue.num_running, queue.num_waiting, queue.num_tokens, dict(self._counters))

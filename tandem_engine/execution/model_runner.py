@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import RegionError
+from tandem_engine.core import RegionError, Ticket
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
-from tandem_engine.execution.input_batch import build_input_batch
+from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model import Model
 from tandem_engine.execution.regions import MappedRegions
@@ -29,6 +29,19 @@ from tandem_engine.scheduling.request import Request, Sampled
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose logits are computed, or will be by the device."""
+
+    output: SchedulerOutput
+    logits: torch.Tensor
+    """[rows that sample, vocab_size]."""
+
+    @property
+    def is_running(self) -> bool:
+        """False: nobody tells when a device is done, `collect` waits for it."""
+        return False
 
 
 class ModelRunner:
@@ -47,6 +60,7 @@ class ModelRunner:
         self._cache = cache
         self._checksums = checksums
         self._masks = masks or GrammarMasks(no_guide)
+        self._batches = BatchBuilder(cache.geometry.block_size, cache.device)
         self._regions = MappedRegions()
         self._converter = BlockConverter(cache, self._regions)
         self.generations = cache.generations
@@ -55,11 +69,14 @@ class ModelRunner:
         """Start to compile a request's grammar, if it has one; return whether it is ready."""
         return self._masks.prepare(request)
 
+    @property
+    def wake_fd(self) -> int | None:
+        """None: steps run on the caller's thread or on a device."""
+        return None
+
     @torch.inference_mode()
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> dict[str, list[Sampled]]:
-        """Compute all runs, write their KV to their blocks, and sample the next tokens.
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> LaunchedStep:
+        """Compute the logits of all runs and write their KV to their blocks; an asynchronous device goes on alone.
 
         The KV of wrong drafts is behind the tokens that count; the next step overwrites it.
         """
@@ -69,11 +86,19 @@ class ModelRunner:
             kv_written()
 
         self._masks.begin(output.runs)
-        batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
-        logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, when_written)
+        step = self._ops.step(self._batches.build([_stretch(run) for run in output.runs]))
+        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, when_written)
+        return LaunchedStep(output, logits)
+
+    @torch.inference_mode()
+    def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
+        """Sample the next tokens of a step that was launched."""
+        assert isinstance(ticket, LaunchedStep), "a ticket of this runner"
+        runs = ticket.output.runs
         masks = self._masks.take()  # an asynchronous device computes meanwhile
-        sampled = sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
-        self._cache.stage([block for run in output.runs for block in _accepted_blocks(run, sampled, self._block_size)])
+        draws = [_draw(run, masks) for run in runs if run.samples]
+        sampled = sample(ticket.logits, draws, self._ops.sample)
+        self._cache.stage([block for run in runs for block in _accepted_blocks(run, sampled, self._block_size)])
         return sampled
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
@@ -120,6 +145,9 @@ class ModelRunner:
     def unmap_region(self, region_id: str) -> None:
         self._regions.unmap(region_id)
 
+    def close(self) -> None:
+        """Do nothing: this runner has no thread."""
+
     @property
     def _block_size(self) -> int:
         return self._cache.geometry.block_size
@@ -132,6 +160,12 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
     starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
     for start, end in pairwise(starts):
         yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
+
+
+def _stretch(run: ScheduledRun) -> Stretch:
+    request = run.request
+    token_ids = [*request.token_ids[run.first_position : run.end], *run.draft_tokens]
+    return Stretch(run.first_position, token_ids, request.tables, 1 + len(run.draft_tokens) if run.samples else 0)
 
 
 def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words | None]]) -> Draw:

@@ -11,10 +11,11 @@ import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 
 from tandem_engine import messages
 from tandem_engine.channel import Received
-from tandem_engine.core import EngineCore, RegionError
+from tandem_engine.core import EngineCore, RegionError, Ticket
 from tandem_engine.encoder.messages import EncoderCommand
 from tandem_engine.execution.regions import MappedRegions, OwnedRegion
 from tandem_engine.extents import BlockPart
@@ -58,6 +59,14 @@ MODEL = messages.ModelInfo(
 )
 
 
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step that was computed as it was launched."""
+
+    sampled: Mapping[str, Sequence[Sampled]]
+    is_running: bool = False
+
+
 class HashRunner:
     """Implements tandem_engine.core.Runner."""
 
@@ -78,10 +87,12 @@ class HashRunner:
     def prepare(self, request: Request) -> bool:
         return True
 
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> Mapping[str, Sequence[Sampled]]:
-        sampled = {}
+    @property
+    def wake_fd(self) -> int | None:
+        return None
+
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> ComputedStep:
+        sampled: dict[str, list[Sampled]] = {}
         for run in output.runs:
             request, end = run.request, run.first_position + run.num_tokens
             right = kv_of(request.token_ids[:end])
@@ -95,7 +106,14 @@ class HashRunner:
                 request = run.request
                 right = kv_of(request.token_ids[: run.first_position + run.num_tokens])
                 sampled[request.request_id] = [Sampled(token_after(right)) for _ in request.choice_seeds]
-        return sampled
+        return ComputedStep(sampled)
+
+    def collect(self, ticket: Ticket) -> Mapping[str, Sequence[Sampled]]:
+        assert isinstance(ticket, ComputedStep)
+        return ticket.sampled
+
+    def close(self) -> None:
+        pass
 
     def copy_first_halves(self, extents: Sequence[ExtentRef]) -> None:
         """Start to copy; errors show when the copy is completed."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ import torch
 
 from tandem_engine.assembly import grammar_masks
 from tandem_engine.core import EngineCore
+from tandem_engine.execution.compute_thread import ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model_runner import ModelRunner
@@ -69,6 +72,8 @@ class Stage:
     rng: random.Random
     journal: Journal
     block_size: int = 16
+    overlaps: bool = False
+    """Whether the engines run steps on a thread of their own, and take requests meanwhile."""
 
     def engine(self, num_blocks: int, region_id: str = "", **settings: Any) -> Engine:
         """Return a new engine over the model; `settings` are SchedulerConfig's."""
@@ -132,7 +137,7 @@ class Engine:
         self.cache = stage.empty_cache(num_blocks)
         masks = grammar_masks(stage.model.info, stage.model.ops)
         plain = ModelRunner(model, stage.model.ops, self.cache, masks=masks)
-        runner = RecordingRunner(plain, model, self.journal, stage.rng)
+        runner = RecordingRunner(ComputeThread(plain) if stage.overlaps else plain, model, self.journal, stage.rng)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -145,7 +150,7 @@ class Engine:
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         clock = lambda: int(self._time() * 1e9)  # noqa: E731
-        self.core = EngineCore(config, runner, clock, clock)
+        self.core = EngineCore(config, runner, clock, clock, overlaps=stage.overlaps)
 
     def use_draft_model(self, *, is_alone: bool) -> None:
         """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""
@@ -184,6 +189,7 @@ class Engine:
             (event,) = self.core.handle(command)
         assert isinstance(event, Reserved), event
         self.live.add(spec.request_id)
+        self.journal.counters["added_while_a_step_runs"] += self.core.wake_fd() is not None
 
     @property
     def has_work(self) -> bool:
@@ -197,13 +203,28 @@ class Engine:
             assert isinstance(event, BlocksSealed), event
             sealed.extend(event.sealed)
 
-        done = self.core.step(emit)
+        done = self._end_of_step() if self._stage.overlaps else self.core.step(emit)
         assert not self.core.take_failures()
         for output in done.outputs:
             self.journal.add_output(output)
             if output.is_last:
                 self.live.discard(output.request_id)
         return done, [*sealed, *done.sealed]
+
+    def _end_of_step(self) -> StepDone:
+        """Return the result of the next step that ends; another one runs then, unless no work is left."""
+        events: list[EngineEvent] = []
+        while True:
+            self.core.run_step(events.append)
+            if events:
+                (done,) = events
+                assert isinstance(done, StepDone), done
+                if (running := self.core.wake_fd()) is None and self.has_work:
+                    self.core.run_step(events.append)  # plans, so that requests arrive while the step runs
+                return done
+            if (running := self.core.wake_fd()) is not None:
+                select.select([running], [], [])
+                os.eventfd_read(running)
 
     def preempt_some(self, share: float) -> None:
         """Preempt a random share of the running requests, as a step does whose answers need their blocks."""
@@ -226,6 +247,7 @@ class Engine:
 
     def close(self) -> None:
         """Assert that nothing is left, and add the totals to the journal's."""
+        self.core.close()
         stats = self.core.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_held_blocks) == (0, 0, 0, 0)
         self.journal.counters.update({name: int(count) for name, count in stats.counters.items()})

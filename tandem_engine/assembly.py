@@ -28,7 +28,7 @@ from tandem_engine.ops.cpu import CpuOps
 from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
-from tandem_engine.staging import StagedPublisher
+from tandem_engine.staging import StagedPublisher, max_held_slots
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
@@ -174,6 +174,6 @@ def _ready(
         generations_offset=slots.generations_offset,
         num_slots=slots.num_slots,
         bytes_per_slot=slots.bytes_per_slot,
-        is_staged=cache.slots is None,
+        max_held_slots=0 if cache.slots is not None else max_held_slots(slots.num_slots),
         numa_node=numa_node,
     )

@@ -187,7 +187,7 @@ class Ready(Message, frozen=True):
     num_blocks: int
     """Of the pool."""
     region_id: str
-    """Of the region that others read: the pool itself, or memory that blocks are copied to (`is_staged`)."""
+    """Of the region that others read: the pool itself, or memory that blocks are copied to (`max_held_slots`)."""
     region_bytes: int
     generations_offset: int
     num_slots: int
@@ -195,9 +195,9 @@ class Ready(Message, frozen=True):
     """Slot i lies at byte `i * bytes_per_slot` of the region."""
     region_kind: Literal["host", "device"] = "host"
     """Memory that the region is of."""
-    is_staged: bool = False
-    """False: slot i is block i of the pool. True: slots hold copies of blocks, and a slot is used again once nobody
-    reads it: after ReleaseHeld, or earlier after ReleaseSlabs."""
+    max_held_slots: int = 0
+    """0: slot i is block i of the pool. Else slots hold copies of blocks, and a prefill has at most so many at once: a
+    slot is used again after ReleaseHeld, or earlier after ReleaseSlabs."""
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
 

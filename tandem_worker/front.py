@@ -203,8 +203,7 @@ class WorkerFront:
 
     def _sealed(self, blocks: Sequence[messages.SealedBlocks]) -> None:
         for sealed in blocks:
-            if request := self._requests.get(sealed.request_id):
-                self._connector.on_sealed(request, sealed)
+            self._connector.on_sealed(sealed)
 
     def _output(self, request: ActiveRequest, output: messages.RequestOutput) -> None:
         wire = convert.output_to_proto(output, request.submit)

@@ -195,8 +195,7 @@ class WorkerFront:
             stream.flush(done.step)
         self._offload.on_admitted(done.admitted)
         for filled in done.filled:
-            if request := self._requests.get(filled.request_id):
-                self._offload.on_filled(request, filled)
+            self._offload.on_filled(self._requests.get(filled.request_id), filled)
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)
@@ -216,6 +215,7 @@ class WorkerFront:
     def _choice_ended(self, request: ActiveRequest) -> None:
         request.num_choices_open -= 1
         if request.num_choices_open == 0:
+            self._offload.on_finished(request)
             self._requests.end(request, None)
 
     def _refuse(self, request: ActiveRequest, error: TandemError) -> None:

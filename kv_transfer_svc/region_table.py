@@ -80,6 +80,16 @@ class LentRegion:
     connection: object
     log: OwnerLog = field(default_factory=OwnerLog)
     is_lost: bool = False
+    copied: dict[bytes, kv.OwnerEvent.Copied] = field(default_factory=dict)
+    """By handle id, of handles that have not ended: the slabs that all readers have copied."""
+
+    def report_copied(self, copied: kv.OwnerEvent.Copied) -> None:
+        """Tell the owner, now and whenever it connects again."""
+        self.copied[copied.handle_id] = copied
+        self.log.changed.fire()
+
+    def forget_copied(self, handle_id: bytes) -> None:
+        self.copied.pop(handle_id, None)
 
 
 class RegionTable:

@@ -15,17 +15,20 @@ from tandem_engine.execution.compute_thread import ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
-from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.kv_cache import PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.execution.pool_size import choose_num_blocks
+from tandem_engine.execution.staging import StagingMemory, num_staging_slots
 from tandem_engine.execution.thread_pool import use_threads
 from tandem_engine.messages import ModelInfo, Ready
 from tandem_engine.models.checkpoint import Progress
 from tandem_engine.models.draft import load_draft_model
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.base import Ops
+from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
+from tandem_engine.staging import StagedPublisher, max_held_slots
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
@@ -38,7 +41,7 @@ class AssembledEngine:
     core: EngineCore
     ready: Ready
     region_fd: int
-    """Descriptor of the pool's region; the cache owns it."""
+    """Descriptor of the region that others read; the core owns it."""
 
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None = None) -> AssembledEngine:
@@ -63,25 +66,42 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
-    cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
-    checksums = _checksums(cache) if config.verify_kv else None
+    cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device, is_private=_is_staged(config, loaded))
+    slots = cache.slots or _staging_slots(config, cache)
+    checksums = _checksums(cache, slots) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
-    runner: Runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
+    model_runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
     overlaps = config.overlap == "on" or (config.overlap == "auto" and loaded.device.type == "cuda")
-    if overlaps and loaded.device.type == "cpu":
-        runner = ComputeThread(runner)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, overlaps=overlaps)
+    runs_beside = overlaps and loaded.device.type == "cpu"
+    runner: Runner = ComputeThread(model_runner) if runs_beside else model_runner
+    publisher = _publisher(config, cache, slots, model_runner)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, publisher=publisher, overlaps=overlaps)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
-    return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)
+    return AssembledEngine(core, _ready(config, loaded, cache, slots, numa_node), slots.region.fd)
 
 
-def _checksums(cache: PagedKVCache) -> BlockChecksums:
+def _is_staged(config: EngineConfig, loaded: LoadedModel) -> bool:
+    return config.kv_staging == "always" or loaded.device.type != "cpu"
+
+
+def _staging_slots(config: EngineConfig, cache: PagedKVCache) -> Slots:
+    bytes_per_block = cache.geometry.bytes_per_block
+    return Slots(num_staging_slots(config.kv_staging_bytes, cache.num_blocks, bytes_per_block), bytes_per_block)
+
+
+def _publisher(config: EngineConfig, cache: PagedKVCache, slots: Slots, runner: ModelRunner) -> Publisher:
+    if cache.slots is not None:
+        return PoolPublisher(config.region_id, runner.checksums)
+    return StagedPublisher(StagingMemory(config.region_id, cache, slots, runner.checksums), cache.generations)
+
+
+def _checksums(cache: PagedKVCache, slots: Slots) -> BlockChecksums:
     from tandem_engine.execution.block_checksums import (
         BlockChecksums,  # imports xxhash, which only engines that verify need
     )
 
-    return BlockChecksums(cache)
+    return BlockChecksums(cache, slots)
 
 
 def grammar_masks(info: ModelInfo, ops: Ops) -> GrammarMasks:
@@ -141,17 +161,22 @@ def _draft_model(
 
 
 def _draft_runner(draft: LoadedModel, target: PagedKVCache) -> DraftRunner:
-    cache = PagedKVCache(draft.geometry, target.num_blocks, draft.device, staging=False)
+    cache = PagedKVCache(draft.geometry, target.num_blocks, draft.device)
     return DraftRunner(draft.model, draft.ops, cache, target.generations, draft.info.context_length)
 
 
-def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, numa_node: int | None) -> Ready:
+def _ready(
+    config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, slots: Slots, numa_node: int | None
+) -> Ready:
     return Ready(
         model=loaded.info,
         layout=loaded.geometry.layout(),
         num_blocks=cache.num_blocks,
         region_id=config.region_id,
-        region_bytes=cache.region.num_bytes,
-        generations_offset=cache.generations_offset,
+        region_bytes=slots.region.num_bytes,
+        generations_offset=slots.generations_offset,
+        num_slots=slots.num_slots,
+        bytes_per_slot=slots.bytes_per_slot,
+        max_held_slots=0 if cache.slots is not None else max_held_slots(slots.num_slots),
         numa_node=numa_node,
     )

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
-from msgspec.structs import replace
-
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
@@ -31,22 +29,22 @@ from tandem_engine.messages import (
     Command,
     EngineEvent,
     ExtentRef,
-    FilledBlocks,
     ImportSlab,
     MapRegion,
     Ping,
     Pong,
     Recompute,
     ReleaseHeld,
+    ReleaseSlabs,
     RequestAborted,
     RequestFailed,
     RequestOutput,
-    SealedBlocks,
     SlabImported,
     StartDecode,
     StepDone,
     UnmapRegion,
 )
+from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.copy_budget import pieces
 from tandem_engine.scheduling.hand_over import ImportRefused
 from tandem_engine.scheduling.request import Request, Sampled
@@ -149,8 +147,8 @@ class Runner(Protocol):
         """Fill the parts beside each extent, a block of `layout`, and return the bytes read; raises the same."""
         ...
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of complete blocks; an empty list if this engine computes none."""
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        """Return the checksums of slots of the region that others read; empty if this engine computes none."""
         ...
 
     def map_region(self, command: MapRegion, fd: int) -> None:
@@ -184,12 +182,10 @@ class _Flight:
 
 
 class _Result(NamedTuple):
-    """What a step did, without the statistics."""
+    """What a step did, without blocks and statistics."""
 
     step: int
     outputs: list[RequestOutput]
-    sealed: list[SealedBlocks]
-    filled: list[FilledBlocks]
     admitted: list[str]
 
 
@@ -202,14 +198,17 @@ class EngineCore:
         runner: Runner,
         clock: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], int] = time.monotonic_ns,
+        publisher: Publisher | None = None,
         *,
         overlaps: bool = False,
     ) -> None:
         """The clocks return nanoseconds: `clock` since 1970, for reports; `monotonic` for waits.
 
-        With `overlaps`, `run_step` returns while a step runs, and the next step is planned meanwhile.
+        Without a `publisher`, others read the pool, and its region has no name. With `overlaps`, `run_step` returns
+        while a step runs, and the next step is planned meanwhile.
         """
         self.runner = runner
+        self.publisher = publisher or PoolPublisher("", runner.checksums)
         self._overlaps = overlaps
         self._flight: _Flight | None = None
         self._deferred: list[Command] = []
@@ -220,7 +219,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step runs, or `step` would do anything before the next command."""
-        return self._flight is not None or self.scheduler.has_work
+        return self._flight is not None or self.scheduler.has_work or self.publisher.is_copying
 
     def is_held(self) -> bool:
         """Whether `has_work` may become true without a command: look again soon."""
@@ -312,9 +311,14 @@ class EngineCore:
             case Recompute(request_id):
                 self.scheduler.recompute(request_id)
             case AbortRequest(request_id):
+                self.publisher.forget(request_id)
                 return [self._aborted(request_id, self.scheduler.abort(request_id)), self._stats_only()]
             case ReleaseHeld(request_id):
+                self.publisher.forget(request_id)
                 self.scheduler.release_held(request_id)
+                return [self._stats_only()]
+            case ReleaseSlabs(request_id, num_blocks):
+                self.publisher.release(request_id, num_blocks)
                 return [self._stats_only()]
             case MapRegion():
                 assert fd is not None, "a region's descriptor comes with MapRegion"
@@ -339,7 +343,9 @@ class EngineCore:
             if not self._overlaps:
                 self._seal_early(flight, emit)
 
-        if flight.output.runs:
+        if not flight.output.runs:
+            self.publisher.wait()
+        else:
             try:
                 flight.ticket = self.runner.launch(flight.output, kv_written)
             except RequestsFailed as failure:
@@ -363,23 +369,25 @@ class EngineCore:
         if emit is None or flight.is_sealed or not flight.is_written:
             return
         flight.is_sealed = True
-        if sealed := self.scheduler.seal_written(flight.output):
-            emit(BlocksSealed(self._with_checksums(sealed)))
+        self.publisher.publish(self.scheduler.seal_written(flight.output), [])
+        if sealed := self.publisher.take_sealed():
+            emit(BlocksSealed(sealed))
 
     def _end(self, flight: _Flight) -> _Result:
         """Wait for a step and update all requests."""
         sampled = self._sampled(flight)
         outputs, sealed = self.scheduler.update(flight.output, sampled) if sampled is not None else ([], [])
         filled, admitted = self.scheduler.prefixes.take()
-        sealed = self._with_checksums(sealed)
-        filled = [replace(each, checksums=self.runner.checksums(each.slots)) for each in filled]
+        self.publisher.publish(sealed, filled)  # before the next launch: copies begin behind this step
         self.scheduler.record_step(flight.output, (self._monotonic() - flight.started_ns) / 1e9)
         self.renew_copy_budget()
-        return _Result(flight.output.step, outputs, sealed, filled, admitted)
+        return _Result(flight.output.step, outputs, admitted)
 
     def _done(self, result: _Result) -> StepDone:
-        step, outputs, sealed, filled, admitted = result
-        return StepDone(step, outputs, sealed, self.scheduler.stats(), filled, admitted)
+        """Report a step, with the blocks that others can read by now."""
+        sealed, filled, stats = self.publisher.take_sealed(), self.publisher.take_filled(), self.scheduler.stats()
+        stats.counters.update(self.publisher.state)
+        return StepDone(result.step, result.outputs, sealed, stats, filled, result.admitted)
 
     def _sampled(self, flight: _Flight) -> Mapping[str, Sequence[Sampled]] | None:
         """Return the sampled tokens, or None if the step does not count because some requests failed."""
@@ -392,6 +400,7 @@ class EngineCore:
             if not failed:  # the same step would run and fail for ever
                 raise
             for request_id in sorted(failed):
+                self.publisher.forget(request_id)
                 self.scheduler.abort(request_id)
                 self._failures.append(RequestFailed(request_id, error.message_of(request_id), error.is_callers_fault))
             return None
@@ -399,9 +408,6 @@ class EngineCore:
     def _emit_all(self, emit: Callable[[EngineEvent], None], events: Sequence[EngineEvent]) -> None:
         for event in events:
             emit(event)
-
-    def _with_checksums(self, sealed: Sequence[SealedBlocks]) -> list[SealedBlocks]:
-        return [replace(each, checksums=self.runner.checksums(each.slots)) for each in sealed]
 
     def _map_region(self, command: MapRegion, fd: int) -> None:
         """Map a region; a region that cannot be mapped fails only the imports that need it."""
@@ -468,4 +474,6 @@ class EngineCore:
         )
 
     def _stats_only(self) -> StepDone:
-        return StepDone(self.scheduler.num_steps, [], [], self.scheduler.stats(), *self.scheduler.prefixes.take())
+        filled, admitted = self.scheduler.prefixes.take()
+        self.publisher.publish([], filled)
+        return self._done(_Result(self.scheduler.num_steps, [], admitted))

@@ -119,6 +119,14 @@ class ReleaseHeld(Message, frozen=True):
     request_id: str
 
 
+class ReleaseSlabs(Message, frozen=True):
+    """Every reader has copied the leading `num_blocks` that were sealed for a prefill, of all groups, in the order of
+    their messages: a staged region may use their slots again. No effect where the pool is the region."""
+
+    request_id: str
+    num_blocks: int
+
+
 class MapRegion(Message, frozen=True):
     """Map another process's region, read-only; its descriptor comes with the message."""
 
@@ -172,15 +180,24 @@ class ModelInfo(_Part, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine serves. The pool's region descriptor comes with the message where the pool is in shared memory."""
+    """The engine serves. The region's descriptor comes with the message."""
 
     model: ModelInfo
     layout: LayoutInfo
     num_blocks: int
+    """Of the pool."""
     region_id: str
-    """Slot i of the region is block i of the pool; `offset = slot * bytes_per_block`."""
+    """Of the region that others read: the pool itself, or memory that blocks are copied to (`max_held_slots`)."""
     region_bytes: int
     generations_offset: int
+    num_slots: int
+    bytes_per_slot: int
+    """Slot i lies at byte `i * bytes_per_slot` of the region."""
+    region_kind: Literal["host", "device"] = "host"
+    """Memory that the region is of."""
+    max_held_slots: int = 0
+    """0: slot i is block i of the pool. Else slots hold copies of blocks, and a prefill has at most so many at once: a
+    slot is used again after ReleaseHeld, or earlier after ReleaseSlabs."""
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
 
@@ -273,6 +290,8 @@ class SealedBlocks(_Part, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """xxh3-64, one per slot, from engines that verify; else empty."""
     group: int = 0
+    region_id: str = ""
+    """The region that the slots are of. Empty inside the engine only, where slots are blocks of the pool."""
 
 
 class BlocksSealed(Message, frozen=True):
@@ -294,6 +313,8 @@ class FilledBlocks(_Part, frozen=True):
     checksums: list[int] = msgspec.field(default_factory=list)
     """As in SealedBlocks."""
     group: int = 0
+    region_id: str = ""
+    """As in SealedBlocks."""
 
 
 class EngineStats(_Part, frozen=True):
@@ -359,7 +380,7 @@ class EngineFailed(Message, frozen=True):
     kind: Literal["unsupported", "invalid", "internal"] = "internal"
 
 
-RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld
+RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortRequest | ReleaseHeld | ReleaseSlabs
 Command = RequestCommand | MapRegion | UnmapRegion | Ping | Shutdown
 StepEvent = BlocksSealed | StepDone
 RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed

@@ -12,6 +12,7 @@ from tandem_engine.scheduling.scheduler_config import MAX_DRAFT_TOKENS
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 Route = Literal["auto", "lean", "transformers"]
 Speculation = Literal["auto", "off"]
+Staging = Literal["auto", "always"]
 Kernels = Literal["auto", "cpp", "torch"]
 Overlap = Literal["auto", "on", "off"]
 
@@ -50,6 +51,10 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Largest pool when free memory decides its size; None: a fifth of what is free on a CPU."""
     device_memory_share: float = 0.9
     """Part of a CUDA device's memory that this process may take in all: weights, working memory, KV pool."""
+    kv_staging: Staging = "auto"
+    """auto: others read copies of blocks where they cannot read the pool. always: also on a CPU, for tests."""
+    kv_staging_bytes: int | None = None
+    """Size of the region that holds those copies; None: 1 GiB. Never more than the pool."""
     max_num_batched_tokens: int = 512
     """Token budget of one step."""
     max_prefill_tokens_with_decodes: int = 64
@@ -106,7 +111,14 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
             "max_num_waiting",
         ):
             _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_kv_blocks", "kv_memory_bytes", "kv_memory_limit_bytes", "num_threads"):
+        for name in (
+            "max_model_len",
+            "num_kv_blocks",
+            "kv_memory_bytes",
+            "kv_memory_limit_bytes",
+            "kv_staging_bytes",
+            "num_threads",
+        ):
             if (value := getattr(self, name)) is not None:
                 _at_least(name, value, 1)
         if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:

@@ -33,7 +33,7 @@ _START_ONE = "start `python -m kv_transfer_svc` on this host; if one runs, give 
 
 @dataclass(frozen=True)
 class LentPool:
-    """The region of this worker's pool, for the KV service; `fd` stays open until `KvLink.close`."""
+    """The region in which others read this worker's blocks; `fd` stays open until `KvLink.close`."""
 
     region_id: str
     num_bytes: int
@@ -44,9 +44,10 @@ class LentPool:
 
 
 def lent_pool(ready: messages.Ready, fd: int) -> LentPool:
-    """Return the engine's pool for `KvLink.lend`; the link owns `fd` from then on."""
-    num_bytes = ready.layout.bytes_per_block
-    return LentPool(ready.region_id, ready.region_bytes, ready.num_blocks, num_bytes, ready.generations_offset, fd)
+    """Return the engine's region for `KvLink.lend`; the link owns `fd` from then on."""
+    return LentPool(
+        ready.region_id, ready.region_bytes, ready.num_slots, ready.bytes_per_slot, ready.generations_offset, fd
+    )
 
 
 @dataclass(frozen=True)

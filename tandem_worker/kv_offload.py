@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -45,6 +45,7 @@ _MAX_LOOKUP_ROUNDS = 3
 """A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
 _MAX_BLOCKS_PER_PUBLISH = 256
+_MAX_FINISHED = 256
 _PUBLIC_TAG = b"public"
 """The tag of blocks that all accounts share. Tags of accounts are longer."""
 _Hash = TypeVar("_Hash", str, bytes)
@@ -56,6 +57,19 @@ COUNTERS = (
     "prompt_cache_blocks_published",
     "prompt_cache_blocks_not_published",
 )
+
+
+@dataclass(frozen=True)
+class _Whose:
+    """For whom blocks are published."""
+
+    account_tag: bytes
+    public: frozenset[bytes]
+    """The hashes of those that all accounts share."""
+
+    @classmethod
+    def of(cls, submit: pb.Submit) -> _Whose:
+        return cls(submit.account_tag, frozenset(submit.block_hashes[: submit.num_public_blocks]))
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,9 @@ class KVOffload:
         self._incarnation = incarnation
         self._is_enabled = is_enabled
         self._digest = b""
-        self._region_id = ""
+        self._bytes_per_slot = 0
+        self._is_staged = False
+        self._finished: OrderedDict[str, _Whose] = OrderedDict()  # by the engine's request, those that ended last
         self._bytes_per_block = 0
         self._block_size = 0
         self._windows: dict[int, int] = {}  # group -> the number of blocks that its window spans
@@ -100,7 +116,8 @@ class KVOffload:
             for number, group in enumerate(layout.groups)
             if group.window
         }
-        self._region_id = ready.region_id
+        self._bytes_per_slot = ready.bytes_per_slot
+        self._is_staged = ready.max_held_slots > 0
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
@@ -226,23 +243,38 @@ class KVOffload:
 
     # -------------------------------------------------------------------------------------------------- publishing
 
-    def on_filled(self, request: ActiveRequest, filled: messages.FilledBlocks) -> None:
-        """Queue filled blocks for publication; blocks beyond the queue's bound are dropped."""
+    def on_finished(self, request: ActiveRequest) -> None:
+        """Remember whose blocks a finished request filled, if the engine may still have to copy them out."""
+        if self._is_staged:
+            self._finished[request.key] = _Whose.of(request.submit)
+            if len(self._finished) > _MAX_FINISHED:
+                self._finished.popitem(last=False)
+
+    def on_filled(self, request: ActiveRequest | None, filled: messages.FilledBlocks) -> None:
+        """Queue filled blocks for publication; blocks beyond the queue's bound are dropped.
+
+        `request` is None if it is over: its blocks count if it finished lately.
+        """
+        whose = self._finished.get(filled.request_id) if request is None else _Whose.of(request.submit)
+        if whose is None:
+            return
         if not (self._is_enabled and self._link.address):
             return
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)
             return
-        self._unpublished += self._runs(request.submit, filled)
+        self._unpublished += self._runs(whose, filled)
         self._num_unpublished += len(filled.slots)
         if self._publishing is None or self._publishing.done():
             self._publishing = self._tasks.spawn(self._publish())
 
-    def _runs(self, submit: pb.Submit, filled: messages.FilledBlocks) -> Iterable[_Run]:
+    def _runs(self, whose: _Whose, filled: messages.FilledBlocks) -> Iterable[_Run]:
         """Cut blocks into runs of one call each; public blocks count towards no account's quota."""
         blocks = [
             kv.StoredBlock(
-                block_hash=bytes.fromhex(block_hash), extent=self._extent(slot, generation), checksum=checksum
+                block_hash=bytes.fromhex(block_hash),
+                extent=self._extent(filled.region_id, slot, generation),
+                checksum=checksum,
             )
             for block_hash, slot, generation, checksum in zip(
                 filled.hashes,
@@ -252,20 +284,19 @@ class KVOffload:
                 strict=True,
             )
         ]
-        public = frozenset(submit.block_hashes[: submit.num_public_blocks])
-        num_public = sum(block.block_hash in public for block in blocks)
+        num_public = sum(block.block_hash in whose.public for block in blocks)
         parent = bytes.fromhex(filled.parent)
-        for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (submit.account_tag, blocks[num_public:])):
+        for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (whose.account_tag, blocks[num_public:])):
             for start in range(0, len(part), _MAX_BLOCKS_PER_PUBLISH):
                 run = part[start : start + _MAX_BLOCKS_PER_PUBLISH]
                 yield _Run(filled.group, tag, parent, tuple(run))
                 parent = run[-1].block_hash
 
-    def _extent(self, slot: int, generation: int) -> pb.Extent:
+    def _extent(self, region_id: str, slot: int, generation: int) -> pb.Extent:
         return pb.Extent(
             kind=pb.MEMORY_KIND_HOST,
-            region_id=self._region_id,
-            offset=slot * self._bytes_per_block,
+            region_id=region_id,
+            offset=slot * self._bytes_per_slot,
             num_bytes=self._bytes_per_block,
             slot=slot,
             generation=generation,

@@ -133,6 +133,14 @@ class WorkerSettings(EngineSettings):
         "part of a card's memory that this worker may take in all: weights, working memory, and the KV pool; workers "
         "on one card need shares that add up to less than 1",
     )
+    kv_staging: Literal["auto", "always"] = setting(
+        "auto",
+        "whether others read copies of KV blocks in a region of --kv-staging-bytes: where they cannot read the pool "
+        "(auto), or always, for tests on a CPU",
+    )
+    kv_staging_bytes: int | None = setting(
+        None, "size of the host memory for those copies; 1 GiB if unset, and never more than the pool"
+    )
     max_num_batched_tokens: int = setting(512, "tokens computed per step, prefill chunks and decodes together")
     max_prefill_tokens_with_decodes: int = setting(
         64, "prompt tokens in a step that also has decodes; a step without decodes has the whole budget for prompts"

@@ -1,7 +1,7 @@
 """Computes and verifies checksums of KV blocks.
 
-A block's checksum is computed once, when the block is complete, and stays with it: at the worker that imports it, in
-the store, on disk and on other hosts. Every copy is verified.
+A block's checksum is computed once, from the bytes that others read, when the block is complete. It stays with the
+block: at the worker that imports it, in the store, on disk and on other hosts. Every copy is verified.
 """
 
 from __future__ import annotations
@@ -11,31 +11,34 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from tandem_engine.core import CorruptBlock
-from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.kv_cache import PagedKVCache, Slots
 from tandem_engine.execution.regions import Bytes
 from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.messages import ExtentRef
 
 
 class BlockChecksums:
-    """xxh3-64 of the blocks of one pool."""
+    """xxh3-64 of the blocks that one engine shows to others, and of those that it copies into its pool."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: PagedKVCache, slots: Slots | None = None) -> None:
+        """`slots`: the region that others read; None: the pool is the region."""
         self._cache = cache
-        self._made: dict[int, tuple[int, int]] = {}  # block -> generation, checksum
+        self._slots = slots or cache.slots
+        self._made: dict[int, tuple[int, int]] = {}  # slot -> generation, checksum
 
-    def of(self, blocks: Sequence[int]) -> list[int]:
-        """Return checksums of complete blocks, computed from their bytes at the first call."""
-        generations = [self._cache.generations[block] for block in blocks]
+    def of(self, slots: Sequence[int]) -> list[int]:
+        """Return checksums of the region's slots, each computed from its bytes once per generation."""
+        assert self._slots is not None, "a private pool shows its blocks in slots of a region"
+        generations = [self._slots.generations[slot] for slot in slots]
         new = [
-            (block, generation)
-            for block, generation in zip(blocks, generations, strict=True)
-            if self._made.get(block, (None, 0))[0] != generation
+            (slot, generation)
+            for slot, generation in zip(slots, generations, strict=True)
+            if self._made.get(slot, (None, 0))[0] != generation
         ]
-        checksums = _checksums([block for block, _ in new], self._cache.bytes_of, self._cache.geometry.bytes_per_block)
-        for (block, generation), checksum in zip(new, checksums, strict=True):
-            self._made[block] = generation, checksum
-        return [self._made[block][1] for block in blocks]
+        checksums = _checksums([slot for slot, _ in new], self._slots.bytes_of, self._slots.bytes_per_slot)
+        for (slot, generation), checksum in zip(new, checksums, strict=True):
+            self._made[slot] = generation, checksum
+        return [self._made[slot][1] for slot in slots]
 
     def verify(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> None:
         """Raise CorruptBlock if a block that was just copied differs from its extent's checksum, if there is one."""

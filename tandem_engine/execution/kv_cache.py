@@ -4,16 +4,19 @@ The pool is block-major: one block, with all layers of its group, is one run of 
 The op layer defines the order within a block (`tandem_engine.ops.base`); its name is part of the layout.
 
     pool    [num_blocks, layers_per_block, 2 (keys, values), num_kv_heads * block_size * head_dim]
-    region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
+    region  | slots | padding to a page | generations: uint64 [num_slots] |       one memfd, shared with readers
 
-On a CPU the region is the pool. On CUDA the pool is device memory, and `stage` copies its blocks to the region.
+On a CPU the slots are the pool. Where others cannot read the pool, as on CUDA, the pool is private, and slots hold
+copies of some of its blocks (`execution.staging`).
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -85,25 +88,43 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class PagedKVCache:
-    """Owns the KV tensors of one model in an engine process.
+class Slots:
+    """A region of slots that other processes map."""
 
-    With `staging` (needed by devices other than the CPU) the pool is a separate tensor and readers see copies.
-    """
+    def __init__(self, num_slots: int, bytes_per_slot: int) -> None:
+        num_bytes = num_slots * bytes_per_slot
+        self.num_slots = num_slots
+        self.bytes_per_slot = bytes_per_slot
+        self.generations_offset = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self.region = OwnedRegion(self.generations_offset + num_slots * _GENERATION_BYTES)
+        self.generations: MutableSequence[int] = self.region.uint64_table(self.generations_offset, num_slots)
+        """One per slot; whoever writes a slot adds one first."""
+        self.rows = torch.from_numpy(self.region.bytes_at(0, num_bytes)).view(num_slots, bytes_per_slot)
+        """uint8 [num_slots, bytes_per_slot]."""
+
+    def bytes_of(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return a view of a slot's bytes."""
+        return self.region.bytes_at(slot * self.bytes_per_slot, self.bytes_per_slot)
+
+
+class PagedKVCache:
+    """Owns the KV tensors of one model in an engine process."""
 
     def __init__(
-        self, geometry: KVGeometry, num_blocks: int, device: torch.device, *, staging: bool | None = None
+        self, geometry: KVGeometry, num_blocks: int, device: torch.device, *, is_private: bool | None = None
     ) -> None:
+        """`is_private`: others cannot read the pool; None: on every device but the CPU."""
         self.geometry = geometry
         self.num_blocks = num_blocks
-        pool_bytes = num_blocks * geometry.bytes_per_block
-        self.generations_offset = -(-pool_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        self.region = OwnedRegion(self.generations_offset + num_blocks * _GENERATION_BYTES)
-        self.generations: MutableSequence[int] = self.region.uint64_table(self.generations_offset, num_blocks)
-        shared = torch.from_numpy(self.region.bytes_at(0, pool_bytes)).view(num_blocks, geometry.bytes_per_block)
-        is_staged = device.type != "cpu" if staging is None else staging
-        self._staged = shared if is_staged else None
-        self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
+        self.slots: Slots | None = None
+        """The pool as a region; None: it is private."""
+        if device.type != "cpu" if is_private is None else is_private:
+            self.generations: MutableSequence[int] = array("Q", bytes(_GENERATION_BYTES * num_blocks))
+            self._rows = torch.zeros(num_blocks, geometry.bytes_per_block, dtype=torch.uint8, device=device)
+        else:
+            self.slots = Slots(num_blocks, geometry.bytes_per_block)
+            self.generations = self.slots.generations
+            self._rows = self.slots.rows
         self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
         rows = self._rows.view(-1).view(geometry.dtype).view(num_blocks, -1)
         self.pool = KVPool(
@@ -118,6 +139,21 @@ class PagedKVCache:
     @property
     def device(self) -> torch.device:
         return self._rows.device
+
+    @property
+    def region(self) -> OwnedRegion:
+        """The pool as a region; for a pool that is not private."""
+        return self._public_slots.region
+
+    @property
+    def generations_offset(self) -> int:
+        """Of `region`."""
+        return self._public_slots.generations_offset
+
+    @property
+    def _public_slots(self) -> Slots:
+        assert self.slots is not None, "others cannot read a private pool: it has no region"
+        return self.slots
 
     def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite whole blocks from `first` on; `content` has their bytes and may be read-only."""
@@ -144,8 +180,16 @@ class PagedKVCache:
         """Return a copy of a block's bytes."""
         return self.bytes_of(block).tobytes()
 
-    def stage(self, blocks: Sequence[int]) -> None:
-        """Make the content of blocks visible to readers of the region; returns after that."""
-        if self._staged is not None:
-            for block in blocks:
-                self._staged[block].copy_(self._rows[block])
+    def copy_to(self, rows: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to rows of another tensor, (block, row); on CUDA it returns before the copies have ended.
+
+        `rows`: uint8 [num_rows, bytes_per_block]. Adjacent pairs are one copy.
+        """
+        breaks = [
+            index
+            for index in range(1, len(pairs))
+            if pairs[index] != (pairs[index - 1][0] + 1, pairs[index - 1][1] + 1)
+        ]
+        for start, end in pairwise([0, *breaks, len(pairs)]):
+            (block, row), num_rows = pairs[start], end - start
+            rows[row : row + num_rows].copy_(self._rows[block : block + num_rows], non_blocking=True)

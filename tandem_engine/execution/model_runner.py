@@ -80,26 +80,18 @@ class ModelRunner:
 
         The KV of wrong drafts is behind the tokens that count; the next step overwrites it.
         """
-
-        def when_written() -> None:
-            self._cache.stage([block for run in output.runs for block in _sealed_blocks(run, self._block_size)])
-            kv_written()
-
         self._masks.begin(output.runs)
         step = self._ops.step(self._batches.build([_stretch(run) for run in output.runs]))
-        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, when_written)
+        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, kv_written)
         return LaunchedStep(output, logits)
 
     @torch.inference_mode()
     def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
         """Sample the next tokens of a step that was launched."""
         assert isinstance(ticket, LaunchedStep), "a ticket of this runner"
-        runs = ticket.output.runs
         masks = self._masks.take()  # an asynchronous device computes meanwhile
-        draws = [_draw(run, masks) for run in runs if run.samples]
-        sampled = sample(ticket.logits, draws, self._ops.sample)
-        self._cache.stage([block for run in runs for block in _accepted_blocks(run, sampled, self._block_size)])
-        return sampled
+        draws = [_draw(run, masks) for run in ticket.output.runs if run.samples]
+        return sample(ticket.logits, draws, self._ops.sample)
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
@@ -117,7 +109,6 @@ class ModelRunner:
         self._regions.check_generations(extents)
         if self._checksums is not None:
             self._checksums.verify(blocks, extents)
-        self._cache.stage(blocks)
         return len(extents) * bytes_per_block
 
     def convert_blocks(
@@ -131,12 +122,11 @@ class ModelRunner:
         if self._checksums is not None:
             self._checksums.verify_copies(list(content), extents)
         self._converter.write(content, layout, parts)
-        self._cache.stage(sorted({part.block for of_extent in parts for part in of_extent}))
         return content.size
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        """Return the checksums of complete blocks; empty if this engine computes none."""
-        return self._checksums.of(blocks) if self._checksums is not None else []
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        """Return the checksums of slots of the region that others read; empty if this engine computes none."""
+        return self._checksums.of(slots) if self._checksums is not None else []
 
     def map_region(self, command: MapRegion, fd: int) -> None:
         """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""
@@ -179,20 +169,3 @@ def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words | None]]) -> Dra
         run.draft_tokens,
         masks.get(request.request_id, ()),
     )
-
-
-def _accepted_blocks(run: ScheduledRun, sampled: Mapping[str, Sequence[Sampled]], block_size: int) -> Iterator[int]:
-    """Yield the blocks that accepted drafts completed."""
-    if not run.draft_tokens:
-        return
-    num_accepted = len(sampled[run.request.request_id]) - 1
-    for table in run.request.tables:
-        yield from table[run.end // block_size : (run.end + num_accepted) // block_size]
-
-
-def _sealed_blocks(run: ScheduledRun, block_size: int) -> Iterator[int]:
-    """Yield the blocks that this run's known tokens completed; at the end of a prefill also its partly filled tail."""
-    is_over = run.samples and run.request.mode == "prefill"
-    last = -(-run.end // block_size) if is_over else run.end // block_size
-    for table in run.request.tables:
-        yield from table[run.first_position // block_size : last]

@@ -55,8 +55,8 @@ class Harness:
         return request
 
     def compute(self, request: ActiveRequest, first_block: int, slots: list[int], *, is_last: bool = False) -> None:
-        sealed = SealedBlocks(request.key, first_block, slots, [0] * len(slots), is_last)
-        self.connector.on_sealed(request, sealed)
+        sealed = SealedBlocks(request.key, first_block, slots, [0] * len(slots), is_last, region_id="worker-1")
+        self.connector.on_sealed(sealed)
 
     def sample(self, request: ActiveRequest, token_id: int = 7, choice_index: int = 0) -> None:
         wire = pb.TokenOutput(token_ids=[token_id], choice_index=choice_index)

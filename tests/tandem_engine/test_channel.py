@@ -64,6 +64,9 @@ EXAMPLES: list[Any] = [
         "r",
         2,
         3,
+        4,
+        5,
+        max_held_slots=2,
         numa_node=1,
     ),
 ]

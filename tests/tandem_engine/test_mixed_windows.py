@@ -8,11 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tandem_engine.core import EngineCore
-from tandem_engine.execution.kv_cache import PagedKVCache
-from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.messages import (
     AddRequest,
     ExtentRef,
@@ -104,17 +101,16 @@ def test_groups_make_no_difference_by_any_route(
 
 def test_staged_blocks_of_all_groups_are_those_of_the_pool(make_engine: Callable[..., Any], drain: Drain) -> None:
     """As on a device whose memory others cannot read."""
-    engine = make_engine("gemma2", block_size=BLOCK, num_kv_blocks=64)
-    old = engine.core.runner
-    cache = PagedKVCache(old._cache.geometry, old._cache.num_blocks, torch.device("cpu"), staging=True)
-    core = EngineCore(engine.core.scheduler.config, ModelRunner(old._model, old._ops, cache))
+    core = make_engine("gemma2", block_size=BLOCK, num_kv_blocks=64, kv_staging="always").core
     core.handle(ask("p", prompts()[1], 3, mode="prefill"))
     sealed, _ = run_prefill(core)
-    slots = [slot for event in sealed for slot in event.slots]
-    size = cache.geometry.bytes_per_block
-    assert len(slots) == 20 + 2 * 4
-    for slot in slots:
-        assert cache.region.bytes_at(slot * size, size).tobytes() == cache.read_block(slot)
+    tables, num_seen = core.scheduler._requests["p"].tables, 0
+    for event in sealed:
+        for index, slot in enumerate(event.slots, event.first_block):
+            block = tables[event.group][index]
+            assert core.publisher._memory.slots.bytes_of(slot).tobytes() == core.runner._cache.read_block(block)
+            num_seen += 1
+    assert num_seen == 20 + 2 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -72,7 +72,7 @@ def ready(region_id: str = "") -> messages.Ready:
         numerics_class="n",
         asset_paths={},
     )
-    return messages.Ready(model, LAYOUT, 8, region_id, 8 * 8192 + 64, 8 * 8192)
+    return messages.Ready(model, LAYOUT, 8, region_id, 8 * 8192 + 64, 8 * 8192, 8, 8192)
 
 
 def step(

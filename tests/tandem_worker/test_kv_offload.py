@@ -80,7 +80,7 @@ class Harness:
         hashes = [block_hash.hex() for block_hash in HASHES[first : first + num_blocks]]
         parent = HASHES[first - 1].hex() if first else ""
         generations = [self.region.generation(slot) for slot in slots]
-        filled = FilledBlocks(submit.request_id, parent, hashes, slots, generations)
+        filled = FilledBlocks(submit.request_id, parent, hashes, slots, generations, region_id="pool")
         self.offload.on_filled(ActiveRequest(submit, GatewayStream()), filled)
         await until(lambda: self.offload.counters["prompt_cache_blocks_published"] == num_expected)
 
@@ -200,7 +200,7 @@ async def test_a_prompt_of_more_blocks_than_one_call_takes_is_loaded_whole(
             slots = [index % NUM_BLOCKS for index in range(len(part))]
             parent = hashes[first - 1].hex() if first else ""
             generations = [region.generation(slot) for slot in slots]
-            filled = FilledBlocks("r", parent, [each.hex() for each in part], slots, generations)
+            filled = FilledBlocks("r", parent, [each.hex() for each in part], slots, generations, region_id="pool")
             here.offload.on_filled(ActiveRequest(a_submit(), GatewayStream()), filled)
             num_expected = first + len(part)
             await until(lambda: here.offload.counters["prompt_cache_blocks_published"] == num_expected)  # noqa: B023

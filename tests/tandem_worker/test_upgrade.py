@@ -77,7 +77,8 @@ async def fill(here: Harness, submits: Iterable[pb.Submit]) -> None:
         slots = list(range(NUM_BLOCKS))
         generations = [here.region.generation(slot) for slot in slots]
         keys = [key.hex() for key in submit.block_hashes]
-        here.offload.on_filled(ActiveRequest(submit, GatewayStream()), FilledBlocks("r", "", keys, slots, generations))
+        filled = FilledBlocks("r", "", keys, slots, generations, region_id="pool")
+        here.offload.on_filled(ActiveRequest(submit, GatewayStream()), filled)
         await until(lambda: here.offload.counters["prompt_cache_blocks_published"] == num_expected)  # noqa: B023
         await until(lambda: store.blocks.stats().demoting_bytes == 0)
 

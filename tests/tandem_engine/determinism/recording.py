@@ -170,8 +170,8 @@ class RecordingRunner:
     ) -> int:
         return self._runner.convert_blocks(parts, extents, layout)
 
-    def checksums(self, blocks: Sequence[int]) -> list[int]:
-        return self._runner.checksums(blocks)
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        return self._runner.checksums(slots)
 
     def map_region(self, command: MapRegion, fd: int) -> None:
         self._runner.map_region(command, fd)

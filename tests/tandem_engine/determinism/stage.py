@@ -17,8 +17,9 @@ from tandem_engine.assembly import grammar_masks
 from tandem_engine.core import EngineCore
 from tandem_engine.execution.compute_thread import ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
-from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.kv_cache import PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.execution.staging import StagingMemory
 from tandem_engine.messages import (
     AddRequest,
     BlocksSealed,
@@ -32,9 +33,11 @@ from tandem_engine.messages import (
 )
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.cpu import CpuOps
+from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks, hash_root
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
+from tandem_engine.staging import StagedPublisher
 from tests.checkpoints import make_checkpoint
 from tests.tandem_engine.determinism.recording import Journal, RecordingModel, RecordingRunner
 from tests.tandem_engine.determinism.request_specs import RequestSpec
@@ -75,21 +78,26 @@ class Stage:
     overlaps: bool = False
     """Whether the engines run steps on a thread of their own, and take requests meanwhile."""
 
-    def engine(self, num_blocks: int, region_id: str = "", **settings: Any) -> Engine:
-        """Return a new engine over the model; `settings` are SchedulerConfig's."""
-        return Engine(self, num_blocks, region_id, settings)
+    def engine(self, num_blocks: int, region_id: str = "", num_slots: int | None = None, **settings: Any) -> Engine:
+        """Return a new engine over the model; `settings` are SchedulerConfig's.
 
-    def roomy(self, specs: Sequence[RequestSpec], region_id: str = "", **settings: Any) -> Engine:
+        With `num_slots` its pool is private: others read copies of blocks in a ring of so many slots.
+        """
+        return Engine(self, num_blocks, region_id, settings, num_slots)
+
+    def roomy(
+        self, specs: Sequence[RequestSpec], region_id: str = "", num_slots: int | None = None, **settings: Any
+    ) -> Engine:
         """Return an engine with blocks for all requests at once."""
-        return self.engine(sum(map(self.num_blocks, specs)), region_id, **settings)
+        return self.engine(sum(map(self.num_blocks, specs)), region_id, num_slots, **settings)
 
     def num_blocks(self, spec: RequestSpec) -> int:
         """Return the most blocks that a request can need, plus two."""
         return (-(-spec.max_kv_tokens // self.block_size) + 2) * self.model.geometry.num_groups
 
-    def empty_cache(self, num_blocks: int) -> PagedKVCache:
+    def empty_cache(self, num_blocks: int, *, is_private: bool = False) -> PagedKVCache:
         geometry = replace(self.model.geometry, block_size=self.block_size)
-        return PagedKVCache(geometry, num_blocks, torch.device("cpu"))
+        return PagedKVCache(geometry, num_blocks, torch.device("cpu"), is_private=is_private)
 
     def hashes_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return the hashes of all full blocks, in hex."""
@@ -126,7 +134,9 @@ class Stage:
 class Engine:
     """An EngineCore with its own pool; records its steps in the journal. Each reading of its clock advances it."""
 
-    def __init__(self, stage: Stage, num_blocks: int, region_id: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, stage: Stage, num_blocks: int, region_id: str, settings: dict[str, Any], num_slots: int | None = None
+    ) -> None:
         self.journal = stage.journal
         self.region_id = region_id
         self.live: set[str] = set()
@@ -134,7 +144,9 @@ class Engine:
         self._stage = stage
         self._seconds = 1.0
         model = RecordingModel(stage.model.model)
-        self.cache = stage.empty_cache(num_blocks)
+        self.cache = stage.empty_cache(num_blocks, is_private=num_slots is not None)
+        self.slots = self.cache.slots or Slots(num_slots or 1, self.cache.geometry.bytes_per_block)
+        """What others read."""
         masks = grammar_masks(stage.model.info, stage.model.ops)
         plain = ModelRunner(model, stage.model.ops, self.cache, masks=masks)
         runner = RecordingRunner(ComputeThread(plain) if stage.overlaps else plain, model, self.journal, stage.rng)
@@ -150,13 +162,13 @@ class Engine:
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         clock = lambda: int(self._time() * 1e9)  # noqa: E731
-        self.core = EngineCore(config, runner, clock, clock, overlaps=stage.overlaps)
+        self.core = EngineCore(config, runner, clock, clock, self._publisher(), overlaps=stage.overlaps)
 
     def use_draft_model(self, *, is_alone: bool) -> None:
         """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""
         model = self._stage.model
         geometry = replace(self.cache.geometry, groups=())
-        cache = PagedKVCache(geometry, self.cache.num_blocks, torch.device("cpu"), staging=False)
+        cache = PagedKVCache(geometry, self.cache.num_blocks, torch.device("cpu"))
         runner = DraftRunner(model.model, model.ops, cache, self.cache.generations, model.info.context_length)
         speculator = self.core.scheduler.speculator
         speculator.use_model(runner)
@@ -248,15 +260,24 @@ class Engine:
     def close(self) -> None:
         """Assert that nothing is left, and add the totals to the journal's."""
         self.core.close()
-        stats = self.core.scheduler.stats()
+        stats, publisher = self.core.scheduler.stats(), self.core.publisher
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_held_blocks) == (0, 0, 0, 0)
+        if isinstance(publisher, StagedPublisher):
+            publisher.ring.check()
+            assert not publisher.ring.num_held and not publisher.state["staging_blocks_waiting"]
+            self.journal.counters.update({name: int(count) for name, count in publisher.state.items()})
         self.journal.counters.update({name: int(count) for name, count in stats.counters.items()})
 
     def lend_to(self, reader: Engine) -> None:
         """Let another engine read this engine's pool."""
-        region = self.cache.region
-        command = MapRegion(self.region_id, region.num_bytes, self.cache.num_blocks, self.cache.generations_offset)
-        reader.core.handle(command, region.fd)
+        slots = self.slots
+        command = MapRegion(self.region_id, slots.region.num_bytes, slots.num_slots, slots.generations_offset)
+        reader.core.handle(command, slots.region.fd)
+
+    def _publisher(self) -> Publisher:
+        if self.cache.slots is not None:
+            return PoolPublisher(self.region_id, lambda slots: [])
+        return StagedPublisher(StagingMemory(self.region_id, self.cache, self.slots), self.cache.generations)
 
     def _time(self) -> float:
         self._seconds += self._stage.rng.expovariate(1 / _MEAN_TICK_SECONDS)

@@ -19,11 +19,13 @@ class Store:
 
     def keep(self, engine: Engine, filled: FilledBlocks) -> None:
         """Copy blocks that an engine has just reported."""
-        for block_hash, slot in zip(filled.hashes, filled.slots, strict=True):
+        for block_hash, slot, generation in zip(filled.hashes, filled.slots, filled.generations, strict=True):
             key = block_hash, filled.group
+            if engine.slots.generations[slot] != generation:  # a later block has the slot
+                continue
             if key not in self._slots and len(self._slots) < self._cache.num_blocks:
                 self._slots[key] = len(self._slots)
-                self._cache.write_blocks(self._slots[key], engine.cache.bytes_of(slot))
+                self._cache.write_blocks(self._slots[key], engine.slots.bytes_of(slot))
 
     def prefix(self, hashes: list[str]) -> list[PrefixBlock]:
         """Return the leading blocks of each group that are here."""

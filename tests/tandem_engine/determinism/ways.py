@@ -73,6 +73,13 @@ def disaggregated(stage: Stage, specs: Sequence[RequestSpec]) -> None:
     assert stage.journal.counters["reprefill_tokens"] == before, "decode computed what prefill had"
 
 
+def through_a_ring(stage: Stage, specs: Sequence[RequestSpec]) -> None:
+    """Prefill's pool is private: decode reads copies in a ring of few slots, often fewer than a prompt has blocks."""
+    before = stage.journal.counters["reprefill_tokens"]
+    _hand_over(stage, specs, loss=0.0, most_slots=12)
+    assert stage.journal.counters["reprefill_tokens"] == before, "decode computed what prefill had"
+
+
 def disaggregated_with_losses(stage: Stage, specs: Sequence[RequestSpec]) -> None:
     """Some slabs are lost: decode computes from the first missing block."""
     _hand_over(stage, specs, loss=0.2)
@@ -94,7 +101,7 @@ def from_store(stage: Stage, specs: Sequence[RequestSpec]) -> None:
     for group in stage.groups(specs, 4, 30):
         first = [_beginning(stage, spec) for spec in group]
         store = Store(stage, 2 * sum(map(stage.num_blocks, (*group, *first))))
-        elsewhere = stage.roomy(first)
+        elsewhere = stage.roomy(first, num_slots=stage.rng.choice([None, stage.rng.randint(4, 60)]))
         for spec in first:
             elsewhere.add(spec, caches=True)
         _drain_into(store, elsewhere)
@@ -191,6 +198,7 @@ WAYS = (
     Way("in chunks", in_chunks, "chunks"),
     Way("two threads", two_threads, "shared_steps"),
     Way("disaggregated", disaggregated, "bytes_imported"),
+    Way("disaggregated, staged in a ring", through_a_ring, "blocks_staged"),
     Way("disaggregated, slabs lost", disaggregated_with_losses, "slabs_lost"),
     Way("from cache", from_cache, "prompt_tokens_cached"),
     Way("from the store", from_store, "prompt_tokens_loaded"),
@@ -203,9 +211,11 @@ WAYS = (
 ALONE = Way("alone", alone, "steps")
 
 
-def _hand_over(stage: Stage, specs: Sequence[RequestSpec], loss: float) -> None:
+def _hand_over(stage: Stage, specs: Sequence[RequestSpec], loss: float, most_slots: int | None = None) -> None:
     for group in stage.groups(specs, 2, 30):
-        prefill = stage.roomy(group, "prefill", max_num_batched_tokens=stage.rng.choice([40, 200, 2048]))
+        num_slots = None if most_slots is None else stage.rng.randint(1, most_slots)
+        most_tokens = stage.rng.choice([40, 200, 2048])
+        prefill = stage.roomy(group, "prefill", num_slots, max_num_batched_tokens=most_tokens)
         pair = Pair(stage, prefill, stage.roomy(group), loss)
         for spec in group:
             pair.add(spec)

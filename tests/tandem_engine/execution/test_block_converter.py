@@ -58,9 +58,9 @@ def geometry(dtype: torch.dtype, order: str, size: int) -> KVGeometry:
     return KVGeometry(LAYERS, HEADS, DIM, size, dtype, order)
 
 
-def pair(source: KVGeometry, target: KVGeometry, *, staging: bool = False, verify: bool = False) -> Pair:
+def pair(source: KVGeometry, target: KVGeometry, *, verify: bool = False) -> Pair:
     cpu = torch.device("cpu")
-    writer, pool = PagedKVCache(source, 12, cpu), PagedKVCache(target, 24, cpu, staging=staging)
+    writer, pool = PagedKVCache(source, 12, cpu), PagedKVCache(target, 24, cpu)
     checksums = None
     if verify:
         pytest.importorskip("xxhash", reason="engines that verify make xxh3 checksums")
@@ -213,16 +213,6 @@ def test_rounding_is_torchs_and_there_and_back_is_lossless_where_it_can_be() -> 
     write_source(back.source, rounded.float().numpy(), table)
     back.runner.convert_blocks(parts, [back.extent(slot) for slot in table], back.layout)
     assert (read_pool(back.pool, table)[:, :, :NUM_TOKENS] == rounded.float().numpy().view(np.uint32)).all()
-
-
-def test_staged_pools_show_converted_blocks_to_their_readers() -> None:
-    here = pair(geometry(torch.float32, PLAIN, 8), geometry(torch.bfloat16, TRANSPOSED, 16), staging=True)
-    write_source(here.source, some_kv(), range(10))
-    parts = parts_of(0, NUM_TOKENS, 8, range(5), 16)
-    here.runner.convert_blocks(parts, [here.extent(slot) for slot in range(10)], here.layout)
-    size = here.pool.geometry.bytes_per_block
-    for block in range(5):
-        assert here.pool.region.bytes_at(block * size, size).tobytes() == here.pool.read_block(block) != bytes(size)
 
 
 def test_bytes_are_checked_before_the_pool_is_written() -> None:

@@ -11,8 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from tandem_engine.core import CorruptBlock, RegionError
-from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache
+from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.execution.staging import StagingMemory
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_engine.ops.torch_ops import TorchOps
 from tests.tandem_engine.steps import step_of
@@ -155,13 +156,35 @@ def test_the_region_cannot_be_resized() -> None:
         os.ftruncate(cache.region.fd, 4096)
 
 
-def test_staged_blocks_become_visible_when_they_are_staged_and_not_before() -> None:
-    cache = PagedKVCache(GEOMETRY, NUM_BLOCKS, torch.device("cpu"), staging=True)
-    _fill(cache, 2)
-    start = 2 * GEOMETRY.bytes_per_block
-    assert not cache.region.bytes_at(start, GEOMETRY.bytes_per_block).any()
-    cache.stage([2])
-    assert cache.region.bytes_at(start, GEOMETRY.bytes_per_block).tobytes() == cache.read_block(2)
+def test_staged_blocks_become_visible_when_they_are_copied_and_not_before() -> None:
+    cache = PagedKVCache(GEOMETRY, NUM_BLOCKS, torch.device("cpu"), is_private=True)
+    memory = StagingMemory("staging", cache, Slots(2, GEOMETRY.bytes_per_block))
+    for block in (2, 3, 5):
+        _fill(cache, block)
+    assert not memory.slots.rows.any()
+    memory.start_copies([(2, 0), (3, 1)])
+    assert memory.take_copied() == 2 and memory.take_copied() == 0
+    assert [memory.slots.bytes_of(slot).tobytes() for slot in (0, 1)] == [cache.read_block(2), cache.read_block(3)]
+    memory.start_copies([(5, 0)])
+    assert memory.slots.bytes_of(0).tobytes() == cache.read_block(5)
+
+
+def test_readers_of_a_staging_region_get_the_bytes_of_the_private_pool(pair: Pair) -> None:
+    cache = PagedKVCache(GEOMETRY, NUM_BLOCKS, torch.device("cpu"), is_private=True)
+    slots = Slots(2, GEOMETRY.bytes_per_block)
+    memory = StagingMemory("staging", cache, slots)
+    _fill(cache, 4)
+    slots.generations[1] += 1
+    memory.start_copies([(4, 1)])
+    fd = os.dup(slots.region.fd)
+    pair.reader.map_region(MapRegion("staging", slots.region.num_bytes, 2, slots.generations_offset), fd)
+    os.close(fd)
+    size = GEOMETRY.bytes_per_block
+    pair.reader.import_blocks([0], [ExtentRef("staging", size, size, 1, 1)])
+    assert pair.pool.read_block(0) == cache.read_block(4)
+    slots.generations[1] += 1
+    with pytest.raises(RegionError, match="generation 2 now"):
+        pair.reader.import_blocks([0], [ExtentRef("staging", size, size, 1, 1)])
 
 
 def test_a_pool_is_block_major_with_layers_then_keys_transposed_and_values() -> None:

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from tandem_engine.core import EngineCore
-from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.grammar import Grammar
 from tandem_engine.messages import AddRequest, RequestOutput
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.request import Request
-from tandem_engine.scheduling.scheduler import Scheduler
 from tandem_engine.scheduling.speculation.drafters import Draft
 
 NUM_ANSWER_TOKENS = 24
@@ -175,24 +173,23 @@ def _logits_of(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 def test_blocks_that_right_guesses_filled_are_staged_for_readers(make_engine: Callable[..., Any]) -> None:
-    engine = make_engine("llama", block_size=4)
-    core = engine.core
-    runner = core.runner
-    cache = PagedKVCache(runner._cache.geometry, runner._cache.num_blocks, torch.device("cpu"), staging=True)
-    staged = ModelRunner(runner._model, runner._ops, cache)
+    core = make_engine("llama", block_size=4, kv_staging="always").core
+    cache, slots = core.runner._cache, core.publisher._memory.slots
     (prompt,) = random_prompts([6])
     plain = answers_of(outputs_of(make_engine("llama", speculation="off", block_size=4).core, [prompt]))
-    core.runner, core.scheduler = staged, Scheduler(core.scheduler.config, staged.generations)
     core.scheduler.speculator.use([_Known(plain["greedy 0"])])
     root = "ab" * 16
     core.handle(AddRequest("a", prompt, len(prompt), ASKS["greedy"], hash_root=root))
-    num_filled = 0
+    request, table, num_filled = core.scheduler._requests["a"], [], 0
     while core.has_work():
-        for filled in core.step().filled:
+        table = request.block_table
+        done = core.step()
+        table = request.block_table or table  # the last step empties it
+        for filled in done.filled:
             for slot in filled.slots:
-                assert cache._staged is not None
-                assert torch.equal(cache._staged[slot], cache._rows[slot]), "reported before readers can see it"
-                assert cache._rows[slot].any()
+                content = slots.bytes_of(slot).tobytes()
+                assert content == cache.read_block(table[num_filled]), "reported before readers can see it"
+                assert any(content)
                 num_filled += 1
     assert num_filled == (len(prompt) + NUM_ANSWER_TOKENS - 1) // 4
     assert core.scheduler.stats().counters["draft_tokens_accepted"] > 10

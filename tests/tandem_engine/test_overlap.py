@@ -79,7 +79,7 @@ def test_commands_are_carried_out_while_a_step_runs() -> None:
     assert harness.core.handle(StartDecode("d", [1005])) == []
     assert harness.turn() == []
     outputs = _outputs(_run_out(harness))
-    assert [tokens_of(outputs, name) for name in "abd"] == [[1003, 1004], [1003, 1004], [1006]]
+    assert [tokens_of(outputs, name) for name in ("a", "b", "d")] == [[1003, 1004], [1003, 1004], [1006]]
 
 
 def test_an_abort_waits_for_the_step_that_writes_the_requests_blocks() -> None:

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_BY_BUS = "PCI_BUS_ID"
+"""The order that `tandem_engine.client` gives an engine, if the environment has none."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -30,9 +33,9 @@ def visible_devices(nvml: Any, engine_uuid: str = "") -> list[Entry]:
     """Return the devices in the order of CUDA_VISIBLE_DEVICES, without it all GPUs; raises NVMLError.
 
     As CUDA does, the list ends at its first entry that names no device, and of a GPU in MIG mode that is not named by
-    an instance it takes the first instance. CUDA counts the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID,
-    NVML always by bus: where an index may mean another GPU, this is the GPU with `engine_uuid` (the engine's own
-    device as CUDA gives it, without prefix), and all GPUs while that is "".
+    an instance it takes the first instance. NVML counts by bus, and so does CUDA in our engines unless
+    CUDA_DEVICE_ORDER says otherwise: where an index may mean another GPU, this is the GPU with `engine_uuid` (the
+    engine's own device as CUDA gives it, without prefix), and all GPUs while that is "".
     """
     count = nvml.nvmlDeviceGetCount()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -54,7 +57,7 @@ def visible_devices(nvml: Any, engine_uuid: str = "") -> list[Entry]:
 
 def _indices_agree(nvml: Any, count: int) -> bool:
     """Return whether an index means the same GPU to CUDA and to NVML."""
-    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+    if os.environ.get("CUDA_DEVICE_ORDER", _BY_BUS) == _BY_BUS:
         return True
     return len({nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)}) <= 1
 

@@ -49,9 +49,10 @@ class EngineState:
         self._is_ending = False
         self._watching: asyncio.Task[None] | None = None
         self._when_changed: Callable[[], None] = lambda: None
-        self._engine_memory: EngineMemory | None = None
+        self.engine_memory: EngineMemory | None = None
+        """The device memory that the engine counts; None: it loads."""
         self._memory = MemoryProbe(
-            lambda: {os.getpid(), *([engine.pid] if engine.pid else [])}, lambda: self._engine_memory
+            lambda: {os.getpid(), *([engine.pid] if engine.pid else [])}, lambda: self.engine_memory
         )
 
     def when_changed(self, callback: Callable[[], None]) -> None:
@@ -102,7 +103,7 @@ class EngineState:
 
     def device_memory_used(self, used: messages.DeviceMemoryUsed) -> None:
         """Keep what the engine counts itself: NVML cannot always tell whose memory a device's is."""
-        self._engine_memory = EngineMemory(used.device_uuid, used.num_bytes)
+        self.engine_memory = EngineMemory(used.device_uuid, used.num_bytes)
 
     def loaded(self) -> None:
         """The engine answers from now on: watch it."""

@@ -19,7 +19,7 @@ from tests.system.fleet import Fleet, until
 from tests.system.streams import client, stream, text_of
 from tests.tandem_runtime.test_memory import GIB, MIG_B, UUID_B, stub_folder
 
-SHARED = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+SHARED = {"CUDA_VISIBLE_DEVICES": "1"}
 INSTANCE = {"CUDA_VISIBLE_DEVICES": MIG_B}
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from tandem.v1 import types_pb2 as pb
 from tests.tandem_runtime.test_memory import stub_folder
 
 _READER = """
-import json, sys, threading
+import json, os, sys, threading
 from pathlib import Path
 from google.protobuf import json_format
 from tandem_runtime import device_reader, memory
@@ -34,7 +34,9 @@ class Worker:
 
 workers = {}
 while line := sys.stdin.readline():
-    name, how, pids, engine, namespace, first_seconds, silent_seconds = json.loads(line)
+    name, how, pids, engine, namespace, first_seconds, silent_seconds, environment = json.loads(line)
+    for variable, value in environment.items():
+        os.environ.pop(variable, None) if value is None else os.environ.update({variable: value})
     memory._FIRST_SECONDS, memory.SILENT_SECONDS, memory.FRESH_SECONDS = first_seconds, silent_seconds, 0.0
     device_reader.pid_namespace = lambda: namespace
     worker = workers.setdefault(name, Worker())
@@ -80,10 +82,14 @@ class StubMachine:
         namespace: int = 1,
         first_seconds: float = 30.0,
         silent_seconds: float = 30.0,
+        environment: Mapping[str, str | None] | None = None,
     ) -> pb.MemoryReport:
-        """Return a worker's report. `how`: "read" waits `first_seconds` for the driver, "report" waits for nobody."""
+        """Return a worker's report. `how`: "read" waits `first_seconds` for the driver, "report" waits for nobody.
+
+        `environment` is changed for all workers, and stays; None removes a variable.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
-        command = [name, how, list(pids), engine, namespace, first_seconds, silent_seconds]
+        command = [name, how, list(pids), engine, namespace, first_seconds, silent_seconds, environment or {}]
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         report, self.num_reader_threads = json.loads(self._process.stdout.readline())

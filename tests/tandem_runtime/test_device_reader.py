@@ -79,7 +79,8 @@ def test_an_engine_in_a_mig_instance_is_found_whatever_cuda_calls_its_device(tmp
 
 
 def test_the_second_card_belongs_to_the_engine_that_has_it(tmp_path: Path) -> None:
-    with StubMachine(tmp_path, CUDA_VISIBLE_DEVICES="0") as machine:  # CUDA's 0, which is NVML's 1 here
+    fastest = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}  # CUDA's 0 is NVML's 1 here
+    with StubMachine(tmp_path, **fastest) as machine:
         machine.scene("process 0 70101 5120", "process 1 70201 7168", "used 1 8000")
         [card] = machine.read("decode", pids=[200, 201], engine=(CUDA_B, 6 * GIB))
         assert (card.index, card.uuid, owned(card)) == (1, UUID_B, (7, 0))

@@ -36,9 +36,8 @@ PROBE = """
 import ctypes, json, os, sys
 from google.protobuf import json_format
 from tandem_runtime import memory
-from tandem_runtime.device_reader import EngineMemory
 os.environ["NVML_STUB_OWN_PID"] = str(os.getpid())
-probe = memory.MemoryProbe(lambda: [os.getpid()], lambda: EngineMemory(*json.loads(sys.argv[2])))
+probe = memory.MemoryProbe(lambda: [os.getpid()])
 reports = [json_format.MessageToDict(probe.read(), preserving_proto_field_name=True) for _ in range(int(sys.argv[1]))]
 stub = ctypes.CDLL("libnvidia-ml.so.1")
 counts = [ctypes.c_int.in_dll(stub, name).value for name in ("stub_num_starts", "stub_num_shutdowns")]
@@ -58,17 +57,13 @@ def stub_folder(*defines: str) -> Path:
     return folder
 
 
-def reports(
-    num: int = 1, defines: tuple[str, ...] = (), engine: tuple[str, int] = ("", 0), **variables: Any
-) -> tuple[list[pb.MemoryReport], list[int]]:
-    """Read `num` reports in a process whose NVML is the stub; also how often NVML was started and shut down.
-
-    `engine` is the engine's device as CUDA names it, and the bytes that the engine counts.
-    """
+def reports(num: int = 1, defines: tuple[str, ...] = (), **variables: str) -> tuple[list[pb.MemoryReport], list[int]]:
+    """Read `num` reports in a process whose NVML is the stub; also how often NVML was started and shut down."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    environment |= {"LD_LIBRARY_PATH": str(stub_folder(*defines)), **variables}
+    stub = stub_folder(*defines)
+    environment |= {"LD_LIBRARY_PATH": str(stub), "TANDEM_RUNTIME_DIR": str(stub / "run"), **variables}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(num), json.dumps(engine)],
+        [sys.executable, "-c", PROBE, str(num)],
         env=environment,
         capture_output=True,
         text=True,
@@ -80,8 +75,8 @@ def reports(
     return [json_format.ParseDict(report, pb.MemoryReport()) for report in found], counts
 
 
-def only(engine: tuple[str, int] = ("", 0), **variables: str) -> pb.MemoryReport:
-    [report], _ = reports(1, (), engine, **variables)
+def only(**variables: str) -> pb.MemoryReport:
+    [report], _ = reports(1, (), **variables)
     return report
 
 
@@ -139,68 +134,6 @@ def test_drivers_from_before_the_new_name_tell_their_throttle_reasons_too() -> N
     [report], _ = reports(defines=("-DNVML_STUB_OLD_DRIVER",))
     assert list(report.devices[0].throttle_reasons) == ["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"]
     assert report.devices[0].error == ""
-
-
-@pytest.mark.parametrize(
-    ("chosen", "uuids"),
-    [
-        ("0,1", [UUID_A, UUID_B]),
-        ("1,0", [UUID_B, UUID_A]),
-        (" 1 ", [UUID_B]),
-        (UUID_B, [UUID_B]),
-        ("GPU-bbb", [UUID_B]),
-        ("1,7,0", [UUID_B]),  # as CUDA does, the list ends at its first entry that names nothing
-        ("GPU-", []),  # fits both
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-    ],
-)
-def test_cuda_visible_devices_restricts_and_orders(chosen: str, uuids: list[str]) -> None:
-    report = only(CUDA_VISIBLE_DEVICES=chosen, CUDA_DEVICE_ORDER="PCI_BUS_ID")
-    assert [device.uuid for device in report.devices] == uuids
-    assert report.source == ("nvml" if uuids else "host: NVML shows no device to this process")
-
-
-def test_an_index_is_nvmls_own_whatever_the_order() -> None:
-    report = only(CUDA_VISIBLE_DEVICES="1,0", NVML_STUB_ALIKE="1")
-    assert [device.index for device in report.devices] == [1, 0]
-
-
-def test_an_index_of_unlike_cards_is_believed_only_in_the_order_of_the_bus() -> None:
-    """CUDA's index 0 is its fastest card, NVML's the first on the bus; the engine tells which card it has."""
-
-    def found(engine: tuple[str, int] = ("", 0), **more: str) -> list[str]:
-        return [device.uuid for device in only(engine, CUDA_VISIBLE_DEVICES="0", **more).devices]
-
-    assert found() == [UUID_A, UUID_B]
-    assert found((UUID_B.removeprefix("GPU-"), GIB)) == [UUID_B]
-    assert found(CUDA_DEVICE_ORDER="PCI_BUS_ID") == [UUID_A]
-    assert found(NVML_STUB_ALIKE="1") == [UUID_A]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "instances"),
-    [
-        (None, ["3/0", ""]),  # as CUDA does, the first instance of a card in MIG mode
-        ("0", ["3/0"]),
-        ("1", [""]),
-        (MIG_A, ["3/0"]),
-        (f"{MIG_B},{MIG_A}", ["4/0", "3/0"]),
-        ("MIG-ddd", ["4/0"]),
-        (f"MIG-{UUID_A}/4/0", ["4/0"]),  # the name under drivers before 470
-        (f"MIG-{UUID_A}/9/0,1", []),
-        (f"MIG-{UUID_B}/4/0", []),
-        ("MIG-1234,1", []),
-        ("MIG-", []),  # fits both
-    ],
-)
-def test_mig_instances_are_found_by_each_of_their_names(chosen: str | None, instances: list[str]) -> None:
-    variables: dict[str, Any] = {"NVML_STUB_MIG": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if chosen is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = chosen
-    [report], _ = reports(**variables)
-    assert [device.mig_instance for device in report.devices] == instances
 
 
 def test_a_mig_instance_has_its_own_memory_and_no_figure_that_is_its_cards() -> None:

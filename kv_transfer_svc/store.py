@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from kv_transfer_svc.handle_record import Broadcast, HandleRecord, handle_name
 from kv_transfer_svc.region_table import RegionTable
@@ -186,7 +187,15 @@ class HandleStore:
         self._end_if_it_cannot_pass(record)
 
     def acknowledge(self, record: HandleRecord, reader_id: str, num_slabs: int, followers: Sequence[str]) -> None:
-        """Note the leading slabs that a reader has copied, for itself and for `followers`, and tell the owner."""
+        """Note the leading slabs that a reader has copied, for itself and for `followers`, and tell the owner.
+
+        The followers get a lease, as if they watched.
+        """
+        if record.machine.ended:
+            return
+        for follower in followers:
+            with suppress(KvNotFound, Overloaded):  # it has released meanwhile
+                self.lease(record, follower)
         record.copied.follow(reader_id, followers)
         record.copied.copied(reader_id, num_slabs)
         self._report_copied(record)

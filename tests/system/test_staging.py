@@ -7,16 +7,17 @@ import random
 from pathlib import Path
 
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.generation import TokenRequest
 from tests.checkpoints import make_long_checkpoint
 from tests.system.fleet import Fleet, token_request, tokens_of
 from tests.system.reference import greedy
 
 _BLOCK = 4
-_NUM_TOKENS = 1000
-_NUM_ANSWER_TOKENS = 8
+_NUM_TOKENS = 600
+_NUM_ANSWER_TOKENS = 6
 _BYTES_PER_BLOCK = 768 * _BLOCK
 _STAGING_BYTES = 20 * _BYTES_PER_BLOCK
-"""A prompt has 250 blocks."""
+"""A prompt has 150 blocks."""
 
 
 async def test_prompts_larger_than_the_region_pass_through_it_whoever_reads_and_whoever_dies(tmp_path: Path) -> None:
@@ -25,8 +26,8 @@ async def test_prompts_larger_than_the_region_pass_through_it_whoever_reads_and_
     prompts = [chance.choices(range(3, 300), k=_NUM_TOKENS) for _ in range(4)]
     expected = [greedy(folder, prompt, _NUM_ANSWER_TOKENS) for prompt in prompts]
     async with Fleet(tmp_path, hash_grain=_BLOCK) as fleet:
-        flags = ("--model", str(folder), "--num-threads", "1", "--dtype", "float32", "--block-size", str(_BLOCK))
-        flags = (*flags, "--num-kv-blocks", "1200", "--max-num-batched-tokens", "128")
+        model = ("--model", str(folder), "--num-threads", "1", "--dtype", "float32", "--block-size", str(_BLOCK))
+        flags = (*model, "--num-kv-blocks", "1200", "--max-num-batched-tokens", "128")
         staged = (*flags, "--kv-staging", "always", "--kv-staging-bytes", str(_STAGING_BYTES))
         fleet.start("kv", "kv-a", "--store-bytes", "0")
         fleet.start("kv", "kv-b", "--host-id", "host-b", "--arena-bytes", str(1 << 20), "--store-bytes", "0")
@@ -38,9 +39,8 @@ async def test_prompts_larger_than_the_region_pass_through_it_whoever_reads_and_
         await fleet.handed_over("long-llama", "prefill-a", "decode-b")
 
         # 1. At the same time, to decode workers of both hosts; one of them with two choices.
-        asks = [
-            _answer(fleet, prompt, decode) for prompt, decode in zip(prompts[:3], ("decode-a", "decode-b", "decode-a"), strict=True)
-        ]
+        decodes = ("decode-a", "decode-b", "decode-a")
+        asks = [_answer(fleet, prompt, decode) for prompt, decode in zip(prompts[:3], decodes, strict=True)]
         two = tokens_of(
             fleet.dispatcher("decode-b", "prefill-a"),
             token_request("long-llama", prompts[3], _NUM_ANSWER_TOKENS, choice_seeds=(1, 2)),
@@ -63,7 +63,7 @@ async def test_prompts_larger_than_the_region_pass_through_it_whoever_reads_and_
         await fleet.pools_are_full()
 
 
-def _request(prompt: list[int]):
+def _request(prompt: list[int]) -> TokenRequest:
     return token_request("long-llama", prompt, _NUM_ANSWER_TOKENS)
 
 

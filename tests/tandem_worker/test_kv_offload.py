@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -82,6 +83,13 @@ class Harness:
         generations = [self.region.generation(slot) for slot in slots]
         filled = FilledBlocks(submit.request_id, parent, hashes, slots, generations, region_id="pool")
         self.offload.on_filled(ActiveRequest(submit, GatewayStream()), filled)
+        await until(lambda: self.offload.counters["prompt_cache_blocks_published"] == num_expected)
+
+    async def fill_late(self, request_id: str, first: int, num_expected: int) -> None:
+        """Report one block of a request that is over; wait until the store has so many."""
+        generation = self.region.generation(first)
+        filled = FilledBlocks(request_id, "", [HASHES[first].hex()], [first], [generation], region_id="pool")
+        self.offload.on_filled(None, filled)
         await until(lambda: self.offload.counters["prompt_cache_blocks_published"] == num_expected)
 
 
@@ -214,3 +222,14 @@ async def test_a_prompt_of_more_blocks_than_one_call_takes_is_loaded_whole(
         assert [block.index for block in command.prefix] == list(range(num_blocks - 1))
         assert [len(load.block_hashes) for load in here.loads] == [MAX_BLOCKS_PER_CALL, 1]
         assert here.offload.counters["prompt_cache_failures"] == 0
+
+
+async def test_blocks_that_a_finished_request_filled_are_published_when_their_copies_come_late(tmp_path: Path) -> None:
+    async with harness(tmp_path) as here:
+        request = ActiveRequest(a_submit(), GatewayStream())
+        here.offload.on_finished(request)  # the pool is the region: nothing comes late
+        await here.fill_late(request.key, 0, num_expected=0)
+        here.offload.on_ready(msgspec.structs.replace(ready("pool"), max_held_slots=2))
+        here.offload.on_finished(request)
+        await here.fill_late("another", 0, num_expected=0)
+        await here.fill_late(request.key, 0, num_expected=1)

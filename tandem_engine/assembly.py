@@ -11,6 +11,7 @@ import torch
 
 from tandem_engine.core import EngineCore
 from tandem_engine.cores import num_threads
+from tandem_engine.execution.device_pool import allocate_region
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 class AssembledEngine:
     core: EngineCore
     ready: Ready
-    region_fd: int
-    """Descriptor of the pool's region; the cache owns it."""
+    region_fds: tuple[int, ...]
+    """Descriptors of the pool's region; the cache owns them."""
 
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None = None) -> AssembledEngine:
@@ -62,14 +63,21 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
-    cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device)
+    cache = _cache(config, loaded, num_blocks)
     checksums = _checksums(cache) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
     runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
     core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
-    return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region.fd)
+    return AssembledEngine(core, _ready(config, loaded, cache, numa_node), cache.region_fds)
+
+
+def _cache(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> PagedKVCache:
+    region = None
+    if config.kv_region == "device":
+        region = allocate_region(loaded.device, num_blocks, loaded.geometry.bytes_per_block)
+    return PagedKVCache(loaded.geometry, num_blocks, loaded.device, device_region=region)
 
 
 def _checksums(cache: PagedKVCache) -> BlockChecksums:
@@ -148,7 +156,8 @@ def _ready(config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, numa_
         layout=loaded.geometry.layout(),
         num_blocks=cache.num_blocks,
         region_id=config.region_id,
-        region_bytes=cache.region.num_bytes,
+        region_bytes=cache.region_bytes,
         generations_offset=cache.generations_offset,
         numa_node=numa_node,
+        region_kind=config.kv_region,
     )

@@ -25,6 +25,9 @@ decode: reserves blocks at once; ImportSlab fills them; StartDecode starts the r
 
 FinishReason = Literal["stop", "length"]
 
+RegionKind = Literal["host", "device"]
+"""host: shared memory. device: memory of a card, by a descriptor of its driver; its generations are in shared memory."""
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A command or an event; the class name is its tag."""
@@ -120,13 +123,18 @@ class ReleaseHeld(Message, frozen=True):
 
 
 class MapRegion(Message, frozen=True):
-    """Map another process's region, read-only; its descriptor comes with the message."""
+    """Map another process's region, read-only; its descriptor comes with the message.
+
+    A region of kind "device" comes with two: of its generations, and of its device memory.
+    """
 
     region_id: str
     num_bytes: int
+    """Of the memory with the slots; of kind "host" with the generations, too."""
     num_slots: int
     generations_offset: int
-    """Where the table of uint64 generations, one per slot, starts."""
+    """Where the table of uint64 generations, one per slot, starts; 0 in a descriptor of their own."""
+    kind: RegionKind = "host"
 
 
 class UnmapRegion(Message, frozen=True):
@@ -172,7 +180,7 @@ class ModelInfo(_Part, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine serves. The pool's region descriptor comes with the message where the pool is in shared memory."""
+    """The engine serves. The descriptors of the pool's region come with the message: one, or two as in MapRegion."""
 
     model: ModelInfo
     layout: LayoutInfo
@@ -183,6 +191,7 @@ class Ready(Message, frozen=True):
     generations_offset: int
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
+    region_kind: RegionKind = "host"
 
 
 class Reserved(Message, frozen=True):

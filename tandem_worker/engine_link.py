@@ -35,10 +35,10 @@ class EngineLink:
     def pid(self) -> int:
         return self._client.pid
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
-        """Send a command after those sent before. A descriptor is duplicated and stays the caller's."""
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
+        """Send a command after those sent before. Descriptors are duplicated and stay the caller's."""
         try:
-            self._client.send(command, fd)
+            self._client.send(command, *fds)
         except ChannelClosed:
             log.debug("command_dropped_engine_dead", command=type(command).__name__)
         except Exception:  # a command that cannot be sent must not stop the commands after it

@@ -6,7 +6,8 @@ The op layer defines the order within a block (`tandem_engine.ops.base`); its na
     pool    [num_blocks, layers_per_block, 2 (keys, values), num_kv_heads * block_size * head_dim]
     region  | pool | padding to a page | generations: uint64 [num_blocks] |       one memfd, shared with readers
 
-On a CPU the region is the pool. On CUDA the pool is device memory, and `stage` copies its blocks to the region.
+On a CPU the region is the pool. On CUDA the pool is device memory, and `stage` copies its blocks to the region; or the
+pool lies in a `DeviceRegion`, which readers map.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tandem_engine.execution.device_pool import ordinal_of, rows_of
+from tandem_engine.execution.device_region import DeviceRegion
 from tandem_engine.execution.kv_groups import LayerGroup
 from tandem_engine.execution.regions import OwnedRegion
 from tandem_engine.execution.thread_pool import parallel_for
@@ -88,24 +91,46 @@ def dtype_name(dtype: torch.dtype) -> str:
 class PagedKVCache:
     """Owns the KV tensors of one model in an engine process.
 
-    With `staging` (needed by devices other than the CPU) the pool is a separate tensor and readers see copies.
+    With `staging` (needed by devices other than the CPU) the pool is a separate tensor and readers see copies. In a
+    `device_region` the pool is the region, and readers see its memory.
     """
 
     def __init__(
-        self, geometry: KVGeometry, num_blocks: int, device: torch.device, *, staging: bool | None = None
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        staging: bool | None = None,
+        device_region: DeviceRegion | None = None,
     ) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
+        self.device_region = device_region
+        self.region_fds: tuple[int, ...]
+        """One descriptor, or two as in `MapRegion`; this object owns them."""
         pool_bytes = num_blocks * geometry.bytes_per_block
+        if device_region is not None:
+            self.generations: MutableSequence[int] = device_region.generations
+            self.region_bytes, self.region_fds, self.generations_offset = device_region.num_bytes, device_region.fds, 0
+            self._staged = None
+            self._use(rows_of(device_region, device, num_blocks, geometry.bytes_per_block))
+            return
         self.generations_offset = -(-pool_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self.region = OwnedRegion(self.generations_offset + num_blocks * _GENERATION_BYTES)
-        self.generations: MutableSequence[int] = self.region.uint64_table(self.generations_offset, num_blocks)
+        self.region_bytes, self.region_fds = self.region.num_bytes, (self.region.fd,)
+        self.generations = self.region.uint64_table(self.generations_offset, num_blocks)
         shared = torch.from_numpy(self.region.bytes_at(0, pool_bytes)).view(num_blocks, geometry.bytes_per_block)
         is_staged = device.type != "cpu" if staging is None else staging
         self._staged = shared if is_staged else None
-        self._rows = torch.zeros_like(shared, device=device) if is_staged else shared  # [num_blocks, bytes], uint8
-        self._bytes = self._rows.numpy() if self._rows.device.type == "cpu" else None
-        rows = self._rows.view(-1).view(geometry.dtype).view(num_blocks, -1)
+        self._use(torch.zeros_like(shared, device=device) if is_staged else shared)
+
+    def _use(self, rows: torch.Tensor) -> None:
+        """Take `rows`, [num_blocks, bytes_per_block], uint8, as the pool."""
+        geometry = self.geometry
+        self._rows = rows
+        self._bytes = rows.numpy() if rows.device.type == "cpu" else None
+        rows = rows.view(-1).view(geometry.dtype).view(self.num_blocks, -1)
         self.pool = KVPool(
             rows,
             geometry.layers_per_block,
@@ -118,6 +143,17 @@ class PagedKVCache:
     @property
     def device(self) -> torch.device:
         return self._rows.device
+
+    @property
+    def ordinal(self) -> int:
+        """The number of the pool's CUDA device; 0 for other devices."""
+        return ordinal_of(self.device)
+
+    def device_address(self, block: int) -> int | None:
+        """Return the address of a block in device memory; None for a pool in host memory."""
+        if self.device.type != "cuda" and self.device_region is None:
+            return None
+        return self._rows[block].data_ptr()
 
     def write_blocks(self, first: int, content: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite whole blocks from `first` on; `content` has their bytes and may be read-only."""
@@ -149,3 +185,5 @@ class PagedKVCache:
         if self._staged is not None:
             for block in blocks:
                 self._staged[block].copy_(self._rows[block])
+        elif self.device.type == "cuda" and blocks:
+            torch.cuda.current_stream(self.device).synchronize()  # readers map the pool: its kernels must have ended

@@ -26,8 +26,8 @@ class ScriptedEngine(EngineLink):
     def pid(self) -> int:
         return self.pid_
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
-        if fd is not None:
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
+        for fd in fds:
             os.close(os.dup(fd))  # fails for a closed descriptor, like the real link
         self.sent.append(command)
         self.answer(command)

@@ -1,7 +1,7 @@
 """An engine whose model is a hash: the real core and scheduler over real shared memory, on virtual time.
 
 An import is copied in two halves with time between them, since the owner may overwrite memory during a memcpy. The code
-of tandem_engine.execution.regions compares the generations after the second half.
+of tandem_engine.execution.mapped_regions compares the generations after the second half.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tandem_engine import messages
 from tandem_engine.channel import Received
 from tandem_engine.core import EngineCore, RegionError
 from tandem_engine.encoder.messages import EncoderCommand
-from tandem_engine.execution.regions import MappedRegions, OwnedRegion
+from tandem_engine.execution.mapped_regions import MappedRegions
+from tandem_engine.execution.regions import OwnedRegion
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion
@@ -130,8 +131,8 @@ class HashRunner:
             self._truth.counts["copies overtaken by their owner, and refused"] += 1
             raise
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._mapped.map(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._mapped.map(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._mapped.unmap(region_id)
@@ -167,7 +168,7 @@ class SimulatedEngine(EngineLink):
         self.core = EngineCore(config, self.runner)
         self.on_sealed: Callable[[messages.SealedBlocks], None] = lambda sealed: None
         self._rng = rng
-        self._commands: deque[tuple[messages.Command, int | None]] = deque()
+        self._commands: deque[tuple[messages.Command, tuple[int, ...]]] = deque()
         self._woken = asyncio.Event()
         self._events: asyncio.Queue[Received] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -176,9 +177,9 @@ class SimulatedEngine(EngineLink):
     def pid(self) -> int:
         return 0
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
         assert not isinstance(command, EncoderCommand), "no encode worker is simulated"
-        self._commands.append((command, None if fd is None else os.dup(fd)))
+        self._commands.append((command, tuple(map(os.dup, fds))))
         self._woken.set()
 
     async def events(self) -> AsyncIterator[Received]:
@@ -204,13 +205,13 @@ class SimulatedEngine(EngineLink):
                 self._woken.clear()
                 await self._woken.wait()
 
-    async def _handle(self, command: messages.Command, fd: int | None) -> None:
+    async def _handle(self, command: messages.Command, fds: tuple[int, ...]) -> None:
         if isinstance(command, ImportSlab):
             self.runner.copy_first_halves(command.extents)
             await self._copy_delay()
-        for event in self.core.handle(command, fd):
+        for event in self.core.handle(command, *fds):
             self._emit(event)
-        if fd is not None:
+        for fd in fds:
             os.close(fd)
 
     async def _step(self) -> None:

@@ -23,7 +23,7 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.kv_connector import KVConnector
-from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable
+from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable, memory_kind
 from tandem_worker.model_card import kv_layout
 from tandem_worker.requests import ActiveRequest, PhaseSpan, RequestTable
 from tandem_worker.settings import WorkerSettings
@@ -48,6 +48,7 @@ class KVProducer(KVConnector):
         self._tasks = TaskSet()
         self._layout = pb.KvLayout()
         self._region_id = ""
+        self._kind = pb.MEMORY_KIND_HOST
         self._lease_ms = int(settings.lease_seconds * 1000)
         self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
 
@@ -64,14 +65,15 @@ class KVProducer(KVConnector):
         if not fds:
             raise Unsupported("the engine lends no region of its KV pool, so decode workers cannot read its blocks")
         self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
-        self._link.lend(lent_pool(ready, fds[0]))
+        self._kind = memory_kind(ready.region_kind)
+        self._link.lend(lent_pool(ready, *fds))
         self._pinned.follow(ready.region_id)
 
     async def wait_ready(self) -> None:
         await self._link.wait_lent()
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
-        publisher = KVPublisher(request, self._layout, self._region_id)
+        publisher = KVPublisher(request, self._layout, self._region_id, self._kind)
         self._pinned.add(request)
         self._publishers[request.key] = publisher, self._tasks.spawn(self._publish(request, publisher))
 
@@ -159,12 +161,15 @@ class KVPublisher:
     Blocks that complete during a call are sealed together by the next call.
     """
 
-    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region_id: str) -> None:
+    def __init__(
+        self, request: ActiveRequest, layout: pb.KvLayout, region_id: str, kind: pb.MemoryKind.ValueType
+    ) -> None:
         self.num_slabs = 0
         self._request = request
         self._handle = request.submit.handle
         self._layout = layout
         self._region_id = region_id
+        self._kind = kind
         self._num_choices = len(request.submit.choice_seeds) or 1
         self._slabs: list[kv.Slab] = []
         self._num_blocks = 0
@@ -235,7 +240,7 @@ class KVPublisher:
             num_layers=len(group.layers),
             extents=[
                 pb.Extent(
-                    kind=pb.MEMORY_KIND_HOST,
+                    kind=self._kind,
                     region_id=self._region_id,
                     offset=slot * size,
                     num_bytes=size,

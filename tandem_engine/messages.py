@@ -26,7 +26,7 @@ decode: reserves blocks at once; ImportSlab fills them; StartDecode starts the r
 FinishReason = Literal["stop", "length"]
 
 RegionKind = Literal["host", "device"]
-"""host: shared memory. device: memory of a card, by a descriptor of its driver; its generations are in shared memory."""
+"""host: shared memory. device: memory of a card, by a descriptor of its driver; its generations: shared memory."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

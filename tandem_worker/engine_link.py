@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,8 @@ from tandem_engine import messages
 from tandem_engine.channel import ChannelClosed, Received
 from tandem_engine.client import EngineClient
 from tandem_engine.encoder.messages import EncoderCommand
+from tandem_runtime.kv.packets import close_all
+from tandem_runtime.kv.regions import RegionKind
 from tandem_runtime.log import get_logger
 from tandem_worker.kv_link import KvLink
 
@@ -77,10 +78,10 @@ class EngineRegions:
         self._link = link
         self._mapped: dict[str, _Mapping] = {}
 
-    async def map(self, region_ids: Iterable[str]) -> None:
-        """Have the engine map these regions; raises Unavailable or KvNotFound."""
+    async def map(self, region_ids: Iterable[str], kind: RegionKind = "host") -> None:
+        """Have the engine map these regions of one kind; raises Unavailable, KvNotFound or Unsupported."""
         for region_id in set(region_ids):
-            mapping = self._mapped.get(region_id) or self._begin(region_id)
+            mapping = self._mapped.get(region_id) or self._begin(region_id, kind)
             await asyncio.shield(mapping.task)
             self._unmap_later(region_id, mapping)
 
@@ -99,8 +100,8 @@ class EngineRegions:
             mapping.cancel_expiry()
             mapping.task.cancel()
 
-    def _begin(self, region_id: str) -> _Mapping:
-        mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
+    def _begin(self, region_id: str, kind: RegionKind) -> _Mapping:
+        mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id, kind)))
         mapping.task.add_done_callback(lambda task: self._mapping_ended(region_id, mapping))
         return mapping
 
@@ -115,11 +116,10 @@ class EngineRegions:
         if self._mapped.get(region_id) is mapping:
             mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
 
-    async def _map(self, region_id: str) -> None:
-        grant = await self._link.fetch_region(region_id)
+    async def _map(self, region_id: str, kind: RegionKind) -> None:
+        grant = await self._link.fetch_region(region_id, kind)
+        sizes = grant.num_bytes, grant.num_slots, grant.generations_offset
         try:
-            self._engine.send(
-                messages.MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset), grant.fd
-            )
+            self._engine.send(messages.MapRegion(region_id, *sizes, grant.kind), *grant.fds)
         finally:
-            os.close(grant.fd)
+            close_all(grant.fds)

@@ -80,6 +80,7 @@ class KVOffload:
         self._regions = regions
         self._incarnation = incarnation
         self._is_enabled = is_enabled
+        self._publishes = is_enabled
         self._digest = b""
         self._region_id = ""
         self._bytes_per_block = 0
@@ -101,6 +102,9 @@ class KVOffload:
             if group.window
         }
         self._region_id = ready.region_id
+        self._publishes = self._is_enabled and ready.region_kind == "host"
+        if self._is_enabled and not self._publishes:
+            log.info("blocks_never_published", reason="the pool is in device memory, which the store does not read")
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
@@ -228,7 +232,7 @@ class KVOffload:
 
     def on_filled(self, request: ActiveRequest, filled: messages.FilledBlocks) -> None:
         """Queue filled blocks for publication; blocks beyond the queue's bound are dropped."""
-        if not (self._is_enabled and self._link.address):
+        if not (self._publishes and self._link.address):
             return
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)

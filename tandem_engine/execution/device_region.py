@@ -9,10 +9,10 @@ notices a slot that was reused meanwhile. The descriptor would let a reader writ
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -61,13 +61,15 @@ class MappedDeviceRegion:
         """Return a copy of the extent's bytes in host memory; raises RegionError."""
         self._check(extent)
         content: Bytes = np.empty(extent.num_bytes, np.uint8)
-        self._copied(self._copies.to_host, content.ctypes.data, extent)
+        with self._copying(extent):
+            self._copies.to_host(content.ctypes.data, self._memory.address + extent.offset, extent.num_bytes)
         return content
 
     def copy_within_device(self, extent: ExtentRef, into: int) -> None:
         """Copy the extent to a device address; returns once it is there. Raises RegionError."""
         self._check(extent)
-        self._copied(self._copies.within_device, into, extent)
+        with self._copying(extent):
+            self._copies.within_device(into, self._memory.address + extent.offset, extent.num_bytes)
 
     def generations(self, slots: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Return the generations of slots; raises RegionError for slots outside the region."""
@@ -78,10 +80,10 @@ class MappedDeviceRegion:
             )
         return self._generations[slots]
 
-    def _copied(self, copy: object, into: int, extent: ExtentRef) -> None:
-        assert callable(copy)
+    @contextmanager
+    def _copying(self, extent: ExtentRef) -> Iterator[None]:
         try:
-            copy(into, self._memory.address + extent.offset, extent.num_bytes)
+            yield
             self._copies.wait()  # a copy within a device returns early; generations are compared after it
         except DriverError as error:
             raise RegionError(f"slot {extent.slot} of region {extent.region_id} was not copied: {error}") from error

@@ -1,4 +1,4 @@
-"""Tests the binding of NVIDIA's driver, with a stand-in for it, and its structures and constants with NVIDIA's header."""
+"""Tests the binding of NVIDIA's driver with a stand-in, and its structures and constants with NVIDIA's header."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_structures_and_constants_are_nvidias() -> None:
     header = nvidia_header()
     if header is None:
         pytest.skip("NO CUDA TOOLKIT (cuda.h): constants are not compared with NVIDIA's on this machine")
-    expected = {name: number for name, number in CONSTANTS.items()}
+    expected = dict[str, int](CONSTANTS)
     expected |= {f"sizeof({name})": ctypes.sizeof(structure) for name, structure in STRUCTURES.items()}
     expected |= {
         "offsetof(CUmemAllocationProp, location)": cuda_vmm.AllocationProperties.location.offset,
@@ -165,5 +165,5 @@ def test_a_machine_that_cannot_share_device_memory_is_named(
 def test_a_machine_without_a_driver_or_without_that_device_is_named() -> None:
     with pytest.raises(DriverUnavailable, match=r"no CUDA driver: libcuda\.so\.none cannot be used"):
         Driver(library="libcuda.so.none")
-    with pytest.raises(DriverUnavailable, match="CUDA device 3 cannot be used: .*CUDA_ERROR_INVALID_DEVICE"):
+    with pytest.raises(DriverUnavailable, match=r"CUDA device 3 cannot be used: .*CUDA_ERROR_INVALID_DEVICE"):
         Driver(3, library=stub_library())

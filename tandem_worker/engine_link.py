@@ -21,6 +21,8 @@ log = get_logger(__name__)
 _IDLE_SECONDS = 60.0
 """Seconds without a read before a region is unmapped. A mapping keeps the owner's memory allocated, even after the
 owner's death. Mapping a region again takes a millisecond."""
+_IDLE_DEVICE_SECONDS = 5.0
+"""The same for a region in device memory: a prefill worker that starts anew needs the memory of its former life."""
 
 
 class EngineLink:
@@ -58,11 +60,12 @@ class _Mapping:
     """A region that the engine has mapped, or is about to map."""
 
     task: asyncio.Task[None]
+    idle_seconds: float
     expiry: asyncio.TimerHandle | None = None
 
-    def unmap_later(self, seconds: float, unmap: Callable[[], None]) -> None:
+    def unmap_later(self, unmap: Callable[[], None]) -> None:
         self.cancel_expiry()
-        self.expiry = asyncio.get_running_loop().call_later(seconds, unmap)
+        self.expiry = asyncio.get_running_loop().call_later(self.idle_seconds, unmap)
 
     def cancel_expiry(self) -> None:
         if self.expiry is not None:
@@ -101,7 +104,9 @@ class EngineRegions:
             mapping.task.cancel()
 
     def _begin(self, region_id: str, kind: RegionKind) -> _Mapping:
-        mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id, kind)))
+        seconds = self.idle_seconds if kind == "host" else min(self.idle_seconds, _IDLE_DEVICE_SECONDS)
+        task = asyncio.create_task(self._map(region_id, kind))
+        mapping = self._mapped[region_id] = _Mapping(task, seconds)
         mapping.task.add_done_callback(lambda task: self._mapping_ended(region_id, mapping))
         return mapping
 
@@ -114,7 +119,7 @@ class EngineRegions:
 
     def _unmap_later(self, region_id: str, mapping: _Mapping) -> None:
         if self._mapped.get(region_id) is mapping:
-            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
+            mapping.unmap_later(partial(self.unmap, [region_id]))
 
     async def _map(self, region_id: str, kind: RegionKind) -> None:
         grant = await self._link.fetch_region(region_id, kind)

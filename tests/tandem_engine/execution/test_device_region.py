@@ -28,9 +28,7 @@ NUM_BLOCKS = 6
 
 
 def device_pool() -> PagedKVCache:
-    return PagedKVCache(
-        GEOMETRY, NUM_BLOCKS, CPU, device_region=allocate_region(CPU, NUM_BLOCKS, SIZE, stub_library())
-    )
+    return PagedKVCache(GEOMETRY, NUM_BLOCKS, CPU, device_region=allocate_region(CPU, NUM_BLOCKS, SIZE, stub_library()))
 
 
 def map_command(owner: PagedKVCache, **changes: object) -> MapRegion:

@@ -67,7 +67,7 @@ class KVConsumer(KVConnector):
     def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
         if fds:  # without a region, the blocks filled here cannot be published
-            self._link.lend(lent_pool(ready, fds[0]))
+            self._link.lend(lent_pool(ready, *fds))
 
     async def wait_ready(self) -> None:
         """Return at once: without a KV service, decode computes the prompts itself."""

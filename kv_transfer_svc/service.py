@@ -38,6 +38,7 @@ from tandem_runtime.errors import (
 from tandem_runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.layout import check_supported
+from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.kv.signatures import HandleVerifier
 from tandem_runtime.kv.slabs import trim_slab
 from tandem_runtime.kv.time_left import stated_seconds_left
@@ -356,7 +357,9 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         """Verify checksums: a sample on the event loop, or with --verify-kv all of them in a thread."""
         if record.machine.ended or not record.region_id:
             return
-        memory = self.store.regions.memory(record.region_id)
+        memory = self.store.regions.region(record.region_id)
+        if not isinstance(memory, SharedRegion):
+            return  # the readers verify: this service does not read device memory
         if self._verify_kv:
             await asyncio.to_thread(verify_checksums, request.slabs, memory, all_blocks=True)
         else:

@@ -169,7 +169,7 @@ class HandleStore:
     def check_slabs(self, record: HandleRecord, slabs: Sequence[kv.Slab]) -> None:
         """Raise InvalidRequest unless the slabs match the reservation; skip a record without a reservation."""
         if slabs and record.layout is not None and not record.machine.ended:
-            memory = self.regions.memory(record.region_id)
+            memory = self.regions.region(record.region_id)
             for slab in slabs:
                 check_slab(slab, record.layout, record.region_id, memory)
 

@@ -24,7 +24,7 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.kv_connector import KVConnector
-from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable
+from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable, memory_kind
 from tandem_worker.model_card import kv_layout
 from tandem_worker.requests import ActiveRequest, PhaseSpan, RequestTable
 from tandem_worker.settings import WorkerSettings
@@ -65,8 +65,9 @@ class KVProducer(KVConnector):
         if not fds:
             raise Unsupported("the engine lends no region of its KV pool, so decode workers cannot read its blocks")
         self._layout = kv_layout(ready.layout)
-        self._region = _Region(ready.region_id, ready.bytes_per_slot, ready.max_held_slots * ready.bytes_per_slot)
-        self._link.lend(lent_pool(ready, fds[0]))
+        most_bytes = ready.max_held_slots * ready.bytes_per_slot
+        self._region = _Region(ready.region_id, ready.bytes_per_slot, most_bytes, memory_kind(ready.region_kind))
+        self._link.lend(lent_pool(ready, *fds))
         self._pinned.follow(ready.region_id)
 
     async def wait_ready(self) -> None:
@@ -171,6 +172,7 @@ class _Region:
     bytes_per_slot: int = 0
     max_held_bytes: int = 0
     """The most bytes of one prompt that it holds at once; 0: all of them."""
+    kind: pb.MemoryKind.ValueType = pb.MEMORY_KIND_HOST
 
 
 class KVPublisher:
@@ -265,7 +267,7 @@ class KVPublisher:
             num_layers=len(group.layers),
             extents=[
                 pb.Extent(
-                    kind=pb.MEMORY_KIND_HOST,
+                    kind=self._region.kind,
                     region_id=sealed.region_id,
                     offset=slot * self._region.bytes_per_slot,
                     num_bytes=size,

@@ -66,9 +66,9 @@ class EngineClient:
         """None while the process runs; negative: the signal that ended it."""
         return self._process.returncode
 
-    def send(self, command: Command | EncoderCommand, fd: int | None = None) -> None:
-        """Send a command; the caller keeps the descriptor. Raises ChannelClosed if the engine is gone."""
-        self._channel.send(command, () if fd is None else (fd,))
+    def send(self, command: Command | EncoderCommand, *fds: int) -> None:
+        """Send a command; the caller keeps the descriptors. Raises ChannelClosed if the engine is gone."""
+        self._channel.send(command, fds)
 
     async def events(self) -> AsyncIterator[Received]:
         """Yield (event, descriptors) until the engine ends; the caller closes the descriptors.

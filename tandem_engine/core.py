@@ -151,8 +151,8 @@ class Runner(Protocol):
         """Return the checksums of slots of the region that others read; empty if this engine computes none."""
         ...
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        """Map a region read-only; the caller closes `fd`."""
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        """Map a region read-only, of which `fds` are the descriptors; the caller closes them."""
         ...
 
     def unmap_region(self, region_id: str) -> None: ...
@@ -281,13 +281,13 @@ class EngineCore:
         failures, self._failures = self._failures, []
         return failures
 
-    def handle(self, command: Command, fd: int | None = None) -> list[EngineEvent]:
-        """Carry out a command between two steps and return its immediate events; `fd` comes with MapRegion."""
-        while (events := self.handle_some(command, fd)) is None:
+    def handle(self, command: Command, *fds: int) -> list[EngineEvent]:
+        """Carry out a command between two steps and return its immediate events; `fds` come with MapRegion."""
+        while (events := self.handle_some(command, *fds)) is None:
             self.renew_copy_budget()
         return events
 
-    def handle_some(self, command: Command, fd: int | None = None) -> list[EngineEvent] | None:
+    def handle_some(self, command: Command, *fds: int) -> list[EngineEvent] | None:
         """Do the same within the copy budget. None: handle the same command again before any other, after a step.
 
         A command about a request of the running step, and all about that request that follow, are carried out when the
@@ -297,9 +297,9 @@ class EngineCore:
             self._deferred.append(command)
             return []
         with self.scheduler.copy_budget.command():
-            return self._carry_out(command, fd)
+            return self._carry_out(command, fds)
 
-    def _carry_out(self, command: Command, fd: int | None) -> list[EngineEvent] | None:
+    def _carry_out(self, command: Command, fds: Sequence[int]) -> list[EngineEvent] | None:
         match command:
             case AddRequest():
                 return [self.scheduler.add(command)]
@@ -321,8 +321,8 @@ class EngineCore:
                 self.publisher.release(request_id, num_blocks)
                 return [self._stats_only()]
             case MapRegion():
-                assert fd is not None, "a region's descriptor comes with MapRegion"
-                self._map_region(command, fd)
+                assert fds, "a region's descriptors come with MapRegion"
+                self._map_region(command, fds)
             case UnmapRegion(region_id):
                 self.runner.unmap_region(region_id)
             case Ping():
@@ -409,10 +409,10 @@ class EngineCore:
         for event in events:
             emit(event)
 
-    def _map_region(self, command: MapRegion, fd: int) -> None:
+    def _map_region(self, command: MapRegion, fds: Sequence[int]) -> None:
         """Map a region; a region that cannot be mapped fails only the imports that need it."""
         try:
-            self.runner.map_region(command, fd)
+            self.runner.map_region(command, *fds)
         except (RegionError, OSError) as error:
             log.warning("region %s cannot be mapped: %s", command.region_id, error)
 

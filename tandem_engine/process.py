@@ -42,7 +42,7 @@ class Core(Protocol):
         """Called before the commands between two steps."""
         ...
 
-    def handle_some(self, command: Any, fd: int | None = None) -> Sequence[object] | None:
+    def handle_some(self, command: Any, *fds: int) -> Sequence[object] | None:
         """Return a command's immediate events. None: handle it again before any other, after a step."""
         ...
 
@@ -119,7 +119,7 @@ def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
 
 def _handle(core: Core, received: Received) -> Sequence[object] | None:
     try:
-        return core.handle_some(received.message, received.fds[0] if received.fds else None)
+        return core.handle_some(received.message, *received.fds)
     finally:
         close_all(received.fds)
 
@@ -156,7 +156,7 @@ def _assemble(
     from tandem_engine.assembly import assemble
 
     assembled = assemble(config, report, numa_node)
-    return assembled.core, assembled.ready, [assembled.region_fd]
+    return assembled.core, assembled.ready, list(assembled.region_fds)
 
 
 def _release_freed_memory() -> None:

@@ -87,6 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Compute only what others of the machine leave: for an engine that shares its cores."""
     encodes: bool = False
     """Whether the process serves an encoder, with the messages of `tandem_engine.encoder.messages`."""
+    kv_region: Literal["host", "device"] = "host"
+    """Where the memory is that readers map: shared host memory, or device memory by a descriptor of its driver."""
     region_id: str = ""
     """Name of the pool's region for its readers; usually the worker's incarnation."""
 

@@ -94,6 +94,7 @@ class KVOffload:
         self._regions = regions
         self._incarnation = incarnation
         self._is_enabled = is_enabled
+        self._publishes = is_enabled
         self._digest = b""
         self._bytes_per_slot = 0
         self._is_staged = False
@@ -118,6 +119,9 @@ class KVOffload:
         }
         self._bytes_per_slot = ready.bytes_per_slot
         self._is_staged = ready.max_held_slots > 0
+        self._publishes = self._is_enabled and ready.region_kind == "host"
+        if self._is_enabled and not self._publishes:
+            log.info("blocks_never_published", reason="the pool is in device memory, which the store does not read")
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
@@ -258,7 +262,7 @@ class KVOffload:
         whose = self._finished.get(filled.request_id) if request is None else _Whose.of(request.submit)
         if whose is None:
             return
-        if not (self._is_enabled and self._link.address):
+        if not (self._publishes and self._link.address):
             return
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)

@@ -167,6 +167,11 @@ class WorkerSettings(EngineSettings):
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
         "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
     )
+    kv_region: Literal["host", "device"] = setting(
+        "host",
+        "memory that decode workers of this host map: shared host memory, or the pool itself in the memory of an "
+        "NVIDIA card (device), from which other hosts and the store get nothing",
+    )
     prompt_cache: bool = setting(
         True, "read prompt prefixes from the KV service's store, and publish computed blocks to it"
     )

@@ -274,8 +274,8 @@ class SwitchedRunner:
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return self._plain.checksums(blocks)
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._plain.map_region(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._plain.map_region(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._plain.unmap_region(region_id)

@@ -60,7 +60,7 @@ class EncoderCore:
         """Return False: nothing but a command brings work."""
         return False
 
-    def handle_some(self, command: object, fd: int | None = None) -> Sequence[Event]:
+    def handle_some(self, command: object, *fds: int) -> Sequence[Event]:
         """Carry out a command between two steps and return its immediate events; no command brings a descriptor."""
         match command:
             case EncodeTexts():

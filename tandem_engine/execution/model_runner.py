@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,12 +13,13 @@ from msgspec.structs import replace
 
 from tandem_engine.core import RegionError, Ticket
 from tandem_engine.execution.block_converter import BlockConverter
+from tandem_engine.execution.cuda_vmm import Driver
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.model import Model
-from tandem_engine.execution.regions import MappedRegions
 from tandem_engine.execution.sampler import Draw, sample
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -61,7 +63,7 @@ class ModelRunner:
         self._checksums = checksums
         self._masks = masks or GrammarMasks(no_guide)
         self._batches = BatchBuilder(cache.geometry.block_size, cache.device)
-        self._regions = MappedRegions()
+        self._regions = MappedRegions(partial(Driver, cache.ordinal))
         self._converter = BlockConverter(cache, self._regions)
         self.generations = cache.generations
 
@@ -105,7 +107,7 @@ class ModelRunner:
         for _, of_region in groupby(zip(blocks, extents, strict=True), key=lambda pair: pair[1].region_id):
             targets, sources = zip(*of_region, strict=True)
             for first, run in _runs(targets, sources):
-                self._cache.write_blocks(first, self._regions.read(run))
+                self._regions.copy(run, self._cache, first)
         self._regions.check_generations(extents)
         if self._checksums is not None:
             self._checksums.verify(blocks, extents)
@@ -128,9 +130,9 @@ class ModelRunner:
         """Return the checksums of slots of the region that others read; empty if this engine computes none."""
         return self._checksums.of(slots) if self._checksums is not None else []
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""
-        self._regions.map(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        """Map another process's region read-only; the caller closes `fds`. Raises RegionError."""
+        self._regions.map(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._regions.unmap(region_id)

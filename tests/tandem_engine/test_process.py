@@ -16,7 +16,7 @@ import pytest_asyncio
 import tandem_engine.client
 from tandem_engine.channel import close_all
 from tandem_engine.client import EngineClient
-from tandem_engine.execution.regions import MappedRegions
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.messages import (
     AbortRequest,
     AddRequest,

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -121,6 +122,16 @@ def a_submit(num_tokens: int = NUM_BLOCKS * BLOCK, **fields: Any) -> pb.Submit:
 
 def tags(publishes: list[kv.PublishRequest]) -> list[tuple[bytes, bytes, list[bytes]]]:
     return [(each.account_tag, each.parent_hash, [block.block_hash for block in each.blocks]) for each in publishes]
+
+
+async def test_blocks_in_device_memory_are_never_published_but_those_of_others_are_loaded(tmp_path: Path) -> None:
+    async with harness(tmp_path) as here:
+        await here.fill(a_submit(), 0, 2)
+        here.offload.on_ready(replace(ready("pool"), region_kind="device"))
+        filled = FilledBlocks("r", HASHES[1].hex(), [HASHES[2].hex()], [2], [0])
+        here.offload.on_filled(ActiveRequest(a_submit(), GatewayStream()), filled)
+        assert len((await here.added(a_submit())).prefix) == 2
+        assert len(here.publishes) == 1
 
 
 async def test_the_store_is_asked_for_what_may_be_found_and_never_for_the_last_token(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """An engine whose model is a hash: the real core and scheduler over real shared memory, on virtual time.
 
 An import is copied in two halves with time between them, since the owner may overwrite memory during a memcpy. The code
-of tandem_engine.execution.regions compares the generations after the second half. The same is true of copies from a
-private pool to the ring of slots that others read.
+of tandem_engine.execution.mapped_regions compares the generations after the second half. The same is true of copies
+from a private pool to the ring of slots that others read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tandem_engine import messages
 from tandem_engine.channel import Received
 from tandem_engine.core import EngineCore, RegionError, Ticket
 from tandem_engine.encoder.messages import EncoderCommand
-from tandem_engine.execution.regions import MappedRegions, OwnedRegion
+from tandem_engine.execution.mapped_regions import MappedRegions
+from tandem_engine.execution.regions import OwnedRegion
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, ImportSlab, MapRegion, ReleaseSlabs
@@ -158,8 +159,8 @@ class HashRunner:
             self._truth.counts["copies overtaken by their owner, and refused"] += 1
             raise
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._mapped.map(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._mapped.map(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._mapped.unmap(region_id)
@@ -237,7 +238,7 @@ class SimulatedEngine(EngineLink):
         """By request: the leading blocks that were sealed for it and that nobody reads any more."""
         self.on_sealed: Callable[[messages.SealedBlocks], None] = lambda sealed: None
         self._rng = rng
-        self._commands: deque[tuple[messages.Command, int | None]] = deque()
+        self._commands: deque[tuple[messages.Command, tuple[int, ...]]] = deque()
         self._woken = asyncio.Event()
         self._events: asyncio.Queue[Received] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -246,9 +247,9 @@ class SimulatedEngine(EngineLink):
     def pid(self) -> int:
         return 0
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
         assert not isinstance(command, EncoderCommand), "no encode worker is simulated"
-        self._commands.append((command, None if fd is None else os.dup(fd)))
+        self._commands.append((command, tuple(map(os.dup, fds))))
         self._woken.set()
 
     async def events(self) -> AsyncIterator[Received]:
@@ -284,16 +285,16 @@ class SimulatedEngine(EngineLink):
                 self._woken.clear()
                 await self._woken.wait()
 
-    async def _handle(self, command: messages.Command, fd: int | None) -> None:
+    async def _handle(self, command: messages.Command, fds: tuple[int, ...]) -> None:
         if isinstance(command, ImportSlab):
             self.runner.copy_first_halves(command.extents)
             await self._copy_delay()
         if isinstance(command, ReleaseSlabs):
             known = self.num_released.get(command.request_id, 0)
             self.num_released[command.request_id] = max(known, command.num_blocks)
-        for event in self.core.handle(command, fd):
+        for event in self.core.handle(command, *fds):
             self._emit_sealing(event)
-        if fd is not None:
+        for fd in fds:
             os.close(fd)
 
     async def _step(self) -> None:

@@ -173,8 +173,8 @@ class RecordingRunner:
     def checksums(self, slots: Sequence[int]) -> list[int]:
         return self._runner.checksums(slots)
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._runner.map_region(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._runner.map_region(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._runner.unmap_region(region_id)

@@ -271,12 +271,13 @@ class Engine:
     def lend_to(self, reader: Engine) -> None:
         """Let another engine read this engine's pool."""
         slots = self.slots
-        command = MapRegion(self.region_id, slots.region.num_bytes, slots.num_slots, slots.generations_offset)
-        reader.core.handle(command, slots.region.fd)
+        command = MapRegion(self.region_id, slots.num_bytes, slots.num_slots, slots.generations_offset)
+        reader.core.handle(command, *slots.fds)
 
     def _publisher(self) -> Publisher:
         if self.cache.slots is not None:
             return PoolPublisher(self.region_id, lambda slots: [])
+        assert isinstance(self.slots, Slots), "copies are in host memory"
         return StagedPublisher(StagingMemory(self.region_id, self.cache, self.slots), self.cache.generations)
 
     def _time(self) -> float:

@@ -63,7 +63,7 @@ def test_the_region_is_as_large_as_asked_whatever_the_pool(num_kv_blocks: int, m
     engine = staged(make_engine, 6, num_kv_blocks=num_kv_blocks)
     ready = engine.ready
     assert (ready.num_blocks, ready.num_slots, ready.max_held_slots) == (num_kv_blocks, 6, 3)
-    assert ready.region_bytes == os.fstat(engine.region_fd).st_size
+    assert ready.region_bytes == os.fstat(engine.region_fds[0]).st_size
     assert ready.region_bytes <= 6 * ready.bytes_per_slot + 4096 + 6 * 8
     assert engine.core.runner._cache.slots is None, "the pool has no region of its own"  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ def test_a_decode_engine_reads_from_the_ring_and_stages_nothing(verify_kv: bool,
     reader = staged(make_engine, 6, verify_kv=verify_kv)
     ready, size = writer.ready, writer.ready.bytes_per_slot
     region = MapRegion("ring", ready.region_bytes, ready.num_slots, ready.generations_offset)
-    reader.core.handle(region, writer.region_fd)
+    reader.core.handle(region, writer.region_fds[0])
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
     reader.core.handle(AddRequest("a", PROMPT, len(PROMPT), sampling, mode="decode"))
     writer.core.handle(prefill("a"))

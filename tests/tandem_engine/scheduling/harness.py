@@ -144,10 +144,10 @@ class FakeRunner:
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return []
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
+    def map_region(self, command: MapRegion, *fds: int) -> None:
         if command.region_id in self.unmappable_regions:
             raise RegionError(f"region {command.region_id} is shorter than it says")
-        self.regions[command.region_id] = fd
+        (self.regions[command.region_id],) = fds
 
     def unmap_region(self, region_id: str) -> None:
         del self.regions[region_id]

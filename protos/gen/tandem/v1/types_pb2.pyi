@@ -141,9 +141,9 @@ class _MemoryKindEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_MemoryKind.
     DESCRIPTOR: descriptor.EnumDescriptor
     MEMORY_KIND_UNSPECIFIED: _MemoryKind.ValueType  # 0
     MEMORY_KIND_HOST: _MemoryKind.ValueType  # 1
-    """a shared-memory region; the only implemented kind"""
+    """a shared-memory region"""
     MEMORY_KIND_DEVICE: _MemoryKind.ValueType  # 2
-    """refused: not implemented"""
+    """memory of a card, which engines of the same host map by its driver's descriptor"""
     MEMORY_KIND_DISK: _MemoryKind.ValueType  # 3
     """refused: not implemented"""
 
@@ -151,9 +151,9 @@ class MemoryKind(_MemoryKind, metaclass=_MemoryKindEnumTypeWrapper): ...
 
 MEMORY_KIND_UNSPECIFIED: MemoryKind.ValueType  # 0
 MEMORY_KIND_HOST: MemoryKind.ValueType  # 1
-"""a shared-memory region; the only implemented kind"""
+"""a shared-memory region"""
 MEMORY_KIND_DEVICE: MemoryKind.ValueType  # 2
-"""refused: not implemented"""
+"""memory of a card, which engines of the same host map by its driver's descriptor"""
 MEMORY_KIND_DISK: MemoryKind.ValueType  # 3
 """refused: not implemented"""
 

@@ -90,15 +90,16 @@ def _device(text: str) -> str:
 def card_environment(device: str, surroundings: Mapping[str, str]) -> dict[str, str]:
     """Return variables that leave one card visible, as cuda:0, to every process of the kit.
 
-    The order of cards is that of nvidia-smi. Within CUDA_VISIBLE_DEVICES, N counts its entries. Raises SystemExit for a
-    number beyond them.
+    The order of cards is that of nvidia-smi, unless CUDA_DEVICE_ORDER says otherwise. Within CUDA_VISIBLE_DEVICES, N
+    counts its entries. Raises SystemExit for a number beyond them.
     """
-    index = int(device.partition(":")[2] or 0)
-    visible = [name for name in surroundings.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if visible and index >= len(visible):
-        raise SystemExit(f"--device {device}: CUDA_VISIBLE_DEVICES has {len(visible)} entries; the first is cuda:0")
-    chosen = visible[index].strip() if visible else str(index)
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": chosen}
+    index, chosen = int(device.partition(":")[2] or 0), device.partition(":")[2] or "0"
+    if (visible := surroundings.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [name.strip() for name in visible.split(",")]
+        if index >= len(names):
+            raise SystemExit(f"--device {device}: CUDA_VISIBLE_DEVICES has {len(names)} entries; the first is cuda:0")
+        chosen = names[index]  # "": all cards are hidden
+    return {"CUDA_DEVICE_ORDER": surroundings.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), "CUDA_VISIBLE_DEVICES": chosen}
 
 
 def document(options: argparse.Namespace, form: str, began: float, results: Mapping[str, Result]) -> dict[str, Any]:

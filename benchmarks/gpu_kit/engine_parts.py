@@ -257,6 +257,7 @@ def _conditions(rig: Rig) -> Figures:
         "answer_tokens": form.answer_tokens,
         "ours": {"numerics_class": info.numerics_class, "dtype": info.dtype, "kv_bytes": rig.ours.kv_bytes},
         "transformers": rig.theirs.conditions,
+        "process_memory": limits.process_memory(rig.settings.device),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -86,6 +87,22 @@ def _by_nvml(uuid: str) -> Figures:
         except nvml.NVMLError as error:
             values[name] = f"{type(error).__name__}: {error}"
     return values
+
+
+def process_memory(device: str) -> Figures:
+    """Return what NVML and torch count for this process; NVML has CUDA's context too. None: it lists other pids."""
+    if device == "cpu":
+        return {}
+    import pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        card = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(card)
+    except nvml.NVMLError as error:
+        return {"nvml": f"{type(error).__name__}: {error}"}
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    return {"nvml_bytes": own[0] if own else None, "torch_reserved_bytes": torch.cuda.memory_reserved(device)}
 
 
 def limits(device: str, form: Form) -> Figures:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from select import select
 from typing import Any
 
 from benchmarks.gpu_kit.part import MissingFlag
@@ -89,6 +91,7 @@ class Ours:
         while not all(answer.is_done for answer in answers.values()):
             if self._core.has_work():
                 self._core.run_step(lambda event: self._take(event, answers))
+                self._wait_for_step()
                 worked = time.perf_counter()
             elif time.perf_counter() - worked > _STALL_SECONDS:
                 raise RuntimeError(
@@ -99,10 +102,18 @@ class Ours:
     def close(self) -> None:
         import torch
 
+        if end_threads := getattr(self._core, "close", None):  # a core that plans ahead has a thread
+            end_threads()
         del self._core
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _wait_for_step(self) -> None:
+        """Wait for the step that runs on a thread of its own, as the engine's process does; it needs the GIL."""
+        wake_fd = getattr(self._core, "wake_fd", None)  # of a core that plans ahead
+        if wake_fd is not None and (running := wake_fd()) is not None and select([running], [], [], _STALL_SECONDS)[0]:
+            os.eventfd_read(running)
 
     def _add(self, prompt: Sequence[int], sampling: SamplingParams) -> str:
         self._num_requests += 1

@@ -114,7 +114,13 @@ async def test_parts_for_which_no_time_is_left_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("device", "visible", "chosen"),
-    [("cuda", None, "0"), ("cuda:2", None, "2"), ("cuda:1", "5,3", "3"), ("cuda:0", "GPU-1a, MIG-2b", "GPU-1a")],
+    [
+        ("cuda", None, "0"),
+        ("cuda:0", "", ""),
+        ("cuda:2", None, "2"),
+        ("cuda:1", "5,3", "3"),
+        ("cuda:0", "GPU-1a, MIG-2b", "GPU-1a"),
+    ],
 )
 def test_one_card_is_visible_to_all_processes(device: str, visible: str | None, chosen: str) -> None:
     surroundings = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}

@@ -255,8 +255,8 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
 def _cores_of(share: Share, configured: Mapping[str, object]) -> tuple[list[str], dict[str, str], tuple[int, ...]]:
     """Return flags, environment and cores of an engine: those of its settings, else its share."""
     environment = {}
-    if share.card is not None:  # in the order of nvidia-smi and NVML, not the fastest first
-        environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": share.card.gpu}
+    if share.card is not None:
+        environment = {"CUDA_VISIBLE_DEVICES": share.card.gpu}
     if configured.keys() & {"cpus", "num_threads"}:
         return [], environment, cores_in(configured.get("cpus"))
     num_threads = str(share.num_threads)

@@ -157,7 +157,6 @@ def test_gpus_go_round_and_engines_on_one_card_share_its_memory() -> None:
     def cards(options: UpOptions) -> list[tuple[str, str | None]]:
         workers = plan(machine, options)[2:]
         assert {flag(worker, "--kv-memory-limit-bytes") for worker in workers} == {None}, "a card is no host memory"
-        assert {dict(worker.environment)["CUDA_DEVICE_ORDER"] for worker in workers} == {"PCI_BUS_ID"}
         visible = [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in workers]
         return list(zip(visible, (flag(worker, "--device-memory-share") for worker in workers), strict=True))
 

@@ -44,34 +44,34 @@ class BatchBuilder:
 
     def build(self, stretches: Sequence[Stretch]) -> HostBatch:
         """Return the batch of some stretches, at least one."""
-        rows: list[tuple[int, int, int, int]] = []
-        sampled: list[int] = []
-        token_ids, tables = array("q"), [array("q") for _ in stretches[0].tables]
+        token_ids, sampled, runs = array("q"), array("q"), array("q")
+        tables = [array("q") for _ in stretches[0].tables]
         for stretch in stretches:
             start, num_tokens = stretch.first_position, len(stretch.token_ids)
-            rows.append((len(token_ids), start, num_tokens, len(tables[0])))
+            runs.extend((len(token_ids), start, num_tokens, len(tables[0])))
             token_ids.extend(stretch.token_ids)
-            sampled += range(len(token_ids) - stretch.num_sampled, len(token_ids))
+            sampled.extend(range(len(token_ids) - stretch.num_sampled, len(token_ids)))
             num_blocks = -(-(start + num_tokens) // self._block_size)
             for table, of_group in zip(tables, stretch.tables, strict=True):
                 table.fromlist(of_group[:num_blocks])
-        sizes = (len(token_ids), len(sampled), len(rows), len(tables[0]), len(tables))
+        sizes = (len(token_ids), len(sampled), len(stretches), len(tables[0]), len(tables))
         batch = HostBatch.sized(*sizes, allocate=self._next_buffer)
-        batch.token_ids[:] = token_ids
-        batch.sample_rows[:] = sampled
-        batch.runs[:] = rows
-        for group, table in enumerate(tables):
-            batch.blocks[group] = table
+        given = sum((sampled, runs, *tables), token_ids)  # in the buffer's order
+        batch.buffer[: len(given)] = given
         self._place(batch)
         return batch
 
     def _place(self, batch: HostBatch) -> None:
         """Fill positions and slots from the runs and their blocks."""
         row, start, num_tokens, first = batch.runs.T
-        np.add(np.arange(len(batch.positions)), np.repeat(start - row, num_tokens), out=batch.positions)
-        index, place = np.divmod(batch.positions, self._block_size)
-        index += np.repeat(first, num_tokens)
-        np.add(batch.blocks[:, index] * self._block_size, place, out=batch.slots)
+        if len(batch.runs) == len(batch.positions):  # one token each
+            batch.positions[:] = start
+        else:
+            np.add(np.arange(len(batch.positions)), np.repeat(start - row, num_tokens), out=batch.positions)
+            first = np.repeat(first, num_tokens)
+        index = batch.positions // self._block_size
+        place = batch.positions - index * self._block_size
+        np.add(batch.blocks[:, index + first] * self._block_size, place, out=batch.slots)
 
     def _next_buffer(self, size: int) -> Integers:
         self._buffers.reverse()

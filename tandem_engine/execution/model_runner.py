@@ -87,7 +87,6 @@ class ModelRunner:
         logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, kv_written)
         return LaunchedStep(output, logits)
 
-    @torch.inference_mode()
     def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
         """Sample the next tokens of a step that was launched."""
         assert isinstance(ticket, LaunchedStep), "a ticket of this runner"

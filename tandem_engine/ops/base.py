@@ -59,7 +59,7 @@ class StepArrays(NamedTuple):
 class HostBatch:
     """The numbers of one step on the host: int64, contiguous, all in one buffer, so that one copy uploads them.
 
-    buffer   | token_ids | positions | sample_rows | slots of each group | blocks of each group | runs |
+    buffer   | token_ids | sample_rows | runs | blocks of each group | positions | slots of each group |
     """
 
     buffer: Integers
@@ -88,10 +88,10 @@ class HostBatch:
         allocate: Callable[[int], Integers] = lambda size: np.empty(size, np.int64),
     ) -> HostBatch:
         """Return a batch to be filled; `allocate` returns memory for at least so many numbers."""
-        sizes = (num_tokens, num_tokens, num_sampled, num_groups * num_tokens, num_groups * num_blocks, 4 * num_runs)
+        sizes = (num_tokens, num_sampled, 4 * num_runs, num_groups * num_blocks, num_tokens, num_groups * num_tokens)
         bounds = [0, *accumulate(sizes)]
         buffer = allocate(bounds[-1])[: bounds[-1]]
-        token_ids, positions, sample_rows, slots, blocks, runs = (buffer[start:end] for start, end in pairwise(bounds))
+        token_ids, sample_rows, runs, blocks, positions, slots = (buffer[start:end] for start, end in pairwise(bounds))
         of_slots, of_blocks = slots.reshape(num_groups, num_tokens), blocks.reshape(num_groups, num_blocks)
         return cls(buffer, token_ids, positions, sample_rows, of_slots, of_blocks, runs.reshape(num_runs, 4))
 
@@ -101,11 +101,13 @@ class HostBatch:
         if device.type != "cpu":
             everything = everything.to(device, non_blocking=True)
         (num_groups, num_tokens), num_blocks = self.slots.shape, self.blocks.shape[1]
-        sizes = [num_tokens, num_tokens, len(self.sample_rows), *[num_tokens] * num_groups, *[num_blocks] * num_groups]
-        token_ids, positions, sample_rows, *of_groups, _ = torch.split(everything, [*sizes, self.runs.size])
+        sizes = [num_tokens, len(self.sample_rows), self.runs.size]
+        of_groups = [*[num_blocks] * num_groups, num_tokens, *[num_tokens] * num_groups]
+        token_ids, sample_rows, _, *rest = torch.split_with_sizes(everything, sizes + of_groups)
+        blocks_of, positions, slots_of = rest[:num_groups], rest[num_groups], rest[num_groups + 1 :]
         return [
             StepArrays(token_ids, sample_rows, positions, slots, blocks, self.runs)
-            for slots, blocks in zip(of_groups[:num_groups], of_groups[num_groups:], strict=True)
+            for slots, blocks in zip(slots_of, blocks_of, strict=True)
         ]
 
 

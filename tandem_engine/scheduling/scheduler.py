@@ -213,7 +213,7 @@ class Scheduler:
             num_tokens = run.end + 1
             if run.samples and not run.draft_tokens and run.request.mode != "prefill":
                 may_go_on = num_tokens <= max_kv_tokens(run.request, self.config)
-                if may_go_on and self._kv.grow(run.request, num_tokens, only_free=True):
+                if may_go_on and self._kv.grow_ahead(run.request, num_tokens):
                     self._planned[run.request] = num_tokens
 
     def schedule(self) -> SchedulerOutput:

@@ -193,6 +193,16 @@ def test_a_request_that_breaks_a_step_fails_alone_and_the_others_lose_nothing(pa
     assert tokens_of(_outputs(events), "bad") == []
 
 
+def test_a_plan_counts_the_blocks_of_all_groups() -> None:
+    """A table of a group with a window ends with the longest run, here with the prompt: its next block comes later."""
+    harness = EngineHarness(24, overlaps=True, max_num_batched_tokens=8, num_window_groups=1, group_window=4)
+    harness.add("a", [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=6)
+    _busy(harness)
+    (request,) = harness.core.scheduler._running
+    assert [len(table) for table in request.tables] == [3, 2]
+    assert tokens_of(_outputs(_run_out(harness)), "a") == [1008, 1009, 1010, 1011, 1012, 1013]
+
+
 def test_a_planned_answer_may_be_preempted() -> None:
     """It has room for its next token, when an answer of a higher rank needs a block and none is left."""
     harness = EngineHarness(num_blocks=4, overlaps=True)

@@ -37,7 +37,7 @@ def test_a_step_has_the_batchs_numbers_and_its_memory() -> None:
     assert [(run.row, run.start, run.num_tokens) for run in step.runs] == [(0, 2, 2), (2, 7, 1)]
     batch.buffer[:] = np.arange(len(batch.buffer))
     tensors = (step.token_ids, step.positions, step.sample_rows, step.groups[1].slots, step.groups[1].blocks)
-    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [3, 4, 5], [6, 7], [11, 12, 13], [17, 18, 19]]
+    assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [19, 20, 21], [3, 4], [25, 26, 27], [16, 17, 18]]
 
 
 def test_a_batch_outlives_the_building_of_the_next_one() -> None:

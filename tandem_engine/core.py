@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from tandem_engine.extents import BlockPart
@@ -162,7 +162,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass
+@dataclass(slots=True)
 class _Flight:
     """A step between its launch and its end."""
 
@@ -175,10 +175,13 @@ class _Flight:
     """Set when others may read the KV of all runs, perhaps by another thread."""
     is_sealed: bool = False
     is_planned: bool = False
+    _request_ids: frozenset[str] | None = None
 
-    @cached_property
+    @property
     def request_ids(self) -> frozenset[str]:
-        return frozenset(run.request.request_id for run in self.output.runs)
+        if self._request_ids is None:
+            self._request_ids = frozenset(run.request.request_id for run in self.output.runs)
+        return self._request_ids
 
 
 class _Result(NamedTuple):
@@ -250,7 +253,8 @@ class EngineCore:
         then emit the events of the one that ended.
         """
         if not self._overlaps:
-            self._emit_all(emit, [self.step(emit), *self.take_failures()])
+            emit(self.step(emit))
+            self._emit_all(emit, self.take_failures())
         elif (flight := self._flight) is None:
             self._flight = self._launch(emit)
         elif not self._goes_on(flight, emit):
@@ -369,9 +373,10 @@ class EngineCore:
         if emit is None or flight.is_sealed or not flight.is_written:
             return
         flight.is_sealed = True
-        self.publisher.publish(self.scheduler.seal_written(flight.output), [])
-        if sealed := self.publisher.take_sealed():
-            emit(BlocksSealed(sealed))
+        if sealed := self.scheduler.seal_written(flight.output):
+            self.publisher.publish(sealed, [])
+            if announced := self.publisher.take_sealed():
+                emit(BlocksSealed(announced))
 
     def _end(self, flight: _Flight) -> _Result:
         """Wait for a step and update all requests."""

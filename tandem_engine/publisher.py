@@ -72,8 +72,9 @@ class PoolPublisher:
         self._filled: list[FilledBlocks] = []
 
     def publish(self, sealed: Sequence[SealedBlocks], filled: Sequence[FilledBlocks]) -> None:
-        if sealed or filled:
-            self._wait_written()
+        if not (sealed or filled):
+            return
+        self._wait_written()
         region_id, checksums = self._region_id, self._checksums
         self._sealed += [replace(each, region_id=region_id, checksums=checksums(each.slots)) for each in sealed]
         self._filled += [replace(each, region_id=region_id, checksums=checksums(each.slots)) for each in filled]

@@ -40,6 +40,15 @@ def test_a_step_has_the_batchs_numbers_and_its_memory() -> None:
     assert [tensor.tolist() for tensor in tensors] == [[0, 1, 2], [19, 20, 21], [3, 4], [25, 26, 27], [16, 17, 18]]
 
 
+def test_few_answers_have_the_places_that_many_have() -> None:
+    stretches = [Stretch(3 * number, [number], [[9, 7, 5, 3, 8, 6], [2, 0, 4, 1, 11, 10]], 1) for number in range(8)]
+    many = BatchBuilder(4, _CPU).build(stretches)
+    few = [BatchBuilder(4, _CPU).build([each]) for each in stretches]
+    assert many.positions.tolist() == [each.positions.item() for each in few] == list(range(0, 24, 3))
+    assert many.slots.T.tolist() == [each.slots[:, 0].tolist() for each in few]
+    assert many.slots[:, 3].tolist() == [5 * 4 + 1, 4 * 4 + 1]
+
+
 def test_a_batch_outlives_the_building_of_the_next_one() -> None:
     builder = BatchBuilder(4, _CPU)
     first = builder.build([Stretch(0, [1, 2, 3, 4, 5], [[0, 1]], 1)])

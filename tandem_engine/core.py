@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import current_thread
 from typing import NamedTuple, Protocol
 
 from tandem_engine.extents import BlockPart
@@ -175,6 +176,8 @@ class _Flight:
     """Set when others may read the KV of all runs, perhaps by another thread."""
     is_sealed: bool = False
     is_planned: bool = False
+    is_collected: bool = False
+    """The step before is reported, so what this step seals may be."""
     _request_ids: frozenset[str] | None = None
 
     @property
@@ -344,8 +347,10 @@ class EngineCore:
 
         def kv_written() -> None:
             flight.is_written = True
-            if not self._overlaps:
+            if not self._overlaps or (flight.is_collected and current_thread() is engine_thread):
                 self._seal_early(flight, emit)
+
+        engine_thread = current_thread()
 
         if not flight.output.runs:
             self.publisher.wait()
@@ -399,6 +404,7 @@ class EngineCore:
         try:
             if flight.failure is not None:
                 raise flight.failure
+            flight.is_collected = True
             return {} if flight.ticket is None else self.runner.collect(flight.ticket)
         except RequestsFailed as error:
             failed = flight.request_ids.intersection(error.request_ids)

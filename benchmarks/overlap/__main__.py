@@ -1,6 +1,6 @@
 """Measures what overlapping a step with the engine's other work brings: the time between two tokens.
 
-    python -m benchmarks.overlap [--old DIR] [--rounds 5] [--threads 2] [--quick]
+    python -m benchmarks.overlap [--old DIR] [--rounds 5] [--threads N] [--quick]
 
 Engine processes with overlap off and on, and the one of another checkout if there is one, are up together and take
 turns; a round is an answer of 64 tokens to 1, 8 or 32 requests at once, greedy, over the engine's socket. A ratio is
@@ -30,6 +30,8 @@ from benchmarks.lib.stats import percentile
 _BATCHES = (1, 8, 32)
 _NUM_TOKENS = 64
 _NO_WORSE = 0.98
+_NUM_THREADS = max(1, (os.cpu_count() or 2) - 1)
+"""What an engine does beside a step, and the client, need a core that the kernels leave."""
 _SIDE = Path(__file__).with_name("side.py")
 
 
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsing = parser("overlap", __doc__ or "", "the built-in model alone, two rounds")
     parsing.add_argument("--old", type=Path, help="another checkout")
     parsing.add_argument("--rounds", type=int, default=5, help="of each side and batch (default: %(default)s)")
-    parsing.add_argument("--threads", type=int, default=2, help="of each engine (default: %(default)s)")
+    parsing.add_argument("--threads", type=int, default=_NUM_THREADS, help="of each engine (default: %(default)s)")
     options = parsing.parse_args(arguments)
     num_rounds = 2 if options.quick else options.rounds
     old = None if options.old is None else options.old.resolve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import select
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import torch
 
 from tandem_engine.assembly import grammar_masks
 from tandem_engine.core import EngineCore
-from tandem_engine.execution.compute_thread import ComputeThread
+from tandem_engine.execution.compute_thread import SHORT_SECONDS, ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.kv_cache import PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
@@ -143,13 +144,14 @@ class Engine:
         """Requests that are not over in this engine."""
         self._stage = stage
         self._seconds = 1.0
+        self._ended: deque[EngineEvent] = deque()
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks, is_private=num_slots is not None)
         self.slots = self.cache.slots or Slots(num_slots or 1, self.cache.geometry.bytes_per_block)
         """What others read."""
         masks = grammar_masks(stage.model.info, stage.model.ops)
         plain = ModelRunner(model, stage.model.ops, self.cache, masks=masks)
-        runner = RecordingRunner(ComputeThread(plain) if stage.overlaps else plain, model, self.journal, stage.rng)
+        runner = RecordingRunner(self._beside(plain) if stage.overlaps else plain, model, self.journal, stage.rng)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -205,7 +207,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_work()
+        return bool(self._ended) or self.core.has_work()
 
     def step(self) -> tuple[StepDone, list[SealedBlocks]]:
         """Return the result of a step, and all blocks that it sealed, early or late."""
@@ -225,18 +227,16 @@ class Engine:
 
     def _end_of_step(self) -> StepDone:
         """Return the result of the next step that ends; another one runs then, unless no work is left."""
-        events: list[EngineEvent] = []
-        while True:
-            self.core.run_step(events.append)
-            if events:
-                (done,) = events
-                assert isinstance(done, StepDone), done
-                if (running := self.core.wake_fd()) is None and self.has_work:
-                    self.core.run_step(events.append)  # plans, so that requests arrive while the step runs
-                return done
-            if (running := self.core.wake_fd()) is not None:
+        while not self._ended:
+            self.core.run_step(self._ended.append)
+            if not self._ended and (running := self.core.wake_fd()) is not None:
                 select.select([running], [], [])
                 os.eventfd_read(running)
+        done = self._ended.popleft()
+        assert isinstance(done, StepDone), done
+        if not self._ended and self.core.wake_fd() is None and self.core.has_work():
+            self.core.run_step(self._ended.append)  # plans, so that requests arrive while the step runs; or ends it
+        return done
 
     def preempt_some(self, share: float) -> None:
         """Preempt a random share of the running requests, as a step does whose answers need their blocks."""
@@ -273,6 +273,10 @@ class Engine:
         slots = self.slots
         command = MapRegion(self.region_id, slots.num_bytes, slots.num_slots, slots.generations_offset)
         reader.core.handle(command, *slots.fds)
+
+    def _beside(self, runner: ModelRunner) -> ComputeThread:
+        """Run half of the engines' steps on a thread whatever they take, the others' as they would be in earnest."""
+        return ComputeThread(runner, self._stage.rng.choice((0.0, SHORT_SECONDS)))
 
     def _publisher(self) -> Publisher:
         if self.cache.slots is not None:

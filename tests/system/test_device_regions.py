@@ -17,6 +17,7 @@ from tests.cuda_driver import stub_folder
 from tests.device_memory import device_memory_of_all
 from tests.system.conftest import SMALL
 from tests.system.fleet import Fleet, token_request, tokens_of, until
+from tests.system.streams import MODEL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,9 +42,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
 
 async def answer(fleet: Fleet, decode: str, prefill: str | None, first: int) -> list[int]:
     """Return the greedy tokens of a prompt that begins with token `first` and is in no cache."""
-    request = token_request(
-        fleet.registry.workers()[0].info.card.model_id, [first, *PROMPT], NUM_TOKENS, cacheable=False
-    )
+    request = token_request(MODEL, [first, *PROMPT], NUM_TOKENS, cacheable=False)
     (tokens,) = await tokens_of(fleet.dispatcher(decode, prefill), request)
     return tokens
 

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos gateways alerts determinism schemathesis tools fuzz hostile upgrade-test audit ledger check docs services peers format protos clean
+.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos gateways alerts determinism schemathesis tools fuzz hostile gpu-kit upgrade-test audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -68,6 +68,9 @@ fuzz: $(VENV)/.fuzz ## fuzz each byte parser for 2 minutes (ARGS="--seconds 20";
 
 hostile: $(VENV)/.dev ## measure what hostile requests of one client do to the streams of others (ARGS=--quick)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m benchmarks.hostile $(ARGS)
+
+gpu-kit: $(VENV)/.run ## try Tandem on this machine's NVIDIA card and write gpu_kit.json, under 10 minutes (ARGS="--quick --device cuda:1")
+	PYTHONPATH=.:protos/gen $(BIN)/python -m benchmarks.gpu_kit $(ARGS)
 
 upgrade-test: $(VENV)/.dev ## run the release before beside this one, in an environment of its own (some minutes; the first time longer)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.upgrade $(ARGS)

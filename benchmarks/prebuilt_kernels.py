@@ -18,7 +18,7 @@ import time
 import torch
 
 from infra.wheels.libraries import library_for
-from tandem_engine.ops.base import KVPool, Run, Weight
+from tandem_engine.ops.base import HostBatch, KVPool, Weight
 from tandem_engine.ops.cpu import CpuOps, load_cpu_ops
 from tandem_engine.ops.cpu.compile import NATIVE
 from tandem_engine.ops.cpu.library import load_file, load_library
@@ -68,13 +68,16 @@ class _Decode:
         rows = torch.randn(blocks, _LAYERS * 2 * _KV_HEADS * _DIM * _BLOCK)
         self._pool = KVPool(rows, _LAYERS, _KV_HEADS, _DIM, _BLOCK)
         tables = torch.randperm(blocks).view(batch, -1)
-        self._positions = torch.full((batch,), _CONTEXT - 1)
-        self._slots = tables[:, -1] * _BLOCK + _BLOCK - 1
-        self._runs = [Run(row, _CONTEXT - 1, 1, tables[row]) for row in range(batch)]
+        self._batch = HostBatch.sized(batch, 0, batch, tables.numel())
+        self._batch.token_ids[:] = 0
+        self._batch.positions[:] = _CONTEXT - 1
+        self._batch.slots[0] = tables[:, -1] * _BLOCK + _BLOCK - 1
+        self._batch.blocks[0] = tables.flatten()
+        self._batch.runs[:] = [(row, _CONTEXT - 1, 1, row * tables.shape[1]) for row in range(batch)]
         self._hidden = torch.randn(batch, _HIDDEN)
 
     def run(self, ops: CpuOps) -> None:
-        step = ops.step(self._positions, self._slots, self._runs)
+        step = ops.step(self._batch)
         for layer, (qkv, output, gate_up, down) in enumerate(self._weights):
             query = ops.linear(self._hidden, qkv)[:, : _HEADS * _DIM]
             attended = ops.paged_attention(query, _HEADS, step, self._pool, layer, scale=_DIM**-0.5)

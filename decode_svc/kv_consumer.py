@@ -67,7 +67,7 @@ class KVConsumer(KVConnector):
     def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         self._layout = kv_layout(ready.layout)
         if fds:  # without a region, the blocks filled here cannot be published
-            self._link.lend(lent_pool(ready, fds[0]))
+            self._link.lend(lent_pool(ready, *fds))
 
     async def wait_ready(self) -> None:
         """Return at once: without a KV service, decode computes the prompts itself."""
@@ -79,7 +79,7 @@ class KVConsumer(KVConnector):
             pull = KVPull(request, layout, num_cached_tokens, self.copier)
             self._pulls[request.key] = pull, self._pull_tasks.spawn(self._pull(request, pull))
 
-    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
+    def on_sealed(self, sealed: messages.SealedBlocks) -> None:
         log.warning("unexpected_seal", request_id=sealed.request_id)
 
     def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:

@@ -18,6 +18,7 @@ from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_runtime.errors import DeadlineExceeded, InternalError, KvCorrupt
 from tandem_runtime.kv.client import KvClient
+from tandem_runtime.kv.regions import RegionKind
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.requests import ActiveRequest
@@ -253,5 +254,6 @@ class KVPull:
         for copy in self._copies:
             if copy.done.done():
                 copy.done.result()  # raises if the copy failed: the other slabs are useless then
-        await self._copier.regions.map(extent.region_id for extent in slab.extents)
+        kind: RegionKind = "device" if slab.extents[0].kind == pb.MEMORY_KIND_DEVICE else "host"
+        await self._copier.regions.map((extent.region_id for extent in slab.extents), kind)
         self._copies.append(self._copier.copy(self._request, slab, self._first_block, source))

@@ -133,6 +133,8 @@ class EncodeFront:
                 self._end(event.key, _refusal(event))
             case EncoderStats():
                 self.stats = event
+            case messages.DeviceMemoryUsed():
+                self.state.device_memory_used(event)
             case messages.LoadProgress():
                 self.state.loading(event)
             case EncoderReady():

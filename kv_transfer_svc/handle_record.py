@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kv_transfer_svc.copied_slabs import CopiedSlabs
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.layout import check_layout
@@ -48,6 +49,12 @@ class HandleRecord:
     layout: pb.KvLayout | None = None
     """The writer's layout; None until the writer has reserved."""
     num_bytes: int = 0
+    max_held_bytes: int = 0
+    """The most bytes of this handle that the writer's region holds at once; 0: it holds all of them."""
+    copied: CopiedSlabs = field(default_factory=CopiedSlabs)
+    """With `max_held_bytes`."""
+    has_silent_reader: bool = False
+    """Whether a reader watches that acknowledges nothing."""
     checksums: dict[tuple[int, int], int] = field(default_factory=dict)
     """Checksums by (slab, block), computed here at the first read of slabs that were sealed without checksums."""
     changed: Broadcast = field(default_factory=Broadcast)
@@ -71,10 +78,13 @@ class HandleRecord:
                 return
             await changed.wait()
 
-    async def events(self, layout: pb.KvLayout, first_block: int) -> AsyncIterator[kv.WatchEvent]:
+    async def events(
+        self, layout: pb.KvLayout, first_block: int, skipped: Callable[[int], None] = lambda index: None
+    ) -> AsyncIterator[kv.WatchEvent]:
         """Yield the events of one reader; the last is `closed`, or the error that ended the handle.
 
-        Raises FingerprintMismatch, before any slab, if the writer's layout differs from `layout`.
+        Calls `skipped` with the index of each slab that the reader does not need. Raises FingerprintMismatch, before
+        any slab, if the writer's layout differs from `layout`.
         """
         num_seen = num_sent = 0
         while True:
@@ -87,9 +97,12 @@ class HandleRecord:
             while num_seen < len(self.machine.slabs):  # a slab may be sealed while another is sent
                 slab = self.machine.slabs[num_seen]
                 num_seen += 1
-                if (needed := trim_slab(slab, first_block)) is not None:
+                if (needed := trim_slab(slab, first_block)) is None:
+                    skipped(slab.index)
+                else:
                     num_sent += 1
-                    yield kv.WatchEvent(slab=needed, transport=self.transport, is_window=self.is_windowed)
+                    is_window = self.is_windowed or self.max_held_bytes > 0
+                    yield kv.WatchEvent(slab=needed, transport=self.transport, is_window=is_window)
             if self.machine.end_error is None and self.machine.closed is not None:
                 yield self._closing(num_sent)
                 return

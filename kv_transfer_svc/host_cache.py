@@ -21,9 +21,10 @@ from kv_transfer_svc.blocks.allocator import BlockAllocator, Extent
 from kv_transfer_svc.blocks.block import BlockKey, Known, LeasedBlock
 from kv_transfer_svc.blocks.block_store import BlockStore
 from kv_transfer_svc.blocks.quotas import Quotas
+from kv_transfer_svc.device_region import readable
 from kv_transfer_svc.disk.disk_tier import DiskTier
 from kv_transfer_svc.handle_record import Broadcast
-from kv_transfer_svc.region_table import RegionTable
+from kv_transfer_svc.region_table import LentRegion, RegionTable
 from kv_transfer_svc.transport.source import BlockSource
 from kv_transfer_svc.turn_budget import TurnBudget
 from tandem.v1 import kv_transfer_pb2 as kv
@@ -100,7 +101,7 @@ class HostCache:
 
     def _grow(self) -> None:
         """Use a share of what this host's workers have in their pools, within what the allocator may take."""
-        self.blocks.allocator.grow(sum(region.memory.total_bytes for region in self._regions) // _SHARE_OF_POOLS)
+        self.blocks.allocator.grow(sum(_host_bytes(region) for region in self._regions) // _SHARE_OF_POOLS)
         if self.disk is not None:
             self.blocks.keep_free(self.blocks.allocator.total_bytes // _HEADROOM_SHARE)
 
@@ -403,7 +404,8 @@ class PublishedBlocks:
         self._checksums = [block.checksum for block in request.blocks]
         self.num_corrupt = 0
         if self._extents:
-            self._memory = regions.lent(self._extents[0].region_id, request.incarnation).memory
+            region_id = self._extents[0].region_id
+            self._memory = readable(regions.lent(region_id, request.incarnation).memory, region_id)
             self._check(self._memory)
 
     @property
@@ -442,6 +444,11 @@ class PublishedBlocks:
                     f"region {region_id}",
                     field="blocks.extent",
                 )
+
+
+def _host_bytes(region: LentRegion) -> int:
+    """Return the bytes of a worker's pool from which blocks may come; of pools in device memory, none do."""
+    return region.memory.total_bytes if isinstance(region.memory, SharedRegion) else 0
 
 
 def _block_keys(layout_digest: bytes, group: int, hashes: Sequence[bytes]) -> list[BlockKey]:

@@ -114,7 +114,7 @@ class KvProcess:
         export_gauges(links.report)
         self._reported = pb.LoadReport()
         metrics.export(lambda: self._reported, lambda: [record.machine.state for record in self._store.live()])
-        self._memory = MemoryProbe(lambda: [os.getpid()])
+        self._memory = MemoryProbe(lambda: [os.getpid()], has_devices=False)
         self._info = self._describe(incarnation)
         self._registrar = Registrar(settings.control, self._info, self._load, member=self._member)
         self._metrics = MetricsEndpoint(settings.metrics_listen, self._member, insecure=settings.allows_plaintext)

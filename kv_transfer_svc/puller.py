@@ -157,6 +157,7 @@ class Pull:
         self._link = link
         self._holder = link.client
         self._readers: dict[str, int] = {}  # the first block that each needs
+        self._joined = asyncio.Event()
         self._num_copied: Counter[str] = Counter()  # by reader: its leading slabs that it has copied
         self._num_bytes = 0
         self._start_ns = time.time_ns()
@@ -181,6 +182,7 @@ class Pull:
         """Keep the handle at its holder for one more reader of this host."""
         self._readers[reader_id] = first_block
         self._holder.hold(self.record.handle, reader_id, self._seconds_left)
+        self._joined.set()
 
     def acknowledge(self, reader_id: str, num_slabs: int) -> None:
         """Note that a reader has copied the leading slabs; a repeated or late call changes nothing."""
@@ -205,11 +207,13 @@ class Pull:
         self._link.open()
         copying = asyncio.create_task(self._copy_until_closed(reader_id))
         copying.add_done_callback(self._record_span)
+        introducing = asyncio.create_task(self._introduce_readers(reader_id))
         try:
             await self.record.wait_ended()
         finally:
             copying.cancel()
-            await asyncio.gather(copying, return_exceptions=True)
+            introducing.cancel()
+            await asyncio.gather(copying, introducing, return_exceptions=True)
             self._memory.close()
             for reader in self._readers:
                 self._holder.let_go(self.record.handle, reader)
@@ -239,15 +243,36 @@ class Pull:
 
     async def _copy(self, reader_id: str) -> None:
         watch = self._holder.watch(
-            self.record.handle, reader_id, self._layout, self.first_block, seconds_left=self._seconds_left
+            self.record.handle,
+            reader_id,
+            self._layout,
+            self.first_block,
+            seconds_left=self._seconds_left,
+            acknowledges=True,
         )
         async with aclosing(watch) as events:
             async for event in events:
                 if event.WhichOneof("kind") == "slab":
                     for part in self._memory.cut(event.slab):
                         await self._copy_part(part, reader_id)
+                    if event.is_window:
+                        await self._acknowledge(reader_id, event.slab.index + 1)
                 else:
                     self._store.seal(self.record, [], event.closed)
+
+    async def _introduce_readers(self, reader_id: str) -> None:
+        """Tell the holder for whom we copy besides the reader that watches: it waits for the others in vain."""
+        while True:
+            await self._joined.wait()
+            self._joined.clear()
+            if len(self._readers) > 1:
+                try:
+                    await self._acknowledge(reader_id, 0)
+                except TandemError as error:  # the next acknowledgement says it again
+                    log.info("kv_acknowledge_failed", request_id=self.record.handle.request_id, reason=error.message)
+
+    async def _acknowledge(self, reader_id: str, num_slabs: int) -> None:
+        await self._holder.acknowledge(self.record.handle, reader_id, num_slabs, list(self._readers))
 
     async def _copy_part(self, part: kv.Slab, reader_id: str) -> None:
         for extent in part.extents:

@@ -7,9 +7,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kv_transfer_svc.device_region import LentDeviceRegion, RegionMemory, readable
 from kv_transfer_svc.handle_record import Broadcast
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem_runtime.errors import InvalidRequest, KvNotFound, StaleIncarnation, Unavailable
+from tandem_runtime.kv.packets import close_all
 from tandem_runtime.kv.regions import RegionGrant, RegionOffer
 from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.log import get_logger
@@ -76,10 +78,20 @@ class LentRegion:
     """A region that a worker lent to this service."""
 
     offer: RegionOffer
-    memory: SharedRegion
+    memory: RegionMemory
     connection: object
     log: OwnerLog = field(default_factory=OwnerLog)
     is_lost: bool = False
+    copied: dict[bytes, kv.OwnerEvent.Copied] = field(default_factory=dict)
+    """By handle id, of handles that have not ended: the slabs that all readers have copied."""
+
+    def report_copied(self, copied: kv.OwnerEvent.Copied) -> None:
+        """Tell the owner, now and whenever it connects again."""
+        self.copied[copied.handle_id] = copied
+        self.log.changed.fire()
+
+    def forget_copied(self, handle_id: bytes) -> None:
+        self.copied.pop(handle_id, None)
 
 
 class RegionTable:
@@ -103,13 +115,17 @@ class RegionTable:
         """Add a region of this service itself, such as the arena."""
         self._own[region_id] = memory
 
-    def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
+    def take(self, offer: RegionOffer, fd: int, connection: object, memory_fd: int | None = None) -> None:
         known = self._lent.get(offer.region_id)
         if known is not None and known.offer == offer:
-            os.close(fd)
+            close_all((fd,) if memory_fd is None else (fd, memory_fd))
             known.connection = connection  # the old connection may still be closing
             return
-        memory = SharedRegion.map_read_only(fd, offer.num_slots, offer.generations_offset)
+        memory: RegionMemory
+        if memory_fd is None:
+            memory = SharedRegion.map_read_only(fd, offer.num_slots, offer.generations_offset)
+        else:
+            memory = LentDeviceRegion(offer, fd, memory_fd)
         if offer.region_id in self._own or offer.bytes_per_slot * offer.num_slots > memory.total_bytes:
             memory.close()
             raise InvalidRequest(
@@ -120,7 +136,13 @@ class RegionTable:
         self._lent[offer.region_id] = LentRegion(offer, memory, connection)
         self._gone.pop(offer.incarnation, None)
         self.on_lent()
-        log.info("kv_region_lent", region_id=offer.region_id, num_bytes=memory.total_bytes, owner=offer.incarnation)
+        log.info(
+            "kv_region_lent",
+            region_id=offer.region_id,
+            num_bytes=memory.total_bytes,
+            owner=offer.incarnation,
+            kind=offer.kind,
+        )
 
     def owner_gone(self, region_id: str, connection: object) -> None:
         region = self._lent.get(region_id)
@@ -133,19 +155,25 @@ class RegionTable:
         return incarnation in self._gone
 
     def grant(self, region_id: str) -> RegionGrant:
-        memory = self.memory(region_id)
+        memory = self.region(region_id)
+        shared = memory if isinstance(memory, SharedRegion) else memory.generations
         # Opened again: a duplicate of the owner's descriptor would let readers write.
         try:
-            fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"/proc/self/fd/{shared.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:  # the reader tries again, or computes the prompt
             raise Unavailable(f"region {region_id} cannot be opened for a reader: {error}") from error
-        return RegionGrant(fd, memory.total_bytes, memory.num_slots, memory.generations_offset)
+        memory_fd = None if isinstance(memory, SharedRegion) else os.dup(memory.memory_fd)
+        return RegionGrant(fd, memory.total_bytes, memory.num_slots, shared.generations_offset, memory_fd)
 
-    def memory(self, region_id: str) -> SharedRegion:
-        """Return a mapped region; raises KvNotFound if the region is not mapped here."""
+    def region(self, region_id: str) -> RegionMemory:
+        """Return a region; raises KvNotFound if it was not lent here."""
         if region_id in self._own:
             return self._own[region_id]
         return self.lent(region_id).memory
+
+    def memory(self, region_id: str) -> SharedRegion:
+        """Return a region to read its bytes; raises KvNotFound, or Unsupported for device memory."""
+        return readable(self.region(region_id), region_id)
 
     def lent(self, region_id: str, incarnation: str = "") -> LentRegion:
         """Return a worker's region; raises KvNotFound, or StaleIncarnation if another incarnation lent the region."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from kv_transfer_svc.arena import Arena
@@ -37,6 +38,7 @@ from tandem_runtime.errors import (
 from tandem_runtime.kv.checksum import CHECKSUMS_METADATA, pack_checksums
 from tandem_runtime.kv.keys import KvKeys
 from tandem_runtime.kv.layout import check_supported
+from tandem_runtime.kv.shared_region import SharedRegion
 from tandem_runtime.kv.signatures import HandleVerifier
 from tandem_runtime.kv.slabs import trim_slab
 from tandem_runtime.kv.time_left import stated_seconds_left
@@ -104,7 +106,8 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
                 field="holder_address",
             )
         record = self.store.reserve(request)
-        return kv.ReserveReply(state=record.machine.state.to_proto, holder_incarnation=self.incarnation)
+        state = record.machine.state.to_proto
+        return kv.ReserveReply(state=state, holder_incarnation=self.incarnation, reports_copied=True)
 
     async def Seal(self, request: kv.SealRequest, context: Any) -> kv.SealReply:
         record = self._find(request.handle)
@@ -123,8 +126,14 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         region = self.store.regions.lent(request.region_id, request.incarnation)
         yield kv.OwnerEvent(accepted=True)
         next_number = 0
+        told: dict[bytes, int] = {}
         while not region.is_lost:
             changed = region.log.changed.next()
+            now = {handle_id: copied.num_slabs for handle_id, copied in region.copied.items()}
+            news = [handle_id for handle_id, num_slabs in now.items() if told.get(handle_id, 0) < num_slabs]
+            told = now
+            for handle_id in news:
+                yield kv.OwnerEvent(copied=kv.OwnerEvent.Copied(handle_id=handle_id, num_slabs=now[handle_id]))
             for number, ended in region.log.since(next_number):
                 yield kv.OwnerEvent(ended=ended)
                 region.log.sent(number)
@@ -138,14 +147,20 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         if not request.reader_id:
             raise InvalidRequest("reader_id is empty; it names who will release", field="reader_id")
         record = self._watched(request)
-        record.readers[request.reader_id] = request.reader_incarnation
-        with record.watched_by(request.reader_id):
-            async for event in record.events(request.layout, request.first_block):
+        reader_id = request.reader_id
+        self.store.watched(record, reader_id, acknowledges=request.acknowledges)
+        record.readers[reader_id] = request.reader_incarnation
+        skipped = partial(self.store.skipped, record, reader_id)
+        with record.watched_by(reader_id):
+            async for event in record.events(request.layout, request.first_block, skipped):
                 yield event
 
     async def Acknowledge(self, request: kv.AcknowledgeRequest, context: Any) -> kv.AcknowledgeReply:
         if not self._is_held_here(request.handle):
             self.puller.acknowledge(request.handle, request.reader_id, request.num_slabs)
+        else:
+            record = self.store.find(request.handle)
+            self.store.acknowledge(record, request.reader_id, request.num_slabs, request.followers)
         return kv.AcknowledgeReply()
 
     async def Read(self, request: kv.ReadRequest, context: Any) -> AsyncIterator[pb.Chunk]:
@@ -342,7 +357,9 @@ class KvTransferService(kv_grpc.KvTransferServiceServicer):
         """Verify checksums: a sample on the event loop, or with --verify-kv all of them in a thread."""
         if record.machine.ended or not record.region_id:
             return
-        memory = self.store.regions.memory(record.region_id)
+        memory = self.store.regions.region(record.region_id)
+        if not isinstance(memory, SharedRegion):
+            return  # the readers verify: this service does not read device memory
         if self._verify_kv:
             await asyncio.to_thread(verify_checksums, request.slabs, memory, all_blocks=True)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+from kv_transfer_svc.device_region import RegionMemory
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import InvalidRequest, KvCorrupt
@@ -21,7 +22,7 @@ def block_part_bytes(group: pb.KvGroup, num_layers: int) -> int:
     return group.bytes_per_block * num_layers // len(group.layers)
 
 
-def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: SharedRegion) -> None:
+def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: RegionMemory) -> None:
     """Raise InvalidRequest, with the field, unless the slab's extents are blocks of the region and the layout."""
     if slab.group >= len(layout.groups):
         raise InvalidRequest(f"slab {slab.index}: the layout has no group {slab.group}", field="slabs.group")
@@ -43,19 +44,27 @@ def check_slab(slab: kv.Slab, layout: pb.KvLayout, region_id: str, memory: Share
     if slab.checksums and len(slab.checksums) != slab.num_blocks:
         raise InvalidRequest(f"slab {slab.index}: one checksum per block, or none", field="slabs.checksums")
     num_bytes, num_slots, total_bytes = block_part_bytes(group, slab.num_layers), memory.num_slots, memory.total_bytes
+    kind = memory.kind
     for extent in slab.extents:  # hot: about 1,000 extents while decode waits
         if (
-            extent.kind != pb.MEMORY_KIND_HOST
+            extent.kind != kind
             or extent.region_id != region_id
             or extent.num_bytes != num_bytes
             or extent.slot >= num_slots
             or extent.offset + num_bytes > total_bytes
         ):
-            _refuse_extent(slab.index, extent, region_id, num_bytes)
+            _refuse_extent(slab.index, extent, region_id, num_bytes, kind)
 
 
-def _refuse_extent(index: int, extent: pb.Extent, region_id: str, num_bytes: int) -> NoReturn:
-    check_memory_kind(extent)
+def _refuse_extent(
+    index: int, extent: pb.Extent, region_id: str, num_bytes: int, kind: pb.MemoryKind.ValueType
+) -> NoReturn:
+    if extent.kind != kind:
+        check_memory_kind(extent)
+        raise InvalidRequest(
+            f"slab {index}: an extent in MEMORY_KIND_HOST, region {region_id} is in {pb.MemoryKind.Name(kind)}",
+            field="extents.kind",
+        )
     if extent.region_id != region_id:
         raise InvalidRequest(
             f"slab {index}: an extent in region {extent.region_id}, the handle reserved region {region_id}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from kv_transfer_svc.handle_record import Broadcast, HandleRecord, handle_name
 from kv_transfer_svc.region_table import RegionTable
@@ -23,10 +24,12 @@ from tandem_runtime.errors import (
     Overloaded,
     TandemError,
     Unavailable,
+    Unsupported,
 )
 from tandem_runtime.kv.layout import check_supported, layout_digest
 from tandem_runtime.kv.regions import RegionOffer
 from tandem_runtime.kv.slabs import first_missing_block
+from tandem_runtime.kv.tables import prompt_bytes
 from tandem_runtime.kv.time_left import stated_seconds_left
 from tandem_runtime.kv_handle import HandleMachine, HandleState
 
@@ -141,8 +144,10 @@ class HandleStore:
         if record.machine.reserve(self.clock(), request.region_id, request.lease_ms / 1000):
             record.region_id = request.region_id
             record.layout = request.layout
+            record.max_held_bytes = request.max_held_bytes
             self.counters["handles_reserved"] += 1
             record.changed.fire()
+            self._end_if_it_cannot_pass(record)
         return record
 
     def seal(self, record: HandleRecord, slabs: Sequence[kv.Slab], closed: kv.Closed | None) -> None:
@@ -164,12 +169,41 @@ class HandleStore:
     def check_slabs(self, record: HandleRecord, slabs: Sequence[kv.Slab]) -> None:
         """Raise InvalidRequest unless the slabs match the reservation; skip a record without a reservation."""
         if slabs and record.layout is not None and not record.machine.ended:
-            memory = self.regions.memory(record.region_id)
+            memory = self.regions.region(record.region_id)
             for slab in slabs:
                 check_slab(slab, record.layout, record.region_id, memory)
 
     def lease(self, record: HandleRecord, reader_id: str) -> None:
         record.machine.lease(self.clock(), reader_id, self.lease_seconds)
+
+    def watched(self, record: HandleRecord, reader_id: str, *, acknowledges: bool) -> None:
+        """Note that a reader watches; raises KvNotFound for a new one if slots of the handle are used again already."""
+        record.has_silent_reader = record.has_silent_reader or not acknowledges
+        if record.copied.num_by_all and reader_id not in record.readers:
+            raise KvNotFound(
+                f"the first {record.copied.num_by_all} slabs of the {handle_name(record.handle)} were copied by its "
+                "readers, and their memory is used again"
+            )
+        self._end_if_it_cannot_pass(record)
+
+    def acknowledge(self, record: HandleRecord, reader_id: str, num_slabs: int, followers: Sequence[str]) -> None:
+        """Note the leading slabs that a reader has copied, for itself and for `followers`, and tell the owner.
+
+        The followers get a lease, as if they watched.
+        """
+        if record.machine.ended:
+            return
+        for follower in followers:
+            with suppress(KvNotFound, Overloaded):  # it has released meanwhile
+                self.lease(record, follower)
+        record.copied.follow(reader_id, followers)
+        record.copied.copied(reader_id, num_slabs)
+        self._report_copied(record)
+
+    def skipped(self, record: HandleRecord, reader_id: str, index: int) -> None:
+        """Note that a reader does not need a slab."""
+        record.copied.skipped(reader_id, index)
+        self._report_copied(record)
 
     def release(self, record: HandleRecord, reader_id: str | None) -> None:
         """End one reader's use, or with None every use of the handle."""
@@ -178,6 +212,7 @@ class HandleStore:
         else:
             record.machine.release(reader_id)
         self._settle(record)
+        self._report_copied(record)
 
     def drain(self) -> None:
         """Accept no new handles, and abort those not reserved yet: no writer will reserve them."""
@@ -199,6 +234,7 @@ class HandleStore:
                     record.machine.lease(now, reader_id, self.lease_seconds)
             record.machine.expire(now)
             self._settle(record)
+            self._report_copied(record)  # a reader may be lost that the others waited for
         if now >= self._prune_at:
             self._prune(now)
 
@@ -270,12 +306,46 @@ class HandleStore:
         if not copies:
             del self._copies[record.handle.handle_id]
 
+    def _report_copied(self, record: HandleRecord) -> None:
+        """Tell the owner which leading slabs all readers have copied, if it needs their slots and these are more."""
+        machine, copied = record.machine, record.copied
+        if not record.max_held_bytes or machine.ended:
+            return
+        num_before = copied.num_by_all
+        if not copied.update(machine.leases, machine.num_released, machine.num_readers):
+            return
+        slabs = machine.slabs[num_before : copied.num_by_all]
+        self.freed(record, sum(extent.num_bytes for slab in slabs for extent in slab.extents))
+        handle_id = record.handle.handle_id
+        self.regions.lent(record.region_id).report_copied(
+            kv.OwnerEvent.Copied(handle_id=handle_id, num_slabs=copied.num_by_all)
+        )
+
+    def _end_if_it_cannot_pass(self, record: HandleRecord) -> None:
+        """Abort a handle that its writer's region cannot hold at once, and whose readers say nothing of their copies.
+
+        They would wait until its deadline.
+        """
+        if not record.max_held_bytes or not record.has_silent_reader or record.layout is None:
+            return
+        num_bytes = prompt_bytes(record.layout, record.handle.num_tokens)
+        if num_bytes > record.max_held_bytes:
+            self.abort(
+                record,
+                Unsupported(
+                    f"the {handle_name(record.handle)} has {num_bytes:,} bytes, its prefill worker shows "
+                    f"{record.max_held_bytes:,} at once, and a reader of release 0.2 does not say what it has copied: "
+                    "update the decode worker and the KV service of its host, or raise --kv-staging-bytes"
+                ),
+            )
+
     def _notify_owner(self, record: HandleRecord, state: HandleState) -> None:
         try:
             region = self.regions.lent(record.region_id)
         except KvNotFound:  # the owner is dead
             return
         handle = record.handle
+        region.forget_copied(handle.handle_id)
         ended = kv.OwnerEvent.Ended(handle_id=handle.handle_id, request_id=handle.request_id, state=state.to_proto)
         region.log.append(ended, record.num_bytes, self.clock())
 

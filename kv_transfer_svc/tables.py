@@ -76,7 +76,10 @@ def _handle(record: HandleRecord) -> HandleRow:
 def _region(region: LentRegion) -> RegionRow:
     offer = region.offer
     return RegionRow(
-        region_id=offer.region_id, owner_incarnation=offer.incarnation, num_bytes=region.memory.total_bytes
+        region_id=offer.region_id,
+        owner_incarnation=offer.incarnation,
+        num_bytes=region.memory.total_bytes,
+        kind=region.memory.kind,
     )
 
 

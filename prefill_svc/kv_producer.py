@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prefill_svc.pinned_blocks import PinnedBlocks
@@ -23,7 +24,7 @@ from tandem_runtime.log import get_logger
 from tandem_runtime.tasks import TaskSet
 from tandem_worker.engine_link import EngineLink, EngineRegions
 from tandem_worker.kv_connector import KVConnector
-from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable
+from tandem_worker.kv_link import KvLink, lent_pool, lost_is_unavailable, memory_kind
 from tandem_worker.model_card import kv_layout
 from tandem_worker.requests import ActiveRequest, PhaseSpan, RequestTable
 from tandem_worker.settings import WorkerSettings
@@ -42,13 +43,12 @@ class KVProducer(KVConnector):
         requests: RequestTable,
         settings: WorkerSettings,
     ) -> None:
-        self._pinned = PinnedBlocks(engine, link)
+        self._pinned = PinnedBlocks(engine, link, self._handle_ended)
         self._link = link
         self._publishers: dict[str, tuple[KVPublisher, asyncio.Task[None]]] = {}
         self._tasks = TaskSet()
         self._layout = pb.KvLayout()
-        self._region_id = ""
-        self._bytes_per_slot = 0
+        self._region = _Region()
         self._lease_ms = int(settings.lease_seconds * 1000)
         self._counters = {"kv_slabs_sealed": 0.0, "kv_seal_failures": 0.0}
 
@@ -64,21 +64,24 @@ class KVProducer(KVConnector):
     def on_ready(self, ready: messages.Ready, fds: Sequence[int]) -> None:
         if not fds:
             raise Unsupported("the engine lends no region of its KV pool, so decode workers cannot read its blocks")
-        self._layout, self._region_id = kv_layout(ready.layout), ready.region_id
-        self._bytes_per_slot = ready.bytes_per_slot
-        self._link.lend(lent_pool(ready, fds[0]))
+        self._layout = kv_layout(ready.layout)
+        most_bytes = ready.max_held_slots * ready.bytes_per_slot
+        self._region = _Region(ready.region_id, ready.bytes_per_slot, most_bytes, memory_kind(ready.region_kind))
+        self._link.lend(lent_pool(ready, *fds))
         self._pinned.follow(ready.region_id)
 
     async def wait_ready(self) -> None:
         await self._link.wait_lent()
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None:
-        publisher = KVPublisher(request, self._layout, self._region_id, self._bytes_per_slot)
-        self._pinned.add(request)
-        self._publishers[request.key] = publisher, self._tasks.spawn(self._publish(request, publisher))
+        publisher = KVPublisher(request, self._layout, self._region)
+        self._pinned.add(request, publisher.num_blocks_of)
+        task = self._tasks.spawn(self._publish(request, publisher))
+        self._publishers[request.key] = publisher, task
+        task.add_done_callback(lambda _: self._publishers.pop(request.key, None))
 
-    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None:
-        if found := self._publishers.get(request.key):
+    def on_sealed(self, sealed: messages.SealedBlocks) -> None:
+        if found := self._publishers.get(sealed.request_id):
             found[0].add_blocks(sealed)
 
     def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
@@ -90,10 +93,16 @@ class KVProducer(KVConnector):
 
     def on_end(self, request: ActiveRequest, error: TandemError | None) -> None:
         """Let the publisher of a finished request complete; abort the handle of a failed one, for its readers."""
-        _, task = self._publishers.pop(request.key, (None, None))
-        if task is not None and error is not None:
-            task.cancel()
+        if error is not None and self._cancel_publisher(request):
             self._pinned.abort(request, error)
+
+    def _handle_ended(self, request: ActiveRequest) -> None:
+        """Publish nothing more: nobody reads it."""
+        self._cancel_publisher(request)
+
+    def _cancel_publisher(self, request: ActiveRequest) -> bool:
+        _, task = self._publishers.pop(request.key, (None, None))
+        return task is not None and task.cancel()
 
     def spans(self, ledger: pb.PhaseLedger) -> Iterator[PhaseSpan]:
         yield PhaseSpan("prefill.queue", ledger.submitted_ns, ledger.scheduled_ns, {})
@@ -155,20 +164,30 @@ class KVProducer(KVConnector):
         self._pinned.abort(request, error)
 
 
+@dataclass(frozen=True)
+class _Region:
+    """The region in which others read this worker's blocks."""
+
+    region_id: str = ""
+    bytes_per_slot: int = 0
+    max_held_bytes: int = 0
+    """The most bytes of one prompt that it holds at once; 0: all of them."""
+    kind: pb.MemoryKind.ValueType = pb.MEMORY_KIND_HOST
+
+
 class KVPublisher:
     """Publishes the KV cache of one prompt: turns SealedBlocks and first tokens into Reserve and Seal calls, in order.
 
     Blocks that complete during a call are sealed together by the next call.
     """
 
-    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region_id: str, bytes_per_slot: int) -> None:
-        """`region_id`: of the region that the handle's blocks lie in."""
+    def __init__(self, request: ActiveRequest, layout: pb.KvLayout, region: _Region) -> None:
         self.num_slabs = 0
         self._request = request
         self._handle = request.submit.handle
         self._layout = layout
-        self._region_id = region_id
-        self._bytes_per_slot = bytes_per_slot
+        self._region = region
+        self._ends: list[int] = []  # by slab: the blocks of all slabs up to its end
         self._num_choices = len(request.submit.choice_seeds) or 1
         self._slabs: list[kv.Slab] = []
         self._num_blocks = 0
@@ -191,9 +210,18 @@ class KVPublisher:
         self._first_tokens[output.choice_index] = token
         self._changed.set()
 
+    def num_blocks_of(self, num_slabs: int) -> int:
+        """Return the blocks of the leading slabs, of all groups."""
+        return self._ends[num_slabs - 1] if num_slabs else 0
+
     async def run(self, client: KvClient) -> None:
         """Reserve the handle, then seal until the handle is closed; raises TandemError if the KV service refuses."""
-        await client.reserve(self._handle, self._region_id, self._layout, self._request.seconds_left)
+        region = self._region
+        reply = await client.reserve(
+            self._handle, region.region_id, self._layout, self._request.seconds_left, region.max_held_bytes
+        )
+        if region.max_held_bytes and not reply.reports_copied:
+            self._check_fits_at_once()
         stream = client.seal_stream()
         try:
             while not await self._seal_next(stream):
@@ -239,9 +267,9 @@ class KVPublisher:
             num_layers=len(group.layers),
             extents=[
                 pb.Extent(
-                    kind=pb.MEMORY_KIND_HOST,
+                    kind=self._region.kind,
                     region_id=sealed.region_id,
-                    offset=slot * self._bytes_per_slot,
+                    offset=slot * self._region.bytes_per_slot,
                     num_bytes=size,
                     slot=slot,
                     generation=generation,
@@ -251,4 +279,15 @@ class KVPublisher:
             checksums=sealed.checksums[start:end],
         )
         self.num_slabs += 1
+        self._ends.append(self.num_blocks_of(len(self._ends)) + slab.num_blocks)
         return slab
+
+    def _check_fits_at_once(self) -> None:
+        """Raise Unsupported if the region cannot hold the prompt: without reports, no slot is used again in time."""
+        num_bytes = prompt_bytes(self._layout, self._handle.num_tokens)
+        if num_bytes > self._region.max_held_bytes:
+            raise Unsupported(
+                f"the prompt's KV cache has {num_bytes:,} bytes, this worker shows {self._region.max_held_bytes:,} at "
+                "once, and the KV service, of release 0.2, does not say what was copied: update it, or raise "
+                "--kv-staging-bytes"
+            )

@@ -7,10 +7,12 @@ unreachable for one lease, or restarts as another incarnation, its handles have 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 
-from tandem_engine.messages import ReleaseHeld
+from tandem.v1.kv_transfer_pb2 import OwnerEvent
+from tandem_engine.messages import ReleaseHeld, ReleaseSlabs
 from tandem_runtime.errors import TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.log import get_logger
@@ -27,17 +29,24 @@ _RETRY_SECONDS = 1.0
 class PinnedBlocks:
     """The handles whose blocks the engine keeps, by handle id."""
 
-    def __init__(self, engine: EngineLink, link: KvLink) -> None:
+    def __init__(
+        self, engine: EngineLink, link: KvLink, on_ended: Callable[[ActiveRequest], None] = lambda request: None
+    ) -> None:
+        """Calls `on_ended` for each request whose handle has ended."""
         self._engine = engine
         self._link = link
+        self._on_ended = on_ended
+        self._num_blocks_of: dict[bytes, Callable[[int], int]] = {}
         self._pinned: dict[bytes, tuple[str, str]] = {}  # handle id -> (engine's request id, KV service's incarnation)
         self._requests: dict[bytes, ActiveRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._tasks = TaskSet()
 
-    def add(self, request: ActiveRequest) -> None:
+    def add(self, request: ActiveRequest, num_blocks_of: Callable[[int], int] = lambda num_slabs: 0) -> None:
+        """`num_blocks_of` returns the blocks of so many leading slabs."""
         handle = request.submit.handle
+        self._num_blocks_of[handle.handle_id] = num_blocks_of
         self._pinned[handle.handle_id] = (request.key, handle.holder_incarnation)
         self._requests[handle.handle_id] = request
         self._empty.clear()
@@ -65,9 +74,21 @@ class PinnedBlocks:
     def _release(self, handle_id: bytes) -> None:
         if (pinned := self._pinned.pop(handle_id, None)) is not None:
             self._engine.send(ReleaseHeld(pinned[0]))
-            del self._requests[handle_id]
+            del self._requests[handle_id], self._num_blocks_of[handle_id]
         if not self._pinned:
             self._empty.set()
+
+    def _ended(self, handle_id: bytes) -> None:
+        request = self._requests.get(handle_id)
+        self._release(handle_id)
+        if request is not None:
+            self._on_ended(request)
+
+    def _copied(self, copied: OwnerEvent.Copied) -> None:
+        """Let the engine use the slots of slabs again that all readers have copied."""
+        if (pinned := self._pinned.get(copied.handle_id)) is not None:
+            num_blocks = self._num_blocks_of[copied.handle_id](copied.num_slabs)
+            self._engine.send(ReleaseSlabs(pinned[0], num_blocks))
 
     def _release_all_of(self, incarnation: str) -> None:
         lost = [handle_id for handle_id, (_, holder) in self._pinned.items() if holder == incarnation]
@@ -92,8 +113,11 @@ class PinnedBlocks:
         try:
             with lost_is_unavailable():
                 async with aclosing(client.own(region_id)) as owned:
-                    async for ended in owned:
-                        self._release(ended.handle_id)
+                    async for event in owned:
+                        if isinstance(event, OwnerEvent.Copied):
+                            self._copied(event)
+                        else:
+                            self._ended(event.handle_id)
         except TandemError as error:
             log.warning("kv_owner_refused", error=error.message)
 

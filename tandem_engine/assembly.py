@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from tandem_engine.core import EngineCore
+from tandem_engine.core import EngineCore, Runner
 from tandem_engine.cores import num_threads
+from tandem_engine.device_memory import hold
+from tandem_engine.execution.compute_thread import ComputeThread
+from tandem_engine.execution.device_pool import allocate_region
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
-from tandem_engine.execution.kv_cache import PagedKVCache, Slots
+from tandem_engine.execution.kv_cache import DeviceSlots, PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.execution.pool_size import choose_num_blocks
 from tandem_engine.execution.staging import StagingMemory, num_staging_slots
@@ -24,11 +28,10 @@ from tandem_engine.models.checkpoint import Progress
 from tandem_engine.models.draft import load_draft_model
 from tandem_engine.models.loader import LoadedModel, load_model
 from tandem_engine.ops.base import Ops
-from tandem_engine.ops.cpu import CpuOps
 from tandem_engine.publisher import PoolPublisher, Publisher
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.settings import EngineConfig
-from tandem_engine.staging import StagedPublisher
+from tandem_engine.staging import StagedPublisher, max_held_slots
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
@@ -40,8 +43,8 @@ log = logging.getLogger(__name__)
 class AssembledEngine:
     core: EngineCore
     ready: Ready
-    region_fd: int
-    """Descriptor of the region that others read; the core owns it."""
+    region_fds: tuple[int, ...]
+    """Descriptors of the region that others read; the core owns them."""
 
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None = None) -> AssembledEngine:
@@ -62,19 +65,31 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None = Non
         draft.geometry.bytes_per_block if draft else 0,
         loaded.weight_bytes,
         numa_node,
+        loaded.info.vocab_size,
     )
     num_tokens = num_blocks * config.block_size // loaded.geometry.num_groups
     report(f"making room for {num_tokens:,} tokens of KV cache", 0.9)
-    cache = PagedKVCache(loaded.geometry, num_blocks, loaded.device, is_private=_is_staged(config, loaded))
+    cache = _cache(config, loaded, num_blocks)
     slots = cache.slots or _staging_slots(config, cache)
     checksums = _checksums(cache, slots) if config.verify_kv else None
     masks = grammar_masks(loaded.info, loaded.ops)
-    runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
-    publisher = _publisher(config, cache, slots, runner)
-    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, publisher=publisher)
+    model_runner = ModelRunner(loaded.model, loaded.ops, cache, checksums, masks)
+    overlaps = config.overlap == "on" or (config.overlap == "auto" and loaded.device.type == "cuda")
+    runs_beside = overlaps and loaded.device.type == "cpu"
+    runner: Runner = ComputeThread(model_runner) if runs_beside else model_runner
+    publisher = _publisher(config, cache, slots, model_runner)
+    core = EngineCore(_scheduler_config(config, loaded, num_blocks), runner, publisher=publisher, overlaps=overlaps)
     if draft is not None:
         core.scheduler.speculator.use_model(_draft_runner(draft, cache))
-    return AssembledEngine(core, _ready(config, loaded, cache, slots, numa_node), slots.region.fd)
+    return AssembledEngine(core, _ready(config, loaded, cache, slots, numa_node), slots.fds)
+
+
+def _cache(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> PagedKVCache:
+    if config.kv_region == "device":
+        region = allocate_region(loaded.device, num_blocks, loaded.geometry.bytes_per_block)
+        hold(num_blocks * loaded.geometry.bytes_per_block)
+        return PagedKVCache(loaded.geometry, num_blocks, loaded.device, device_region=region)
+    return PagedKVCache(loaded.geometry, num_blocks, loaded.device, is_private=_is_staged(config, loaded))
 
 
 def _is_staged(config: EngineConfig, loaded: LoadedModel) -> bool:
@@ -86,13 +101,20 @@ def _staging_slots(config: EngineConfig, cache: PagedKVCache) -> Slots:
     return Slots(num_staging_slots(config.kv_staging_bytes, cache.num_blocks, bytes_per_block), bytes_per_block)
 
 
-def _publisher(config: EngineConfig, cache: PagedKVCache, slots: Slots, runner: ModelRunner) -> Publisher:
+def _wait_written(device: torch.device) -> None:
+    """Wait until the kernels that write blocks have ended, where they run beside this thread: readers map the pool."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _publisher(config: EngineConfig, cache: PagedKVCache, slots: Slots | DeviceSlots, runner: ModelRunner) -> Publisher:
     if cache.slots is not None:
-        return PoolPublisher(config.region_id, runner.checksums)
+        return PoolPublisher(config.region_id, runner.checksums, partial(_wait_written, cache.device))
+    assert isinstance(slots, Slots), "staged blocks are in host memory"
     return StagedPublisher(StagingMemory(config.region_id, cache, slots, runner.checksums), cache.generations)
 
 
-def _checksums(cache: PagedKVCache, slots: Slots) -> BlockChecksums:
+def _checksums(cache: PagedKVCache, slots: Slots | DeviceSlots) -> BlockChecksums:
     from tandem_engine.execution.block_checksums import (
         BlockChecksums,  # imports xxhash, which only engines that verify need
     )
@@ -115,8 +137,7 @@ def _guide(info: ModelInfo, ops: Ops) -> Compile:
     except ImportError as error:
         raise GrammarFailed("llguidance is not installed here; install it for structured output") from error
     try:
-        library = ops.library if isinstance(ops, CpuOps) else None
-        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, library)
+        return Guide(Path(tokenizer_path), info.vocab_size, info.eos_token_ids, ops.library)
     except ValueError as error:
         raise GrammarFailed(f"llguidance cannot read the tokenizer of {info.model_id}: {error}") from error
 
@@ -163,17 +184,18 @@ def _draft_runner(draft: LoadedModel, target: PagedKVCache) -> DraftRunner:
 
 
 def _ready(
-    config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, slots: Slots, numa_node: int | None
+    config: EngineConfig, loaded: LoadedModel, cache: PagedKVCache, slots: Slots | DeviceSlots, numa_node: int | None
 ) -> Ready:
     return Ready(
         model=loaded.info,
         layout=loaded.geometry.layout(),
         num_blocks=cache.num_blocks,
         region_id=config.region_id,
-        region_bytes=slots.region.num_bytes,
+        region_bytes=slots.num_bytes,
         generations_offset=slots.generations_offset,
         num_slots=slots.num_slots,
         bytes_per_slot=slots.bytes_per_slot,
-        is_staged=cache.slots is None,
+        max_held_slots=0 if cache.slots is not None else max_held_slots(slots.num_slots),
         numa_node=numa_node,
+        region_kind=config.kv_region,
     )

@@ -86,6 +86,11 @@ class SyncChannel:
         """Wait up to `within_seconds`; return whether there is something to receive."""
         return bool(select.select([self._socket], [], [], within_seconds)[0])
 
+    def wait_with(self, eventfd: int) -> None:
+        """Wait until there is something to receive or the eventfd is written; set the eventfd to 0 again."""
+        if eventfd in select.select([self._socket.fileno(), eventfd], [], [])[0]:
+            os.eventfd_read(eventfd)
+
     def receive(self, *, wait: bool) -> list[Received]:
         """Return every complete message that has arrived; with `wait`, at least one. Raises ChannelClosed."""
         received: list[Received] = []

@@ -85,9 +85,9 @@ class EngineClient:
         """None while the process runs; negative: the signal that ended it."""
         return self._process.returncode
 
-    def send(self, command: Command | EncoderCommand, fd: int | None = None) -> None:
-        """Send a command; the caller keeps the descriptor. Raises ChannelClosed if the engine is gone."""
-        self._channel.send(command, () if fd is None else (fd,))
+    def send(self, command: Command | EncoderCommand, *fds: int) -> None:
+        """Send a command; the caller keeps the descriptors. Raises ChannelClosed if the engine is gone."""
+        self._channel.send(command, fds)
 
     async def events(self) -> AsyncIterator[Received]:
         """Yield (event, descriptors) until the engine ends; the caller closes the descriptors.
@@ -158,10 +158,11 @@ def _environment(config: EngineConfig, program: Program) -> dict[str, str]:
     """Return the child's environment: the program is importable, and OpenMP has its thread limit from the start.
 
     Torch gets huge pages: they halve the extra time of the first pass over weights that were idle (measured:
-    `python -m benchmarks.handover`).
+    `python -m benchmarks.handover`). CUDA counts devices as NVML and nvidia-smi do, by bus, unless CUDA_DEVICE_ORDER
+    says otherwise: by itself it counts the fastest first.
     """
     ours = {"PYTHONPATH": program.python_path, "PYTHONUNBUFFERED": "1"}
-    environment = {"THP_MEM_ALLOC_ENABLE": "1", **os.environ, **ours}
+    environment = {"THP_MEM_ALLOC_ENABLE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ, **ours}
     if config.num_threads is not None:
         environment |= {"OMP_NUM_THREADS": str(config.num_threads), "MKL_NUM_THREADS": str(config.num_threads)}
     return environment

@@ -25,6 +25,9 @@ decode: reserves blocks at once; ImportSlab fills them; StartDecode starts the r
 
 FinishReason = Literal["stop", "length"]
 
+RegionKind = Literal["host", "device"]
+"""host: shared memory. device: memory of a card, by a descriptor of its driver; its generations: shared memory."""
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A command or an event; the class name is its tag."""
@@ -128,13 +131,18 @@ class ReleaseSlabs(Message, frozen=True):
 
 
 class MapRegion(Message, frozen=True):
-    """Map another process's region, read-only; its descriptor comes with the message."""
+    """Map another process's region, read-only; its descriptor comes with the message.
+
+    A region of kind "device" comes with two: of its generations, and of its device memory.
+    """
 
     region_id: str
     num_bytes: int
+    """Of the memory with the slots; of kind "host" with the generations, too."""
     num_slots: int
     generations_offset: int
-    """Where the table of uint64 generations, one per slot, starts."""
+    """Where the table of uint64 generations, one per slot, starts; 0 in a descriptor of their own."""
+    kind: RegionKind = "host"
 
 
 class UnmapRegion(Message, frozen=True):
@@ -180,24 +188,23 @@ class ModelInfo(_Part, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The engine serves. The region's descriptor comes with the message."""
+    """The engine serves. The region's descriptors come with the message: one, or two as in MapRegion."""
 
     model: ModelInfo
     layout: LayoutInfo
     num_blocks: int
     """Of the pool."""
     region_id: str
-    """Of the region that others read: the pool itself, or memory that blocks are copied to (`is_staged`)."""
+    """Of the region that others read: the pool itself, or memory that blocks are copied to (`max_held_slots`)."""
     region_bytes: int
     generations_offset: int
     num_slots: int
     bytes_per_slot: int
     """Slot i lies at byte `i * bytes_per_slot` of the region."""
-    region_kind: Literal["host", "device"] = "host"
-    """Memory that the region is of."""
-    is_staged: bool = False
-    """False: slot i is block i of the pool. True: slots hold copies of blocks, and a slot is used again once nobody
-    reads it: after ReleaseHeld, or earlier after ReleaseSlabs."""
+    region_kind: RegionKind = "host"
+    max_held_slots: int = 0
+    """0: slot i is block i of the pool. Else slots hold copies of blocks, and a prefill has at most so many at once: a
+    slot is used again after ReleaseHeld, or earlier after ReleaseSlabs."""
     numa_node: int | None = None
     """The NUMA node that weights and pool are taken from; None: no node is preferred."""
 
@@ -353,6 +360,15 @@ class RequestAborted(Message, frozen=True):
     num_generated_tokens: int = 0
 
 
+class DeviceMemoryUsed(Message, frozen=True):
+    """The device memory that the engine holds. Sent behind Ready or EncoderReady, and when it has changed."""
+
+    device_uuid: str
+    """As CUDA gives it, without NVML's prefix; "": no CUDA device is in use."""
+    num_bytes: int
+    """By torch's allocator and the pool: the driver's own memory for the process, its context, is not counted."""
+
+
 class Pong(Message, frozen=True):
     """Answers Ping."""
 
@@ -375,4 +391,4 @@ RequestCommand = AddRequest | ImportSlab | StartDecode | Recompute | AbortReques
 Command = RequestCommand | MapRegion | UnmapRegion | Ping | Shutdown
 StepEvent = BlocksSealed | StepDone
 RequestEvent = Reserved | Refused | SlabImported | RequestAborted | RequestFailed
-EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | Pong | EngineFailed
+EngineEvent = LoadProgress | Ready | RequestEvent | StepEvent | DeviceMemoryUsed | Pong | EngineFailed

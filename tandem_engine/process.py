@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from tandem_engine.channel import ChannelClosed, Received, SyncChannel, close_all
 from tandem_engine.cores import use_cores
+from tandem_engine.device_memory import DeviceMemory
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.memory_node import use_memory_node
 from tandem_engine.messages import EngineFailed, LoadProgress, Shutdown
@@ -42,7 +43,7 @@ class Core(Protocol):
         """Called before the commands between two steps."""
         ...
 
-    def handle_some(self, command: Any, fd: int | None = None) -> Sequence[object] | None:
+    def handle_some(self, command: Any, *fds: int) -> Sequence[object] | None:
         """Return a command's immediate events. None: handle it again before any other, after a step."""
         ...
 
@@ -53,7 +54,15 @@ class Core(Protocol):
         ...
 
     def run_step(self, emit: Callable[[Any], None]) -> None:
-        """Run one step and emit its events."""
+        """Run one step and emit its events, or do what can be done while one runs on a thread of its own."""
+        ...
+
+    def wake_fd(self) -> int | None:
+        """Return the eventfd that is written when `run_step` has something to do; None: call it at once."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the step that runs, if one does, and end the core's threads."""
         ...
 
 
@@ -77,7 +86,10 @@ def main(arguments: Sequence[str] | None = None, assemble: Assemble | None = Non
         config, early = _read_config(channel)
         use_cores(config)
         core = _load(config, channel, assemble or _assemble)
-        _serve(core, channel, early)
+        try:
+            _serve(core, channel, early)
+        finally:
+            core.close()
     except ChannelClosed:
         return 0
     except ModelUnusable as error:
@@ -89,9 +101,12 @@ def main(arguments: Sequence[str] | None = None, assemble: Assemble | None = Non
 
 
 def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
-    """Alternate commands and steps; wait for the socket while there is no work."""
+    """Alternate commands and steps; wait for the socket while there is no work, and for the step that runs."""
     waiting = deque(commands)
+    memory = DeviceMemory()
     while True:
+        if (used := memory.change()) is not None:
+            channel.send(used)
         core.begin_turn()
         while waiting:
             if isinstance(waiting[0].message, Shutdown):
@@ -102,6 +117,10 @@ def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
             _send_all(channel, events)
         if core.has_work():
             core.run_step(channel.send)
+        if (running := core.wake_fd()) is not None:
+            channel.wait_with(running)
+            waiting += channel.receive(wait=False)
+            continue
         is_idle = not waiting and not core.has_work()
         if is_idle and not channel.has_come(_IDLE_SECONDS):
             _release_freed_memory()
@@ -110,7 +129,7 @@ def _serve(core: Core, channel: SyncChannel, commands: list[Received]) -> None:
 
 def _handle(core: Core, received: Received) -> Sequence[object] | None:
     try:
-        return core.handle_some(received.message, received.fds[0] if received.fds else None)
+        return core.handle_some(received.message, *received.fds)
     finally:
         close_all(received.fds)
 
@@ -143,7 +162,7 @@ def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tu
         from tandem_engine.assembly import assemble
 
         assembled = assemble(config, report, numa_node)
-        return assembled.core, assembled.ready, [assembled.region_fd]
+        return assembled.core, assembled.ready, list(assembled.region_fds)
 
 
 def _release_freed_memory() -> None:

@@ -55,14 +55,26 @@ class Publisher(Protocol):
 class PoolPublisher:
     """Announces the pool's blocks as they are: the pool is the region."""
 
-    def __init__(self, region_id: str, checksums: Callable[[Sequence[int]], list[int]]) -> None:
-        """`checksums` returns those of complete blocks, or an empty list."""
+    def __init__(
+        self,
+        region_id: str,
+        checksums: Callable[[Sequence[int]], list[int]],
+        wait_written: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`checksums` returns those of complete blocks, or an empty list.
+
+        `wait_written` returns once the running step's blocks are written, so that others may read them.
+        """
         self._region_id = region_id
         self._checksums = checksums
+        self._wait_written = wait_written
         self._sealed: list[SealedBlocks] = []
         self._filled: list[FilledBlocks] = []
 
     def publish(self, sealed: Sequence[SealedBlocks], filled: Sequence[FilledBlocks]) -> None:
+        if not (sealed or filled):
+            return
+        self._wait_written()
         region_id, checksums = self._region_id, self._checksums
         self._sealed += [replace(each, region_id=region_id, checksums=checksums(each.slots)) for each in sealed]
         self._filled += [replace(each, region_id=region_id, checksums=checksums(each.slots)) for each in filled]

@@ -14,6 +14,7 @@ Route = Literal["auto", "lean", "transformers"]
 Speculation = Literal["auto", "off"]
 Staging = Literal["auto", "always"]
 Kernels = Literal["auto", "cpp", "torch"]
+Overlap = Literal["auto", "on", "off"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -48,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Size of the KV pool in bytes; None: by the device's free memory."""
     kv_memory_limit_bytes: int | None = None
     """Largest pool when free memory decides its size; None: a fifth of what is free on a CPU."""
+    device_memory_share: float = 0.9
+    """Part of a CUDA device's memory that this process may take in all: weights, working memory, KV pool."""
     kv_staging: Staging = "auto"
     """auto: others read copies of blocks where they cannot read the pool. always: also on a CPU, for tests."""
     kv_staging_bytes: int | None = None
@@ -66,6 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Draft tokens of one answer in one step, at most."""
     draft_model: str = ""
     """A smaller model of the same vocabulary that proposes drafts; a folder or Hub id, as `model`; empty: none."""
+    overlap: Overlap = "auto"
+    """on: commands are handled and the next step is planned while a step runs; no token changes. auto: on for CUDA."""
     max_num_waiting: int = 256
     """Requests in the queue before the next is refused."""
     verify_kv: bool = False
@@ -84,6 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Whether the process serves an encoder, with the messages of `tandem_engine.encoder.messages`."""
     engine_args: tuple[str, ...] = ()
     """Flags for vLLM, where it is the engine (`tandem_vllm`); our own engine has none."""
+    kv_region: Literal["host", "device"] = "host"
+    """Where the memory is that readers map: shared host memory, or device memory by a descriptor of its driver."""
     region_id: str = ""
     """Name of the pool's region for its readers; usually the worker's incarnation."""
 
@@ -92,6 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
             raise ValueError('model is empty; give a folder, a Hub id or "@tandem/demo"')
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ValueError(f"device is {self.device!r}, must be auto, cpu, cuda or cuda:N")
+        if not 0 < self.device_memory_share <= 1:
+            raise ValueError(f"device_memory_share is {self.device_memory_share}, must be above 0 and at most 1")
         if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", self.numerics_tag):
             raise ValueError(
                 f"numerics_tag is {self.numerics_tag[:80]!r}, must be up to 64 letters, digits, dots, hyphens and "

@@ -26,6 +26,11 @@ _PIECES_PER_RING = 8
 """A run of blocks is announced in pieces of an eighth of the ring: readers copy one while the next is filled."""
 
 
+def max_held_slots(num_slots: int) -> int:
+    """Return the slots that one prefill holds at most."""
+    return max(1, num_slots // 2)
+
+
 class SlotMemory(Protocol):
     """The region's memory, and the copies into it."""
 
@@ -182,7 +187,7 @@ class StagedPublisher:
         self.ring = SlotRing(memory, block_generations)
         self.counters: Counter[str] = Counter(blocks_staged=0, blocks_not_staged=0)
         self._memory = memory
-        self._most_held = max(1, memory.num_slots // 2)
+        self._most_held = max_held_slots(memory.num_slots)
         self._piece = max(1, memory.num_slots // _PIECES_PER_RING)
         self._sealed: deque[_Run] = deque()
         self._filled: deque[_Run] = deque()

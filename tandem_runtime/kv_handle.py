@@ -104,6 +104,11 @@ class HandleMachine:
         return len(self._leases)
 
     @property
+    def num_released(self) -> int:
+        """Readers that need nothing more."""
+        return len(self._released)
+
+    @property
     def leases(self) -> dict[str, float]:
         """The end of each reader's lease."""
         return dict(self._leases)

@@ -91,6 +91,5 @@ def _ready(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks:
         generations_offset=0,
         num_slots=0,
         bytes_per_slot=shape.bytes_per_block,
-        is_staged=True,
         numa_node=numa_node,
     )

@@ -116,7 +116,7 @@ class VllmCore:
     def is_held(self) -> bool:
         return bool(self._unprepared)
 
-    def handle_some(self, command: Any, fd: int | None = None) -> Sequence[EngineEvent]:
+    def handle_some(self, command: Any, *_: int) -> Sequence[EngineEvent]:
         """Carry out a command at once, and return its events."""
         match command:
             case AddRequest():
@@ -147,6 +147,11 @@ class VllmCore:
         emit(self._done(outputs))
         for failure in step.failures:
             emit(failure)
+
+    def wake_fd(self) -> None:
+        return None
+
+    def close(self) -> None: ...
 
     def _add(self, command: AddRequest) -> list[EngineEvent]:
         try:

@@ -1,4 +1,7 @@
-"""Exports the GPUs of a worker, as its memory probe reads them through NVML once a second."""
+"""Exports the GPUs of a worker, as its memory probe reads them through NVML once a second.
+
+A figure that is not known has no series. While NVML does not answer there is its silence alone.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,9 @@ def export(
     def counter(name: str, unit: str, description: str, read: Callable[[pb.Device], Iterable[Observation]]) -> None:
         meter.create_observable_counter(f"tandem.device.{name}", [_observed(memory, read)], unit, description)
 
+    meter.create_observable_gauge(
+        "tandem.device.silence", [_silence(memory)], "s", "Time that NVML has not answered; 0 while it answers."
+    )
     gauge("memory", "By", "Memory of the device, by owner.", _memory)
     gauge("utilization", "1", "Share of time with a kernel running.", _utilization)
     gauge("power", "W", "Power draw.", _power)
@@ -48,33 +54,54 @@ def _observed(
     memory: Callable[[], pb.MemoryReport], read: Callable[[pb.Device], Iterable[Observation]]
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observations(options: CallbackOptions) -> Iterator[Observation]:
-        for device in memory().devices:
-            yield from read(device)
+        report = memory()
+        if not report.device_age_seconds:
+            for device in report.devices:
+                yield from read(device)
 
     return observations
 
 
+def _silence(memory: Callable[[], pb.MemoryReport]) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    def observations(options: CallbackOptions) -> Iterator[Observation]:
+        report = memory()
+        if report.devices or report.device_age_seconds:
+            yield Observation(report.device_age_seconds)
+
+    return observations
+
+
+def _name(device: pb.Device) -> str:
+    """Return NVML's index, and of a MIG instance its ids behind it: "0", "0/3/0"."""
+    return f"{device.index}/{device.mig_instance}" if device.mig_instance else str(device.index)
+
+
 def _labels(device: pb.Device, **more: str | int) -> Labels:
-    return {"device": device.index, **more}
+    return {"device": _name(device), **more}
 
 
 def _memory(device: pb.Device) -> Iterator[Observation]:
-    foreign_bytes = min(device.foreign_bytes, device.used_bytes)
-    yield Observation(device.used_bytes - foreign_bytes, _labels(device, owner="tandem"))
-    yield Observation(foreign_bytes, _labels(device, owner="foreign"))
-    yield Observation(device.free_bytes, _labels(device, owner="free"))
+    if device.HasField("own_bytes"):
+        yield Observation(device.own_bytes, _labels(device, owner="tandem"))
+    if device.HasField("foreign_bytes"):
+        yield Observation(device.foreign_bytes, _labels(device, owner="foreign"))
+    if device.total_bytes:
+        yield Observation(device.free_bytes, _labels(device, owner="free"))
 
 
 def _utilization(device: pb.Device) -> Iterator[Observation]:
-    yield Observation(device.utilization_percent / 100, _labels(device))
+    if device.HasField("utilization_percent"):
+        yield Observation(device.utilization_percent / 100, _labels(device))
 
 
 def _power(device: pb.Device) -> Iterator[Observation]:
-    yield Observation(device.power_milliwatts / 1000, _labels(device))
+    if device.HasField("power_milliwatts"):
+        yield Observation(device.power_milliwatts / 1000, _labels(device))
 
 
 def _temperature(device: pb.Device) -> Iterator[Observation]:
-    yield Observation(device.temperature_celsius, _labels(device))
+    if device.HasField("temperature_celsius"):
+        yield Observation(device.temperature_celsius, _labels(device))
 
 
 def _throttled(device: pb.Device) -> Iterator[Observation]:
@@ -116,30 +143,30 @@ class EnergyPerToken:
         self._num_tokens = num_tokens
         self._clock = clock
         self._begun_at = clock()
-        self._begin: tuple[Mapping[int, float], Mapping[str, float]] = self._now()
-        self._values: dict[tuple[int, str], float] = {}
+        self._begin: tuple[Mapping[str, float], Mapping[str, float]] = self._now()
+        self._values: dict[tuple[str, str], float] = {}
 
     def observe(self, options: CallbackOptions) -> Iterator[Observation]:
         if self._clock() - self._begun_at >= WINDOW_SECONDS:
             self._end_window()
-        for (index, phase), joules in self._values.items():
-            yield Observation(joules, {"device": index, "phase": phase})
+        for (name, phase), joules in self._values.items():
+            yield Observation(joules, {"device": name, "phase": phase})
 
     def _end_window(self) -> None:
         (joules_before, tokens_before), (joules, tokens) = self._begin, self._now()
         self._values = {
-            (index, phase): (joules[index] - joules_before[index]) / (number - tokens_before.get(phase, 0.0))
-            for index in joules
-            if index in joules_before
+            (name, phase): (joules[name] - joules_before[name]) / (number - tokens_before.get(phase, 0.0))
+            for name in joules
+            if name in joules_before
             for phase, number in tokens.items()
             if number > tokens_before.get(phase, 0.0)
         }
         self._begun_at, self._begin = self._clock(), (joules, tokens)
 
-    def _now(self) -> tuple[Mapping[int, float], Mapping[str, float]]:
+    def _now(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         devices = self._memory().devices
         joules = {
-            device.index: device.energy_millijoules / 1000
+            _name(device): device.energy_millijoules / 1000
             for device in devices
             if device.HasField("energy_millijoules") and (device.own_bytes or len(devices) == 1)
         }

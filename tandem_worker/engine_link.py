@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,8 @@ from tandem_engine import messages
 from tandem_engine.channel import ChannelClosed, Received
 from tandem_engine.client import EngineClient
 from tandem_engine.encoder.messages import EncoderCommand
+from tandem_runtime.kv.packets import close_all
+from tandem_runtime.kv.regions import RegionKind
 from tandem_runtime.log import get_logger
 from tandem_worker.kv_link import KvLink
 
@@ -20,6 +21,8 @@ log = get_logger(__name__)
 _IDLE_SECONDS = 60.0
 """Seconds without a read before a region is unmapped. A mapping keeps the owner's memory allocated, even after the
 owner's death. Mapping a region again takes a millisecond."""
+_IDLE_DEVICE_SECONDS = 5.0
+"""The same for a region in device memory: a prefill worker that starts anew needs the memory of its former life."""
 
 
 class EngineLink:
@@ -35,10 +38,10 @@ class EngineLink:
     def pid(self) -> int:
         return self._client.pid
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
-        """Send a command after those sent before. A descriptor is duplicated and stays the caller's."""
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
+        """Send a command after those sent before. Descriptors are duplicated and stay the caller's."""
         try:
-            self._client.send(command, fd)
+            self._client.send(command, *fds)
         except ChannelClosed:
             log.debug("command_dropped_engine_dead", command=type(command).__name__)
         except Exception:  # a command that cannot be sent must not stop the commands after it
@@ -57,11 +60,12 @@ class _Mapping:
     """A region that the engine has mapped, or is about to map."""
 
     task: asyncio.Task[None]
+    idle_seconds: float
     expiry: asyncio.TimerHandle | None = None
 
-    def unmap_later(self, seconds: float, unmap: Callable[[], None]) -> None:
+    def unmap_later(self, unmap: Callable[[], None]) -> None:
         self.cancel_expiry()
-        self.expiry = asyncio.get_running_loop().call_later(seconds, unmap)
+        self.expiry = asyncio.get_running_loop().call_later(self.idle_seconds, unmap)
 
     def cancel_expiry(self) -> None:
         if self.expiry is not None:
@@ -77,10 +81,10 @@ class EngineRegions:
         self._link = link
         self._mapped: dict[str, _Mapping] = {}
 
-    async def map(self, region_ids: Iterable[str]) -> None:
-        """Have the engine map these regions; raises Unavailable or KvNotFound."""
+    async def map(self, region_ids: Iterable[str], kind: RegionKind = "host") -> None:
+        """Have the engine map these regions of one kind; raises Unavailable, KvNotFound or Unsupported."""
         for region_id in set(region_ids):
-            mapping = self._mapped.get(region_id) or self._begin(region_id)
+            mapping = self._mapped.get(region_id) or self._begin(region_id, kind)
             await asyncio.shield(mapping.task)
             self._unmap_later(region_id, mapping)
 
@@ -99,8 +103,10 @@ class EngineRegions:
             mapping.cancel_expiry()
             mapping.task.cancel()
 
-    def _begin(self, region_id: str) -> _Mapping:
-        mapping = self._mapped[region_id] = _Mapping(asyncio.create_task(self._map(region_id)))
+    def _begin(self, region_id: str, kind: RegionKind) -> _Mapping:
+        seconds = self.idle_seconds if kind == "host" else min(self.idle_seconds, _IDLE_DEVICE_SECONDS)
+        task = asyncio.create_task(self._map(region_id, kind))
+        mapping = self._mapped[region_id] = _Mapping(task, seconds)
         mapping.task.add_done_callback(lambda task: self._mapping_ended(region_id, mapping))
         return mapping
 
@@ -113,13 +119,12 @@ class EngineRegions:
 
     def _unmap_later(self, region_id: str, mapping: _Mapping) -> None:
         if self._mapped.get(region_id) is mapping:
-            mapping.unmap_later(self.idle_seconds, partial(self.unmap, [region_id]))
+            mapping.unmap_later(partial(self.unmap, [region_id]))
 
-    async def _map(self, region_id: str) -> None:
-        grant = await self._link.fetch_region(region_id)
+    async def _map(self, region_id: str, kind: RegionKind) -> None:
+        grant = await self._link.fetch_region(region_id, kind)
+        sizes = grant.num_bytes, grant.num_slots, grant.generations_offset
         try:
-            self._engine.send(
-                messages.MapRegion(region_id, grant.num_bytes, grant.num_slots, grant.generations_offset), grant.fd
-            )
+            self._engine.send(messages.MapRegion(region_id, *sizes, grant.kind), *grant.fds)
         finally:
-            os.close(grant.fd)
+            close_all(grant.fds)

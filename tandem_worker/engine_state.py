@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_engine.channel import Received
+from tandem_runtime.device_reader import EngineMemory
 from tandem_runtime.errors import Draining, InternalError, InvalidRequest, TandemError, Unavailable
 from tandem_runtime.log import get_logger
 from tandem_runtime.memory import MemoryProbe
@@ -48,7 +49,11 @@ class EngineState:
         self._is_ending = False
         self._watching: asyncio.Task[None] | None = None
         self._when_changed: Callable[[], None] = lambda: None
-        self._memory = MemoryProbe(lambda: {os.getpid(), *([engine.pid] if engine.pid else [])})
+        self.engine_memory: EngineMemory | None = None
+        """The device memory that the engine counts; None: it loads."""
+        self._memory = MemoryProbe(
+            lambda: {os.getpid(), *([engine.pid] if engine.pid else [])}, lambda: self.engine_memory
+        )
 
     def when_changed(self, callback: Callable[[], None]) -> None:
         """Call `callback` when `report` differs: the engine fell silent or answers again, or an operator drains."""
@@ -96,6 +101,10 @@ class EngineState:
         self.progress = progress
         log.info("loading", stage=progress.stage, fraction=round(progress.fraction, 2))
 
+    def device_memory_used(self, used: messages.DeviceMemoryUsed) -> None:
+        """Keep what the engine counts itself: NVML cannot always tell whose memory a device's is."""
+        self.engine_memory = EngineMemory(used.device_uuid, used.num_bytes)
+
     def loaded(self) -> None:
         """The engine answers from now on: watch it."""
         self._watching = asyncio.create_task(supervised("engine_watch", self.watch.run))
@@ -128,7 +137,10 @@ class EngineState:
         self._when_changed()
 
     async def read_memory(self) -> None:
-        """Take the first reading of GPU and host memory, off the event loop; before the first report."""
+        """Take the first reading of GPU and host memory, off the event loop; before the first report.
+
+        Waits some seconds at most for a driver that hangs.
+        """
         await asyncio.to_thread(self._memory.read)
 
     @property

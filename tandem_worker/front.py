@@ -174,6 +174,8 @@ class WorkerFront:
             case messages.RequestFailed() if request := self._requests.get(event.request_id):
                 kind = InvalidRequest if event.is_callers_fault else InternalError
                 self.abort(request, kind(event.message))
+            case messages.DeviceMemoryUsed():
+                self.state.device_memory_used(event)
             case messages.LoadProgress():
                 self.state.loading(event)
             case messages.Ready():
@@ -195,16 +197,14 @@ class WorkerFront:
             stream.flush(done.step)
         self._offload.on_admitted(done.admitted)
         for filled in done.filled:
-            if request := self._requests.get(filled.request_id):
-                self._offload.on_filled(request, filled)
+            self._offload.on_filled(self._requests.get(filled.request_id), filled)
         for output in done.outputs:
             if output.is_last and (request := self._requests.get(output.request_id)):
                 self._choice_ended(request)
 
     def _sealed(self, blocks: Sequence[messages.SealedBlocks]) -> None:
         for sealed in blocks:
-            if request := self._requests.get(sealed.request_id):
-                self._connector.on_sealed(request, sealed)
+            self._connector.on_sealed(sealed)
 
     def _output(self, request: ActiveRequest, output: messages.RequestOutput) -> None:
         wire = convert.output_to_proto(output, request.submit)
@@ -217,6 +217,7 @@ class WorkerFront:
     def _choice_ended(self, request: ActiveRequest) -> None:
         request.num_choices_open -= 1
         if request.num_choices_open == 0:
+            self._offload.on_finished(request)
             self._requests.end(request, None)
 
     def _refuse(self, request: ActiveRequest, error: TandemError) -> None:

@@ -29,7 +29,8 @@ class KVConnector(Protocol):
 
     def on_reserved(self, request: ActiveRequest, reserved: messages.Reserved) -> None: ...
 
-    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
+    def on_sealed(self, sealed: messages.SealedBlocks) -> None:
+        """Blocks of a prefill can be read; perhaps after its last output."""
 
     def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
         """The engine has sampled tokens; `wire` may still be changed."""

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import grpc
 
 from tandem.v1 import control_plane_pb2 as cp
+from tandem.v1 import types_pb2 as pb
 from tandem_engine import messages
 from tandem_runtime.certificates.membership import FleetMember
 from tandem_runtime.errors import InvalidRequest, TandemError, Unavailable
 from tandem_runtime.kv.client import KvClient
 from tandem_runtime.kv.known_blocks import REGION_ID, KnownBlocks
-from tandem_runtime.kv.regions import RegionClient, RegionGrant
+from tandem_runtime.kv.packets import close_all
+from tandem_runtime.kv.regions import RegionClient, RegionGrant, RegionKind
 from tandem_runtime.log import get_logger
 
 log = get_logger(__name__)
@@ -33,7 +35,7 @@ _START_ONE = "start `python -m kv_transfer_svc` on this host; if one runs, give 
 
 @dataclass(frozen=True)
 class LentPool:
-    """The region in which others read this worker's blocks; `fd` stays open until `KvLink.close`."""
+    """The region in which others read this worker's blocks; its descriptors stay open until `KvLink.close`."""
 
     region_id: str
     num_bytes: int
@@ -41,13 +43,19 @@ class LentPool:
     bytes_per_slot: int
     generations_offset: int
     fd: int
+    memory_fd: int | None = None
+    """Of a pool in device memory."""
 
 
-def lent_pool(ready: messages.Ready, fd: int) -> LentPool:
-    """Return the engine's region for `KvLink.lend`; the link owns `fd` from then on."""
-    return LentPool(
-        ready.region_id, ready.region_bytes, ready.num_slots, ready.bytes_per_slot, ready.generations_offset, fd
-    )
+def lent_pool(ready: messages.Ready, fd: int, memory_fd: int | None = None) -> LentPool:
+    """Return the engine's region for `KvLink.lend`; the link owns the descriptors from then on."""
+    sizes = ready.region_bytes, ready.num_slots, ready.bytes_per_slot, ready.generations_offset
+    return LentPool(ready.region_id, *sizes, fd, memory_fd)
+
+
+def memory_kind(kind: messages.RegionKind) -> pb.MemoryKind.ValueType:
+    """Return the kind of extents in an engine's region."""
+    return pb.MEMORY_KIND_HOST if kind == "host" else pb.MEMORY_KIND_DEVICE
 
 
 @dataclass(frozen=True)
@@ -140,11 +148,11 @@ class KvLink:
         async with self._changed:
             await self._changed.wait_for(lambda: self._connection is None or self._connection.client is not client)
 
-    async def fetch_region(self, region_id: str) -> RegionGrant:
-        """Return a region that was lent to the KV service; raises Unavailable or KvNotFound."""
+    async def fetch_region(self, region_id: str, kind: RegionKind = "host") -> RegionGrant:
+        """Return a region that was lent to the KV service; raises Unavailable, KvNotFound or Unsupported."""
         if self._connection is None:
             raise Unavailable("no KV service is known for this host, so its regions cannot be mapped")
-        return await self._connection.regions.fetch(region_id)
+        return await self._connection.regions.fetch(region_id, kind)
 
     def may_have(self, layout_digest: bytes, block_hash: bytes) -> bool:
         """Return False if the host's store had no such block a moment ago, so that a lookup is not worth its time."""
@@ -158,7 +166,7 @@ class KvLink:
         await self.disconnect()
         pool, self._pool = self._pool, None
         if pool is not None:
-            os.close(pool.fd)
+            close_all((pool.fd,) if pool.memory_fd is None else (pool.fd, pool.memory_fd))
 
     @property
     def _lent(self) -> LentPool | None:
@@ -238,6 +246,7 @@ class KvLink:
             pool.bytes_per_slot,
             pool.generations_offset,
             pool.fd,
+            pool.memory_fd,
         )
 
     async def disconnect(self) -> None:

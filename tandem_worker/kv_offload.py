@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -45,6 +45,7 @@ _MAX_LOOKUP_ROUNDS = 3
 """A lookup with window groups ends after as many rounds; each round ends at a gap in a window."""
 _MAX_UNPUBLISHED_BLOCKS = 4096
 _MAX_BLOCKS_PER_PUBLISH = 256
+_MAX_FINISHED = 256
 _PUBLIC_TAG = b"public"
 """The tag of blocks that all accounts share. Tags of accounts are longer."""
 _Hash = TypeVar("_Hash", str, bytes)
@@ -56,6 +57,19 @@ COUNTERS = (
     "prompt_cache_blocks_published",
     "prompt_cache_blocks_not_published",
 )
+
+
+@dataclass(frozen=True)
+class _Whose:
+    """For whom blocks are published."""
+
+    account_tag: bytes
+    public: frozenset[bytes]
+    """The hashes of those that all accounts share."""
+
+    @classmethod
+    def of(cls, submit: pb.Submit) -> _Whose:
+        return cls(submit.account_tag, frozenset(submit.block_hashes[: submit.num_public_blocks]))
 
 
 @dataclass(frozen=True)
@@ -80,8 +94,11 @@ class KVOffload:
         self._regions = regions
         self._incarnation = incarnation
         self._is_enabled = is_enabled
+        self._publishes = is_enabled
         self._digest = b""
         self._bytes_per_slot = 0
+        self._is_staged = False
+        self._finished: OrderedDict[str, _Whose] = OrderedDict()  # by the engine's request, those that ended last
         self._bytes_per_block = 0
         self._block_size = 0
         self._windows: dict[int, int] = {}  # group -> the number of blocks that its window spans
@@ -101,6 +118,10 @@ class KVOffload:
             if group.window
         }
         self._bytes_per_slot = ready.bytes_per_slot
+        self._is_staged = ready.max_held_slots > 0
+        self._publishes = self._is_enabled and ready.region_kind == "host"
+        if self._is_enabled and not self._publishes:
+            log.info("blocks_never_published", reason="the pool is in device memory, which the store does not read")
         self._bytes_per_block = ready.layout.bytes_per_block
         self._block_size = ready.layout.tokens_per_block
 
@@ -226,19 +247,32 @@ class KVOffload:
 
     # -------------------------------------------------------------------------------------------------- publishing
 
-    def on_filled(self, request: ActiveRequest, filled: messages.FilledBlocks) -> None:
-        """Queue filled blocks for publication; blocks beyond the queue's bound are dropped."""
-        if not (self._is_enabled and self._link.address):
+    def on_finished(self, request: ActiveRequest) -> None:
+        """Remember whose blocks a finished request filled, if the engine may still have to copy them out."""
+        if self._is_staged:
+            self._finished[request.key] = _Whose.of(request.submit)
+            if len(self._finished) > _MAX_FINISHED:
+                self._finished.popitem(last=False)
+
+    def on_filled(self, request: ActiveRequest | None, filled: messages.FilledBlocks) -> None:
+        """Queue filled blocks for publication; blocks beyond the queue's bound are dropped.
+
+        `request` is None if it is over: its blocks count if it finished lately.
+        """
+        whose = self._finished.get(filled.request_id) if request is None else _Whose.of(request.submit)
+        if whose is None:
+            return
+        if not (self._publishes and self._link.address):
             return
         if self._num_unpublished + len(filled.slots) > _MAX_UNPUBLISHED_BLOCKS * (1 + len(self._windows)):
             self.counters["prompt_cache_blocks_not_published"] += len(filled.slots)
             return
-        self._unpublished += self._runs(request.submit, filled)
+        self._unpublished += self._runs(whose, filled)
         self._num_unpublished += len(filled.slots)
         if self._publishing is None or self._publishing.done():
             self._publishing = self._tasks.spawn(self._publish())
 
-    def _runs(self, submit: pb.Submit, filled: messages.FilledBlocks) -> Iterable[_Run]:
+    def _runs(self, whose: _Whose, filled: messages.FilledBlocks) -> Iterable[_Run]:
         """Cut blocks into runs of one call each; public blocks count towards no account's quota."""
         blocks = [
             kv.StoredBlock(
@@ -254,10 +288,9 @@ class KVOffload:
                 strict=True,
             )
         ]
-        public = frozenset(submit.block_hashes[: submit.num_public_blocks])
-        num_public = sum(block.block_hash in public for block in blocks)
+        num_public = sum(block.block_hash in whose.public for block in blocks)
         parent = bytes.fromhex(filled.parent)
-        for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (submit.account_tag, blocks[num_public:])):
+        for tag, part in ((_PUBLIC_TAG, blocks[:num_public]), (whose.account_tag, blocks[num_public:])):
             for start in range(0, len(part), _MAX_BLOCKS_PER_PUBLISH):
                 run = part[start : start + _MAX_BLOCKS_PER_PUBLISH]
                 yield _Run(filled.group, tag, parent, tuple(run))

@@ -150,6 +150,11 @@ class WorkerSettings(EngineSettings):
     num_kv_blocks: int | None = setting(None, "number of KV blocks in the pool; derived from free memory if unset")
     kv_memory_bytes: int | None = setting(None, "size of the KV pool in bytes; derived from free memory if unset")
     kv_memory_limit_bytes: int | None = setting(None, "upper limit, in bytes, of a pool derived from free memory")
+    device_memory_share: float = setting(
+        0.9,
+        "part of a card's memory that this worker may take in all: weights, working memory, and the KV pool; workers "
+        "on one card need shares that add up to less than 1",
+    )
     kv_staging: Literal["auto", "always"] = setting(
         "auto",
         "whether others read copies of KV blocks in a region of --kv-staging-bytes: where they cannot read the pool "
@@ -175,9 +180,19 @@ class WorkerSettings(EngineSettings):
     draft_model: str = setting(
         "", "folder or Hub id of a smaller model of the same tokenizer that proposes draft tokens; none if empty"
     )
+    overlap: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "whether the engine handles commands and plans the next step while a step runs; no token changes; auto: on for "
+        "CUDA",
+    )
     max_num_waiting: int = setting(256, "most requests in the queue; further requests are refused with 429")
     kv_transport: Literal["auto", "shm", "grpc"] = setting(
         "auto", "transport of KV blocks to this worker: shared memory, or a gRPC stream from its KV service"
+    )
+    kv_region: Literal["host", "device"] = setting(
+        "host",
+        "memory that decode workers of this host map: shared host memory, or the pool itself in the memory of an "
+        "NVIDIA card (device), from which other hosts and the store get nothing",
     )
     prompt_cache: bool = setting(
         True, "read prompt prefixes from the KV service's store, and publish computed blocks to it"

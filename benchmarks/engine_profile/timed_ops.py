@@ -7,6 +7,7 @@ forward                               |<----------------------------------------
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
@@ -15,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from tandem_engine.core import Runner
+from tandem_engine.core import Runner, Ticket
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -25,13 +26,13 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     Ops,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
@@ -110,6 +111,10 @@ class TimedOps:
     def kv_order(self) -> str:
         return self._ops.kv_order
 
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        return self._ops.library
+
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
         return self._ops.pack(weight, bias)
 
@@ -134,8 +139,8 @@ class TimedOps:
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._watch.time("gated", self._ops.gated, gate_up, activation)
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
-        return self._ops.step(positions, slots, runs)
+    def step(self, batch: HostBatch) -> Step:
+        return self._ops.step(batch)
 
     def rope_and_kv_write(
         self,
@@ -225,6 +230,7 @@ class SwitchedRunner:
         self._plain = plain
         self._timed = timed
         self._watch = watch
+        self._began = 0.0
 
     @property
     def generations(self) -> MutableSequence[int]:
@@ -233,19 +239,29 @@ class SwitchedRunner:
     def prepare(self, request: Request) -> bool:
         return self._plain.prepare(request)
 
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> Mapping[str, Sequence[Sampled]]:
+    @property
+    def wake_fd(self) -> int | None:
+        return None
+
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> Ticket:
         if not self.is_timed:
-            return self._plain.execute(output, kv_written)
+            return self._plain.launch(output, kv_written)
+        self._began = time.perf_counter()
+        return self._timed.launch(output, kv_written)
+
+    def collect(self, ticket: Ticket) -> Mapping[str, Sequence[Sampled]]:
+        if not self.is_timed:
+            return self._plain.collect(ticket)
         watch = self._watch
-        began = time.perf_counter()
-        sampled = self._timed.execute(output, kv_written)
+        sampled = self._timed.collect(ticket)
         ended = time.perf_counter()
-        watch.seconds["input batch"] += watch.forward_began - began
+        watch.seconds["input batch"] += watch.forward_began - self._began
         watch.seconds["sample"] += ended - watch.forward_ended
-        watch.execute_seconds += ended - began
+        watch.execute_seconds += ended - self._began
         return sampled
+
+    def close(self) -> None:
+        self._plain.close()
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         return self._plain.import_blocks(blocks, extents)
@@ -258,8 +274,8 @@ class SwitchedRunner:
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return self._plain.checksums(blocks)
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._plain.map_region(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._plain.map_region(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._plain.unmap_region(region_id)

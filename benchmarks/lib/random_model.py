@@ -44,6 +44,19 @@ SHAPE_S: dict[str, Any] = {
 }
 """103 million parameters."""
 
+SHAPE_L: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "tie_word_embeddings": True,
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+"""1.24 billion parameters, in the shape of Llama 3.2 1B: 2.5 GB, and 32 KiB of KV per token in bfloat16."""
+
 TINY: dict[str, Any] = {
     **_ALL_SHAPES,
     "vocab_size": 2000,
@@ -70,7 +83,7 @@ LONG: dict[str, Any] = {
 }
 """17 million parameters and 1 KiB of KV per token; each token depends on the prompt, because the weights are large."""
 
-SHAPES = {"0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
+SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
 
 _SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
 

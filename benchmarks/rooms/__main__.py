@@ -104,7 +104,7 @@ def measure_turns(size: Size, folder: Path, progress: Progress) -> list[Readings
             )
         module = "benchmarks.gateway.stand_in_worker"
         processes.beside("idle", module, "--model", _IDLE_MODEL, "--worker-id", "idle")
-        limit = ("--max-running", str(_NUM_RUNNING), "--token-seconds", "1")
+        limit = ("--max-running", str(_NUM_RUNNING), "--token-seconds", "0.1")  # a probe is over soon, too
         processes.beside("full", module, "--model", _FULL_MODEL, "--worker-id", "full", *limit)
         with httpx.Client(trust_env=False, timeout=10.0, headers={"Authorization": f"Bearer {_TOKEN}"}) as client:
             gateways = [_Gateway(client, port) for port in ports]
@@ -115,14 +115,17 @@ def measure_turns(size: Size, folder: Path, progress: Progress) -> list[Readings
                     gateway.first_token_seconds()
             for turn in range(size.num_turns):
                 progress(f"turn {turn + 1} of {size.num_turns}")
-                for gateway, each in zip(gateways, readings, strict=True):
+                pairs = list(zip(gateways, readings, strict=True))
+                if turn % 2:  # each gateway goes first in every second turn
+                    pairs.reverse()
+                for gateway, each in pairs:
                     each.alone += [gateway.first_token_seconds() for _ in range(size.num_requests)]
                 with ExitStack() as stack:
                     for gateway in gateways:
                         stack.enter_context(gateway.full_model(size.num_waiting))
                     for gateway in gateways:
                         gateway.wait_for(_FULL_MODEL, "full")
-                    for gateway, each in zip(gateways, readings, strict=True):
+                    for gateway, each in pairs:
                         each.beside += [gateway.first_token_seconds() for _ in range(size.num_requests)]
                         each.states.append(gateway.states())
                 for gateway in gateways:

@@ -158,7 +158,10 @@ def _kv_service(load: pb.KvServiceLoad) -> dict[str, Any]:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    """Return all fields; None for an optional one that is absent."""
+    fields = message.DESCRIPTOR.fields
+    absent = {each.name for each in fields if each.containing_oneof is not None and not message.HasField(each.name)}
+    return {each.name: None if each.name in absent else getattr(message, each.name) for each in fields}
 
 
 def _memory(memory: pb.MemoryReport) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,6 +31,9 @@ _MEMORY_STEP_BYTES = 4 << 20
 """Memory of a host is shown in steps: each heartbeat has another number of free bytes."""
 _SILENT_SECONDS = 3.0
 """From so long a silence on, its whole seconds are shown."""
+
+_Seat = tuple[float, pb.Device]
+"""How a worker sees a device, and the seconds that NVML has not answered it."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -86,7 +89,7 @@ class FleetRows:
         found = Changes()
         workers = {worker.worker_id: worker for worker in self._registry.workers()}
         newest: dict[str, Worker] = {}
-        devices: dict[str, dict[str, pb.Device]] = {}
+        devices: dict[str, dict[str, list[_Seat]]] = {}
         for place, worker in enumerate(workers.values()):
             if place and place % _WORKERS_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -94,9 +97,10 @@ class FleetRows:
             host_id = worker.info.host_id
             if host_id not in newest or newest[host_id].last_heartbeat < worker.last_heartbeat:
                 newest[host_id] = worker
-            if worker.load.memory.devices:
-                of_host = devices.setdefault(host_id, {})
-                of_host.update((device.uuid or str(device.index), device) for device in worker.load.memory.devices)
+            for device in worker.load.memory.devices:
+                seat = worker.load.memory.device_age_seconds, device
+                key = device.uuid or str(device.index)
+                devices.setdefault(host_id, {}).setdefault(key, []).append(seat)
         found.gone = [worker_id for worker_id in self._seen if worker_id not in workers]
         for worker_id in found.gone:
             del self._seen[worker_id]
@@ -192,31 +196,49 @@ def _store(service: pb.KvServiceLoad) -> dict[str, int]:
     }
 
 
-def _host(worker: Worker, devices: Iterable[pb.Device]) -> dict[str, Any]:
+def _host(worker: Worker, devices: Iterable[list[_Seat]]) -> dict[str, Any]:
     host = worker.load.memory.host
+    rows = [_device(seats) for seats in devices]
     return {
         "host_id": worker.info.host_id,
         "total_bytes": host.total_bytes,
         "available_bytes": _in_steps(host.available_bytes),
         "source": worker.load.memory.source,
-        "devices": [_device(device) for device in sorted(devices, key=lambda device: device.index)],
+        "devices": sorted(rows, key=lambda row: (row["index"], row["mig_instance"])),
     }
 
 
-def _device(device: pb.Device) -> dict[str, Any]:
+def _device(seats: list[_Seat]) -> dict[str, Any]:
+    """Return one row for the workers of a device, by the reading that is newest; None: not known.
+
+    `own_bytes` is what all of Tandem holds: the driver's own memory included where the foreign memory is known, else
+    the sum of what each worker holds.
+    """
+    _, device = min(seats, key=lambda seat: seat[0])
+    foreign = [each.foreign_bytes for _, each in seats if each.HasField("foreign_bytes")]
+    own = [each.own_bytes for _, each in seats if each.HasField("own_bytes")]
+    foreign_bytes = min(*foreign, device.used_bytes) if foreign else None
+    own_bytes = min(sum(own), device.used_bytes) if len(own) == len(seats) else None
     return {
         "index": device.index,
+        "mig_instance": device.mig_instance,
         "name": device.name,
         "total_bytes": device.total_bytes,
-        "own_bytes": max(0, device.used_bytes - device.foreign_bytes),
-        "foreign_bytes": device.foreign_bytes,
+        "used_bytes": device.used_bytes,
+        "own_bytes": own_bytes if foreign_bytes is None else device.used_bytes - foreign_bytes,
+        "foreign_bytes": foreign_bytes,
+        "foreign_unknown": "" if foreign else device.foreign_unknown,
         "free_bytes": device.free_bytes,
-        "utilization_percent": device.utilization_percent,
-        "temperature_celsius": device.temperature_celsius,
-        "power_watts": round(device.power_milliwatts / 1000),
+        "utilization_percent": _known(device, "utilization_percent"),
+        "temperature_celsius": _known(device, "temperature_celsius"),
+        "power_watts": round(device.power_milliwatts / 1000) if device.HasField("power_milliwatts") else None,
         "throttle_reasons": list(device.throttle_reasons),
         "error": device.error,
     }
+
+
+def _known(device: pb.Device, name: Literal["utilization_percent", "temperature_celsius"]) -> int | None:
+    return int(getattr(device, name)) if device.HasField(name) else None
 
 
 def _in_steps(num_bytes: int) -> int:

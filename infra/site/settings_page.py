@@ -53,6 +53,7 @@ SERVICES: tuple[tuple[str, str, type[Any]], ...] = (
 )
 _UNITS = {"seconds", "bytes", "tokens", "blocks", "handles", "threads", "hours", "days", "rows"}
 _OTHER_UNITS = {
+    "device_memory_share": "part of 1",
     "max_prefill_context_with_decodes": "tokens x tokens",
     "max_connections": "connections",
     "max_unfinished_heads": "connections",

@@ -7,11 +7,12 @@ plane, the KV service and the workers' gRPC processes need little; they stay off
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
@@ -22,6 +23,8 @@ from tandem_machine.nodes import Node, nodes_of
 
 DRAIN_SECONDS = 30.0
 """What `tandem up` gives workers and KV services to end, once no gateway has a request."""
+DEVICE_SHARE = 0.9
+"""Of a card's memory, for all engines on it together; the rest is for CUDA and for fragments."""
 _LAST_PORT = 65_535
 GATEWAY_STOP_SECONDS = 30.0
 """What a gateway gets beyond its time to drain: it writes errors, the ledger and its last events."""
@@ -114,12 +117,9 @@ def _shares(machine: Machine, options: UpOptions) -> tuple[list[Share], list[Sha
     shares = divide(machine, num_workers)
     beside_decode = dict.fromkeys(core for share in shares[: options.num_prefill] for core in share.cores)
     num_threads = sum(share.num_threads for share in shares[: options.num_prefill]) or len(machine.cores)
-    gpus = machine.gpus or (None,)
-    encoders = [
-        Share(tuple(beside_decode), num_threads, None, gpus[(num_workers + index) % len(gpus)], is_shared=True)
-        for index in range(num_encoders)
-    ]
-    return shares, encoders
+    cards = cards_of(machine, num_workers + num_encoders)
+    encoders = [Share(tuple(beside_decode), num_threads, None, card, is_shared=True) for card in cards[num_workers:]]
+    return [replace(share, card=card) for share, card in zip(shares, cards, strict=False)], encoders
 
 
 def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple[int, ...]:
@@ -137,31 +137,48 @@ def cores_beside_decode(machine: Machine, specs: Sequence[ProcessSpec]) -> tuple
 
 
 @dataclass(frozen=True)
+class Card:
+    """A worker's GPU."""
+
+    gpu: str
+    """As named in CUDA_VISIBLE_DEVICES."""
+    memory_share: float
+    """The part of its memory for this worker."""
+
+
+def cards_of(machine: Machine, num_engines: int) -> list[Card | None]:
+    """Deal the GPUs to engines in turn; engines on one GPU get equal shares of `DEVICE_SHARE` of its memory."""
+    gpus = machine.gpus
+    if not gpus:
+        return [None] * num_engines
+    places = [index % len(gpus) for index in range(num_engines)]
+    return [Card(gpus[place], math.floor(1000 * DEVICE_SHARE / places.count(place)) / 1000) for place in places]
+
+
+@dataclass(frozen=True)
 class Share:
-    """One worker's share of the machine; `kv_limit_bytes` is None if the worker has a GPU to itself."""
+    """One worker's share of the machine; `kv_limit_bytes` is None if the worker has a card, or a part of one."""
 
     cores: tuple[int, ...]
     """The cores to pin the worker to; empty: none."""
     num_threads: int
     kv_limit_bytes: int | None
-    gpu: str | None
+    card: Card | None
     is_shared: bool = False
     """Other engines have the same cores."""
 
 
 def divide(machine: Machine, num_workers: int) -> list[Share]:
-    """Divide a machine evenly. A worker with a GPU to itself determines its own KV memory."""
-    has_own_gpu = len(machine.gpus) >= num_workers
-    gpus = [machine.gpus[index % len(machine.gpus)] if machine.gpus else None for index in range(num_workers)]
+    """Divide a machine evenly. A worker with a card sizes its KV memory by its share of the card."""
     cores = place_cores([node.cores for node in machine.nodes] or [machine.cores], num_workers)
     return [
         Share(
             own_cores if machine.is_pinned else (),
             len(own_cores),
-            None if has_own_gpu else _kv_limit_bytes(machine, own_cores, cores),
-            gpu,
+            None if card else _kv_limit_bytes(machine, own_cores, cores),
+            card,
         )
-        for own_cores, gpu in zip(cores, gpus, strict=True)
+        for own_cores, card in zip(cores, cards_of(machine, num_workers), strict=True)
     ]
 
 
@@ -229,13 +246,17 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
         "num_kv_blocks",
     }:
         flags += ["--kv-memory-limit-bytes", str(share.kv_limit_bytes)]
+    if share.card is not None and "device_memory_share" not in configured:
+        flags += ["--device-memory-share", str(share.card.memory_share)]
     command = _command(f"{role}_svc", flags, options)
     return ProcessSpec(name, role, command, tuple(environment.items()), cores)
 
 
 def _cores_of(share: Share, configured: Mapping[str, object]) -> tuple[list[str], dict[str, str], tuple[int, ...]]:
     """Return flags, environment and cores of an engine: those of its settings, else its share."""
-    environment = {} if share.gpu is None else {"CUDA_VISIBLE_DEVICES": share.gpu}
+    environment = {}
+    if share.card is not None:
+        environment = {"CUDA_VISIBLE_DEVICES": share.card.gpu}
     if configured.keys() & {"cpus", "num_threads"}:
         return [], environment, cores_in(configured.get("cpus"))
     num_threads = str(share.num_threads)

@@ -139,19 +139,33 @@ def _bar(parts: Sequence[tuple[int, str]], total: int) -> Text:
 
 
 def _device(device: Mapping[str, Any]) -> list[Text]:
-    lines = [Text(f"GPU {device.get('index')} {device.get('name') or ''}".rstrip())]
+    number = "/".join(str(part) for part in (device.get("index"), device.get("mig_instance")) if part not in (None, ""))
+    lines = [Text(f"GPU {number} {device.get('name') or ''}".rstrip())]
     if device.get("total_bytes"):
         lines.append(Text(f"{_bytes(device.get('used_bytes') or 0)} used of {_bytes(device['total_bytes'])}"))
-        power_watts = (device.get("power_milliwatts") or 0) / 1000
-        busy, warm = device.get("utilization_percent") or 0, device.get("temperature_celsius") or 0
-        lines.append(Text(f"{busy} % busy, {warm} °C, {power_watts:.0f} W"))
+        lines.append(Text(_gauges(device)))
     if device.get("foreign_bytes"):
         lines.append(Text(f"{_bytes(device['foreign_bytes'])} held by others", style="yellow"))
+    elif reason := device.get("foreign_unknown"):
+        lines.append(Text(f"held by others: unknown ({reason})", style="dim"))
     if device.get("throttle_reasons"):
         lines.append(Text(f"slowed: {', '.join(device['throttle_reasons'])}", style="yellow"))
     if device.get("error"):
         lines.append(Text(device["error"], style="yellow"))
     return lines
+
+
+def _gauges(device: Mapping[str, Any]) -> str:
+    """Describe load, heat and power; a figure that NVML does not give is unknown, not 0."""
+    busy, warm = device.get("utilization_percent"), device.get("temperature_celsius")
+    power = device.get("power_milliwatts")
+    return ", ".join(
+        (
+            "load unknown" if busy is None else f"{busy} % busy",
+            "heat unknown" if warm is None else f"{warm} °C",
+            "power unknown" if power is None else f"{power / 1000:.0f} W",
+        )
+    )
 
 
 def _host(memory: Mapping[str, Any]) -> list[Text]:
@@ -161,6 +175,8 @@ def _host(memory: Mapping[str, Any]) -> list[Text]:
     own, free = _bytes(host.get("process_bytes") or 0), _bytes(host.get("available_bytes") or 0)
     lines = [Text(f"{own} own"), Text(f"{free} free of {_bytes(host['total_bytes'])}")]
     source = str(memory.get("source") or "")
+    if "uses no device" in source:  # a KV service
+        return lines
     has_no_gpu = "Library Not Found" in source or "not installed" in source  # as on any laptop
     return [*lines, Text("no GPU" if has_no_gpu else source, style="dim")]
 

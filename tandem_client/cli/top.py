@@ -154,8 +154,9 @@ def _memory(member: FleetMember) -> Text:
     """Return the device's memory and load, else the process's share of the host's memory."""
     if devices := member.memory.get("devices"):
         used, total = (sum(device.get(key) or 0 for device in devices) for key in ("used_bytes", "total_bytes"))
-        busy = max(device.get("utilization_percent") or 0 for device in devices)
-        return Text(f"{used / (1 << 30):.0f}/{total / (1 << 30):.0f} GiB, {busy} %")
+        loads = [load for device in devices if (load := device.get("utilization_percent")) is not None]
+        busy = f", {max(loads)} %" if loads else ""  # MIG instances have none
+        return Text(f"{used / (1 << 30):.0f}/{total / (1 << 30):.0f} GiB{busy}" if total else "memory unknown")
     host = member.memory.get("host") or {}
     return Text(f"{_size(host['process_bytes'])} own" if host.get("process_bytes") else "", style="dim")
 

@@ -60,7 +60,7 @@ class EncoderCore:
         """Return False: nothing but a command brings work."""
         return False
 
-    def handle_some(self, command: object, fd: int | None = None) -> Sequence[Event]:
+    def handle_some(self, command: object, *fds: int) -> Sequence[Event]:
         """Carry out a command between two steps and return its immediate events; no command brings a descriptor."""
         match command:
             case EncodeTexts():
@@ -86,6 +86,12 @@ class EncoderCore:
             self._counters["finished_calls"] += 1
             emit(TextsEncoded(call.key, call.all_values(), call.num_tokens, call.scheduled_ns, finished_ns))
         emit(self.stats())
+
+    def wake_fd(self) -> None:
+        """Return None: no step runs beside commands."""
+
+    def close(self) -> None:
+        """Do nothing: this core has no thread."""
 
     def stats(self) -> EncoderStats:
         queue = self.queue

@@ -10,17 +10,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from tandem_engine.encoder.batch import EncoderInput, Values
 from tandem_engine.encoder.heads import EmbeddingHead
 from tandem_engine.encoder.messages import EncoderInfo
 from tandem_engine.encoder.text_encoder import starts_of
+from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.models.lean.family import Family
 from tandem_engine.models.lean.sources import LinearSource, Plan, Source, linear
-from tandem_engine.ops.base import KVPool, Run, Step
+from tandem_engine.ops.base import KVPool, Step
 
 _BLOCK_SIZE = 16
 _MODEL = "model."
@@ -35,6 +35,7 @@ class DecoderEmbedder:
         self._head = head
         self._device = device
         self._pool = self._pool_of(1)
+        self._batches = BatchBuilder(_BLOCK_SIZE, device)
 
     @property
     def info(self) -> EncoderInfo:
@@ -47,26 +48,25 @@ class DecoderEmbedder:
     @torch.inference_mode()
     def encode(self, inputs: Sequence[EncoderInput]) -> Values:
         starts = starts_of(inputs)
-        token_ids = np.concatenate([each.token_ids for each in inputs]).astype(np.int64)
         step = self._step(inputs)
-        rows = torch.arange(len(token_ids), device=self._device)
-        hidden = self._decoder.hidden(torch.from_numpy(token_ids).to(self._device), step, self._pool, rows)
+        hidden = self._decoder.hidden(step.token_ids, step, self._pool, step.sample_rows)
         values: Values = self._head.forward(hidden, starts, [each.pooling for each in inputs]).cpu().numpy()
         return values
 
     def _step(self, inputs: Sequence[EncoderInput]) -> Step:
-        """Return the places of an input's tokens in blocks of its own; the pool has room for all of them."""
-        runs, slots, row, block = [], [], 0, 0
+        """Return the places of all tokens, in blocks of each input's own; the pool has room for all of them."""
+        tables, num_blocks = [], 0
         for each in inputs:
-            end = block - (-each.num_tokens // _BLOCK_SIZE)
-            runs.append(Run(row, 0, each.num_tokens, torch.arange(block, end, device=self._device)))
-            slots.append(np.arange(each.num_tokens) + block * _BLOCK_SIZE)
-            row, block = row + each.num_tokens, end
-        if block > len(self._pool.rows):
-            self._pool = self._pool_of(block)
-        positions = np.concatenate([np.arange(each.num_tokens) for each in inputs])
-        places, taken = (torch.from_numpy(each).to(self._device) for each in (positions, np.concatenate(slots)))
-        step = self._decoder.ops.step(places, taken, runs)
+            end = num_blocks - (-each.num_tokens // _BLOCK_SIZE)
+            tables.append([*range(num_blocks, end)])
+            num_blocks = end
+        if num_blocks > len(self._pool.rows):
+            self._pool = self._pool_of(num_blocks)
+        stretches = [
+            Stretch(0, each.token_ids.tolist(), [table], each.num_tokens)
+            for each, table in zip(inputs, tables, strict=True)
+        ]
+        step = self._decoder.ops.step(self._batches.build(stretches))
         return replace(step, groups=(step,))
 
     def _pool_of(self, num_blocks: int) -> KVPool:

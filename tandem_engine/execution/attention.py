@@ -98,7 +98,7 @@ def paged_attention(
     step.ops.kv_write(key[0].transpose(0, 1), value[0].transpose(0, 1), of_group, step.pool, index)
     step.when_written(layer)
     attended = step.ops.paged_attention(
-        query[0].transpose(0, 1).reshape(num_tokens, -1).float(),
+        query[0].transpose(0, 1).reshape(num_tokens, -1),
         num_heads,
         of_group,
         step.pool,

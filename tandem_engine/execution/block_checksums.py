@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from tandem_engine.core import CorruptBlock
-from tandem_engine.execution.kv_cache import PagedKVCache, Slots
+from tandem_engine.execution.kv_cache import DeviceSlots, PagedKVCache, Slots
 from tandem_engine.execution.regions import Bytes
 from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.messages import ExtentRef
@@ -20,7 +20,7 @@ from tandem_engine.messages import ExtentRef
 class BlockChecksums:
     """xxh3-64 of the blocks that one engine shows to others, and of those that it copies into its pool."""
 
-    def __init__(self, cache: PagedKVCache, slots: Slots | None = None) -> None:
+    def __init__(self, cache: PagedKVCache, slots: Slots | DeviceSlots | None = None) -> None:
         """`slots`: the region that others read; None: the pool is the region."""
         self._cache = cache
         self._slots = slots or cache.slots

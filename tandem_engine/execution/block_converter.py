@@ -16,7 +16,7 @@ import torch
 from tandem_engine.core import RegionError
 from tandem_engine.execution.block_order import BlockShape, keys_and_values
 from tandem_engine.execution.kv_cache import PagedKVCache
-from tandem_engine.execution.regions import MappedRegions
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.extents import BlockPart, ExtentRef
 from tandem_engine.layout import SourceLayout

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model import Model
-from tandem_engine.ops.base import Ops, Run
+from tandem_engine.ops.base import Ops
 from tandem_engine.scheduling.request import Request
 from tandem_engine.scheduling.speculation.draft_model import MAX_CATCH_UP_TOKENS
 
@@ -34,15 +33,6 @@ class _Held:
     num_tokens: int
     proposed: list[int] = field(default_factory=list)
     """Draft tokens behind these that were computed."""
-
-
-class _Stretch(NamedTuple):
-    """Tokens of one request in one forward pass."""
-
-    first_position: int
-    token_ids: Sequence[int]
-    blocks: np.ndarray[tuple[int], np.dtype[np.int64]]
-    samples: bool
 
 
 class DraftRunner:
@@ -62,6 +52,7 @@ class DraftRunner:
         self._generations = generations
         self._context_length = context_length
         self._block_size = cache.geometry.block_size
+        self._batches = BatchBuilder(self._block_size, cache.device)
         self._held: dict[Request, _Held] = {}
         self._filled = [0] * cache.num_blocks  # generations begin with 1
 
@@ -82,12 +73,11 @@ class DraftRunner:
     @torch.inference_mode()
     def propose(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         """Return up to the wanted number of the model's likeliest tokens for each request; see `DraftModel`."""
-        tables = {request: self._blocks(request, number) for request, number in wanted.items()}
-        drafts = self._catch_up(wanted, tables)
+        drafts = self._catch_up(wanted)
         active = [request for request in drafts if self._continues(request, drafts, wanted)]
         while active:
             stretches = [
-                _Stretch(request.num_tokens + len(drafts[request]) - 1, drafts[request][-1:], tables[request], True)
+                Stretch(request.num_tokens + len(drafts[request]) - 1, drafts[request][-1:], [request.block_table], 1)
                 for request in active
             ]
             for request, token_id in zip(active, self._forward(stretches), strict=True):
@@ -100,13 +90,11 @@ class DraftRunner:
         """Drop what is kept of a request that is over; its full blocks stay usable for requests that find them."""
         self._held.pop(request, None)
 
-    def _catch_up(
-        self, wanted: Mapping[Request, int], tables: Mapping[Request, np.ndarray[tuple[int], np.dtype[np.int64]]]
-    ) -> dict[Request, list[int]]:
+    def _catch_up(self, wanted: Mapping[Request, int]) -> dict[Request, list[int]]:
         """Compute known tokens, fewest missing first; return the first proposal of requests that lack none now."""
         missing = {request: number for request in wanted if (number := self.num_missing(request)) is not None}
         num_left = MAX_CATCH_UP_TOKENS
-        stretches: list[_Stretch] = []
+        stretches: list[Stretch] = []
         ready = []
         for request in sorted(missing, key=missing.__getitem__):
             num_tokens = min(missing[request], num_left)
@@ -116,7 +104,7 @@ class DraftRunner:
             first = self._held[request].num_tokens
             is_ready = num_tokens == missing[request]
             token_ids = request.token_ids[first : first + num_tokens]
-            stretches.append(_Stretch(first, token_ids, tables[request], is_ready))
+            stretches.append(Stretch(first, token_ids, [request.block_table], int(is_ready)))
             self._fill(request, self._held[request], first + num_tokens)
             if is_ready:
                 ready.append(request)
@@ -132,34 +120,12 @@ class DraftRunner:
         is_within = request.num_tokens + len(tokens) <= self._context_length
         return len(tokens) < wanted[request] and is_within and tokens[-1] not in request.sampling.stop_token_ids
 
-    def _forward(self, stretches: Sequence[_Stretch]) -> list[int]:
+    def _forward(self, stretches: Sequence[Stretch]) -> list[int]:
         """Compute tokens and write their KV; return the likeliest token behind each stretch that samples."""
-        size, device = self._block_size, self._cache.device
-        token_ids: list[int] = []
-        positions, slots, runs, sample_rows = [], [], [], []
-        for stretch in stretches:
-            end = stretch.first_position + len(stretch.token_ids)
-            of_stretch = np.arange(stretch.first_position, end)
-            blocks = torch.from_numpy(stretch.blocks[: -(-end // size)]).to(device)
-            runs.append(Run(len(token_ids), stretch.first_position, len(stretch.token_ids), blocks))
-            positions.append(of_stretch)
-            slots.append(stretch.blocks[of_stretch // size] * size + of_stretch % size)
-            token_ids += stretch.token_ids
-            if stretch.samples:
-                sample_rows.append(len(token_ids) - 1)
-        step = self._ops.step(
-            torch.from_numpy(np.concatenate(positions)).to(device),
-            torch.from_numpy(np.concatenate(slots)).to(device),
-            runs,
-        )
-        rows = torch.tensor(sample_rows, dtype=torch.int64, device=device)
-        logits = self._model.forward(torch.tensor(token_ids, device=device), step, self._cache.pool, rows)
-        likeliest: list[int] = logits.argmax(dim=-1).tolist() if sample_rows else []
+        step = self._ops.step(self._batches.build(stretches))
+        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows)
+        likeliest: list[int] = logits.argmax(dim=-1).tolist() if len(step.sample_rows) else []
         return likeliest
-
-    def _blocks(self, request: Request, num_wanted: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        num_blocks = -(-(request.num_tokens + num_wanted) // self._block_size)
-        return np.array(request.block_table[:num_blocks], np.int64)
 
     def _num_found_tokens(self, request: Request) -> int:
         """Count the tokens in leading full blocks that were filled here; at least one token is left to compute."""

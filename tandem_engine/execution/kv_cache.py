@@ -7,7 +7,7 @@ The op layer defines the order within a block (`tandem_engine.ops.base`); its na
     region  | slots | padding to a page | generations: uint64 [num_slots] |       one memfd, shared with readers
 
 On a CPU the slots are the pool. Where others cannot read the pool, as on CUDA, the pool is private, and slots hold
-copies of some of its blocks (`execution.staging`).
+copies of some of its blocks (`execution.staging`); or the pool lies in a `DeviceRegion`, which readers map.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from tandem_engine.execution.device_pool import ordinal_of, rows_of
+from tandem_engine.execution.device_region import DeviceRegion
 from tandem_engine.execution.kv_groups import LayerGroup
 from tandem_engine.execution.regions import OwnedRegion
 from tandem_engine.execution.thread_pool import parallel_for
@@ -102,24 +104,68 @@ class Slots:
         self.rows = torch.from_numpy(self.region.bytes_at(0, num_bytes)).view(num_slots, bytes_per_slot)
         """uint8 [num_slots, bytes_per_slot]."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the region, generations included."""
+        return self.region.num_bytes
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The region's descriptor, which the region owns."""
+        return (self.region.fd,)
+
     def bytes_of(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return a view of a slot's bytes."""
         return self.region.bytes_at(slot * self.bytes_per_slot, self.bytes_per_slot)
+
+
+class DeviceSlots:
+    """A pool in device memory that other processes map: the same as `Slots`, with two descriptors."""
+
+    generations_offset = 0
+    """The generations have a descriptor of their own."""
+
+    def __init__(self, region: DeviceRegion, device: torch.device, num_slots: int, bytes_per_slot: int) -> None:
+        self.num_slots = num_slots
+        self.bytes_per_slot = bytes_per_slot
+        self.num_bytes = region.num_bytes
+        self.fds: tuple[int, ...] = region.fds
+        self.generations: MutableSequence[int] = region.generations
+        self.rows = rows_of(region, device, num_slots, bytes_per_slot)
+        self._region = region  # owns the descriptors
+
+    def bytes_of(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """Return a copy of a slot's bytes."""
+        content: np.ndarray[tuple[int], np.dtype[np.uint8]] = self.rows[slot].cpu().numpy()
+        return content
 
 
 class PagedKVCache:
     """Owns the KV tensors of one model in an engine process."""
 
     def __init__(
-        self, geometry: KVGeometry, num_blocks: int, device: torch.device, *, is_private: bool | None = None
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        is_private: bool | None = None,
+        device_region: DeviceRegion | None = None,
     ) -> None:
-        """`is_private`: others cannot read the pool; None: on every device but the CPU."""
+        """`is_private`: others cannot read the pool; None: on every device but the CPU.
+
+        `device_region`: device memory for the pool, which others map.
+        """
         self.geometry = geometry
         self.num_blocks = num_blocks
-        self.slots: Slots | None = None
+        self.slots: Slots | DeviceSlots | None = None
         """The pool as a region; None: it is private."""
-        if device.type != "cpu" if is_private is None else is_private:
-            self.generations: MutableSequence[int] = array("Q", bytes(_GENERATION_BYTES * num_blocks))
+        if device_region is not None:
+            self.slots = DeviceSlots(device_region, device, num_blocks, geometry.bytes_per_block)
+            self.generations: MutableSequence[int] = self.slots.generations
+            self._rows = self.slots.rows
+        elif device.type != "cpu" if is_private is None else is_private:
+            self.generations = array("Q", bytes(_GENERATION_BYTES * num_blocks))
             self._rows = torch.zeros(num_blocks, geometry.bytes_per_block, dtype=torch.uint8, device=device)
         else:
             self.slots = Slots(num_blocks, geometry.bytes_per_block)
@@ -141,17 +187,39 @@ class PagedKVCache:
         return self._rows.device
 
     @property
+    def ordinal(self) -> int:
+        """The number of the pool's CUDA device; 0 for other devices."""
+        return ordinal_of(self.device)
+
+    @property
     def region(self) -> OwnedRegion:
-        """The pool as a region; for a pool that is not private."""
-        return self._public_slots.region
+        """The pool as a region in host memory; for a pool that is one."""
+        assert isinstance(self.slots, Slots), "this pool is private or in device memory"
+        return self.slots.region
+
+    @property
+    def region_fds(self) -> tuple[int, ...]:
+        """The descriptors of the pool as a region: one, or two as in `MapRegion`; this object owns them."""
+        return self._public_slots.fds
+
+    @property
+    def region_bytes(self) -> int:
+        """Of the pool as a region, generations included."""
+        return self._public_slots.num_bytes
+
+    def device_address(self, block: int) -> int | None:
+        """Return the address of a block in device memory; None for a pool in host memory."""
+        if self.device.type != "cuda" and not isinstance(self.slots, DeviceSlots):
+            return None
+        return self._rows[block].data_ptr()
 
     @property
     def generations_offset(self) -> int:
-        """Of `region`."""
+        """Of the pool as a region."""
         return self._public_slots.generations_offset
 
     @property
-    def _public_slots(self) -> Slots:
+    def _public_slots(self) -> Slots | DeviceSlots:
         assert self.slots is not None, "others cannot read a private pool: it has no region"
         return self.slots
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import RegionError
+from tandem_engine.core import RegionError, Ticket
 from tandem_engine.execution.block_converter import BlockConverter
+from tandem_engine.execution.cuda_vmm import Driver
 from tandem_engine.execution.grammar.compiled import no_guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
-from tandem_engine.execution.input_batch import build_input_batch
+from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.model import Model
-from tandem_engine.execution.regions import MappedRegions
 from tandem_engine.execution.sampler import Draw, sample
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -29,6 +31,19 @@ from tandem_engine.scheduling.request import Request, Sampled
 
 if TYPE_CHECKING:
     from tandem_engine.execution.block_checksums import BlockChecksums
+
+
+class LaunchedStep(NamedTuple):
+    """A step whose logits are computed, or will be by the device."""
+
+    output: SchedulerOutput
+    logits: torch.Tensor
+    """[rows that sample, vocab_size]."""
+
+    @property
+    def is_running(self) -> bool:
+        """False: nobody tells when a device is done, `collect` waits for it."""
+        return False
 
 
 class ModelRunner:
@@ -47,7 +62,8 @@ class ModelRunner:
         self._cache = cache
         self._checksums = checksums
         self._masks = masks or GrammarMasks(no_guide)
-        self._regions = MappedRegions()
+        self._batches = BatchBuilder(cache.geometry.block_size, cache.device)
+        self._regions = MappedRegions(partial(Driver, cache.ordinal))
         self._converter = BlockConverter(cache, self._regions)
         self.generations = cache.generations
 
@@ -55,19 +71,28 @@ class ModelRunner:
         """Start to compile a request's grammar, if it has one; return whether it is ready."""
         return self._masks.prepare(request)
 
+    @property
+    def wake_fd(self) -> int | None:
+        """None: steps run on the caller's thread or on a device."""
+        return None
+
     @torch.inference_mode()
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> dict[str, list[Sampled]]:
-        """Compute all runs, write their KV to their blocks, and sample the next tokens.
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> LaunchedStep:
+        """Compute the logits of all runs and write their KV to their blocks; an asynchronous device goes on alone.
 
         The KV of wrong drafts is behind the tokens that count; the next step overwrites it.
         """
         self._masks.begin(output.runs)
-        batch = build_input_batch(output.runs, self._block_size, self._cache.device, self._ops)
-        logits = self._model.forward(batch.token_ids, batch.step, self._cache.pool, batch.sample_rows, kv_written)
+        step = self._ops.step(self._batches.build([_stretch(run) for run in output.runs]))
+        logits = self._model.forward(step.token_ids, step, self._cache.pool, step.sample_rows, kv_written)
+        return LaunchedStep(output, logits)
+
+    def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
+        """Sample the next tokens of a step that was launched."""
+        assert isinstance(ticket, LaunchedStep), "a ticket of this runner"
         masks = self._masks.take()  # an asynchronous device computes meanwhile
-        return sample(logits, [_draw(run, masks) for run in output.runs if run.samples], self._ops.sample)
+        draws = [_draw(run, masks) for run in ticket.output.runs if run.samples]
+        return sample(ticket.logits, draws, self._ops.sample)
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
@@ -81,7 +106,7 @@ class ModelRunner:
         for _, of_region in groupby(zip(blocks, extents, strict=True), key=lambda pair: pair[1].region_id):
             targets, sources = zip(*of_region, strict=True)
             for first, run in _runs(targets, sources):
-                self._cache.write_blocks(first, self._regions.read(run))
+                self._regions.copy(run, self._cache, first)
         self._regions.check_generations(extents)
         if self._checksums is not None:
             self._checksums.verify(blocks, extents)
@@ -104,12 +129,15 @@ class ModelRunner:
         """Return the checksums of slots of the region that others read; empty if this engine computes none."""
         return self._checksums.of(slots) if self._checksums is not None else []
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        """Map another process's region read-only; the caller closes `fd`. Raises RegionError."""
-        self._regions.map(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        """Map another process's region read-only; the caller closes `fds`. Raises RegionError."""
+        self._regions.map(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._regions.unmap(region_id)
+
+    def close(self) -> None:
+        """Do nothing: this runner has no thread."""
 
     @property
     def _block_size(self) -> int:
@@ -123,6 +151,12 @@ def _runs(blocks: Sequence[int], extents: Sequence[ExtentRef]) -> Iterator[tuple
     starts = [0, *(np.flatnonzero(~is_beside) + 1).tolist(), len(extents)]
     for start, end in pairwise(starts):
         yield blocks[start], replace(extents[start], num_bytes=(end - start) * extents[start].num_bytes)
+
+
+def _stretch(run: ScheduledRun) -> Stretch:
+    request = run.request
+    token_ids = [*request.token_ids[run.first_position : run.end], *run.draft_tokens]
+    return Stretch(run.first_position, token_ids, request.tables, 1 + len(run.draft_tokens) if run.samples else 0)
 
 
 def _draw(run: ScheduledRun, masks: Mapping[str, Sequence[Words | None]]) -> Draw:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -59,7 +60,9 @@ def _run(model: Any, ops: _ProbeOps, num_tokens: int, device: torch.device) -> A
     token_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device)
     no_pool = KVPool(torch.empty(0, 0), 0, 0, 0, 1)
-    step = AttentionStep(ops, no_pool, Step(positions, positions, []))
+    no_blocks = np.empty((0, 4), np.int64)
+    places = Step(token_ids[0], positions[-1:], positions, positions, positions[:0], no_blocks)
+    step = AttentionStep(ops, no_pool, places)
     model(
         input_ids=token_ids,
         position_ids=positions.unsqueeze(0),

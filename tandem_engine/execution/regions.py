@@ -50,44 +50,11 @@ class OwnedRegion:
         return cast(MutableSequence[int], np.frombuffer(self._map, np.uint64, length, offset).data)
 
 
-class MappedRegions:
-    """Other processes' regions by their id."""
+class MappedRegion:
+    """A reader's side. The mapping ends with the last view of it."""
 
-    def __init__(self) -> None:
-        self._regions: dict[str, _MappedRegion] = {}
-
-    def map(self, command: MapRegion, fd: int) -> None:
-        """Map a region; replaces one of the same id. Raises RegionError if `fd` does not match the command."""
-        self._regions[command.region_id] = _MappedRegion(command, fd)
-
-    def unmap(self, region_id: str) -> None:
-        """Forget a region; unknown ids are ignored."""
-        self._regions.pop(region_id, None)
-
-    def read(self, extent: ExtentRef) -> Bytes:
-        """Return a read-only view of the extent's bytes; raises RegionError."""
-        return self._region(extent).read(extent)
-
-    def check_generations(self, extents: Sequence[ExtentRef]) -> None:
-        """Raise RegionError if any slot was reused since its extent was described."""
-        for region_id in {extent.region_id for extent in extents}:
-            described = [extent for extent in extents if extent.region_id == region_id]
-            now = self._region(described[0]).generations([extent.slot for extent in described])
-            for index in np.flatnonzero(now != np.array([extent.generation for extent in described], np.uint64))[:1]:
-                extent = described[index]
-                raise RegionError(
-                    f"slot {extent.slot} of region {region_id} has generation {now[index]} now, "
-                    f"expected {extent.generation}: its lease expired while it was read; compute it again"
-                )
-
-    def _region(self, extent: ExtentRef) -> _MappedRegion:
-        if (region := self._regions.get(extent.region_id)) is None:
-            raise RegionError(f"region {extent.region_id} is not mapped here; send MapRegion first")
-        return region
-
-
-class _MappedRegion:
     def __init__(self, command: MapRegion, fd: int) -> None:
+        """The caller closes `fd`. Raises RegionError if it does not match the command."""
         _check_descriptor(command, fd)
         content = map_read_only(fd, command.num_bytes)
         self._command = command
@@ -95,6 +62,7 @@ class _MappedRegion:
         self._generations = np.frombuffer(content, np.uint64, command.num_slots, command.generations_offset)
 
     def read(self, extent: ExtentRef) -> Bytes:
+        """Return a read-only view of the extent's bytes; raises RegionError."""
         end = extent.offset + extent.num_bytes
         is_inside = 0 <= extent.offset <= end <= self._command.generations_offset
         if not is_inside or not 0 <= extent.slot < self._command.num_slots:
@@ -105,6 +73,7 @@ class _MappedRegion:
         return self._bytes[extent.offset : end]
 
     def generations(self, slots: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Return the generations of slots; raises RegionError for slots outside the region."""
         if slots and not 0 <= min(slots) <= max(slots) < len(self._generations):
             raise RegionError(
                 f"slots {min(slots)} to {max(slots)} are not all in region {self._command.region_id} with "

@@ -64,7 +64,8 @@ def sample(
     """
     if not draws:
         return {}
-    rows = [_row(draw, index, logits.shape[-1]) for draw in draws for index in range(draw.num_rows)]
+    vocab_size = logits.shape[-1]
+    rows = [_row(draw, index, vocab_size) for draw in draws for index in range(draw.num_rows)]
     row_samples, message = _row_samples(logits.float(), rows, sample_op)
     taken: dict[str, list[Sampled]] = {}
     failed: list[str] = []
@@ -85,12 +86,15 @@ def _row_samples(
     logits: torch.Tensor, rows: Sequence[SamplingRow], sample_op: SampleOp
 ) -> tuple[list[RowSample | None], str]:
     """Return the sample of each row, None for unusable logits, and a message about these."""
+    try:
+        return [*sample_op(logits, rows)], ""
+    except UnusableLogits as error:  # rare: once more, without the rows that cannot be used
+        messages = [error.message]
+        usable = [row for row in range(len(rows)) if row not in error.rows]
     row_samples: list[RowSample | None] = [None] * len(rows)
-    usable = list(range(len(rows)))
-    messages: list[str] = []
     while usable:
         try:
-            found = sample_op(logits[usable] if messages else logits, [rows[row] for row in usable])
+            found = sample_op(logits[usable], [rows[row] for row in usable])
         except UnusableLogits as error:  # try again with the other rows, which may fail for another reason
             messages.append(error.message)
             usable = [row for index, row in enumerate(usable) if index not in error.rows]
@@ -103,6 +107,8 @@ def _row_samples(
 
 def _taken(draw: Draw, row_samples: Sequence[RowSample | None]) -> list[Sampled] | None:
     """Return a request's tokens up to the first that differs from its draft; None if a row before has no sample."""
+    if not draw.draft_tokens:
+        return None if row_samples[0] is None else _sampled(row_samples[0])
     sampled: list[Sampled] = []
     for each, draft in zip(row_samples, [*draw.draft_tokens, None], strict=True):
         if each is None:

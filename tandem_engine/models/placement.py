@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
+import re
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,22 +16,60 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.models.lean.family import Family
 from tandem_engine.models.lean.registry import FAMILIES, find_family
 from tandem_engine.ops.base import Ops
+from tandem_engine.scheduling.numerics import BATCH_DEPENDENT, gives_equal_bits
 from tandem_engine.settings import DtypeChoice, Route
+
+log = logging.getLogger(__name__)
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device of auto, cpu, cuda or cuda:N; raises ModelUnusable for CUDA without that device."""
-    has_cuda = torch.cuda.is_available()
-    if device.startswith("cuda") and not has_cuda:
-        raise ModelUnusable(
-            f"--device {device}, but torch finds no CUDA device; install a CUDA build, or take --device cpu"
-        )
-    if device == "auto":
-        return torch.device("cuda" if has_cuda else "cpu")
-    chosen, num_devices = torch.device(device), torch.cuda.device_count()
-    if chosen.index is not None and chosen.index >= num_devices:
+    """Return the device of auto, cpu, cuda or cuda:N, and make a CUDA device this process's default.
+
+    CUDA devices are counted in the order of nvidia-smi, unless CUDA_DEVICE_ORDER says otherwise. The log has why auto
+    takes the CPU of a machine with NVIDIA cards. Raises ModelUnusable for CUDA without that device.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if device == "cpu":
+        return torch.device("cpu")
+    why_not = _why_no_cuda()
+    if device == "auto" and why_not:
+        if has_nvidia_cards():
+            log.warning("serving on the CPU, though this machine has NVIDIA cards: %s", why_not)
+        return torch.device("cpu")
+    if why_not:
+        raise ModelUnusable(f"--device {device}, but {why_not}; or take --device cpu")
+    index, num_devices = torch.device("cuda" if device == "auto" else device).index or 0, torch.cuda.device_count()
+    if index >= num_devices:
         raise ModelUnusable(f"--device {device}, but torch finds {num_devices} CUDA devices; the first is cuda:0")
+    chosen = torch.device("cuda", index)
+    torch.cuda.set_device(chosen)  # streams, pinned memory and libraries that name no device take this one
     return chosen
+
+
+def has_nvidia_cards() -> bool:
+    """Return whether the NVIDIA driver of this machine has cards."""
+    return _DRIVER_GPUS.is_dir() and any(_DRIVER_GPUS.iterdir())
+
+
+def _why_no_cuda() -> str | None:
+    """Return why torch cannot use a CUDA device, with the remedy; None: it can."""
+    with warnings.catch_warnings(record=True) as caught:  # is_available warns of a driver that is too old
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        why = "; ".join(str(each.message) for each in caught) or "it sees no device; look at CUDA_VISIBLE_DEVICES"
+    except (RuntimeError, AssertionError) as error:
+        why = str(error)
+    first_sentences = " ".join(why.split())[:400]
+    return (
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a CUDA device: {first_sentences} "
+        "(a newer driver, or a torch of an older CUDA, helps where the driver is too old)"
+    )
 
 
 def choose_route(choice: Route, config: Any, device: torch.device, dtype: torch.dtype) -> Family | None:
@@ -75,9 +118,20 @@ def numerics_class(
         # The kernels' bits are the same on arm64. Torch's cosines and sines, and so the rotary tables, are not.
         where = f"cpu-{platform.machine()}"
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        where = f"cuda-sm{major}{minor}"
+        where = cuda_name(torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+        if gives_equal_bits(route):  # no route is invariant there: cuBLAS chooses kernels by the shape of a batch
+            route = f"{route}-{BATCH_DEPENDENT}"
     elif with_capability:
         where = f"{where}-{torch.backends.cpu.get_cpu_capability().lower()}"
     version = torch.__version__.split("+")[0]
     return f"torch-{version}/{where}/{ops.name}/{str(dtype).removeprefix('torch.')}/{model_type}/tp1/{route}"
+
+
+def cuda_name(capability: tuple[int, int], card: str) -> str:
+    """Return the name of a kind of card: ((9, 0), "NVIDIA H100 PCIe") is "cuda-sm90-h100-pcie".
+
+    The card counts, not its capability alone: libraries choose kernels by the number of its multiprocessors and by its
+    memory, and a MIG instance has fewer.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").removeprefix("nvidia-")
+    return f"cuda-sm{capability[0]}{capability[1]}-{slug}"

@@ -15,14 +15,19 @@ time of token-major keys on a CPU). A backend may choose another order and names
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Activation = Literal["silu", "gelu_tanh"]
 EncoderActivation = Literal["gelu", "gelu_tanh"]
 """gelu: x / 2 * (1 + erf(x / sqrt 2))."""
@@ -39,17 +44,105 @@ class Run:
     """[num_blocks], int64: the request's block table up to its last token here."""
 
 
+class StepArrays(NamedTuple):
+    """What a backend makes the step of one group of layers from; tensors are on the model's device."""
+
+    token_ids: torch.Tensor
+    sample_rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    blocks: torch.Tensor
+    table: Integers
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """The numbers of one step on the host: int64, contiguous, all in one buffer, so that one copy uploads them.
+
+    buffer   | token_ids | sample_rows | runs | blocks of each group | positions | slots of each group |
+    """
+
+    buffer: Integers
+    """[all numbers]; its owner writes the next step but one into the same memory."""
+    token_ids: Integers
+    """[num_tokens]."""
+    positions: Integers
+    """[num_tokens]."""
+    sample_rows: Integers
+    """[num_sampled]: indices into the token dimension, in the runs' order."""
+    slots: Integers
+    """[num_groups, num_tokens]: block * block_size + place in the block, for each group of layers."""
+    blocks: Integers
+    """[num_groups, num_blocks]: the runs' block tables one after the other, each up to the run's last token."""
+    runs: Integers
+    """[num_runs, 4]: row, start, num_tokens, first index in `blocks`; the same for all groups."""
+
+    @classmethod
+    def sized(
+        cls,
+        num_tokens: int,
+        num_sampled: int,
+        num_runs: int,
+        num_blocks: int,
+        num_groups: int = 1,
+        allocate: Callable[[int], Integers] = lambda size: np.empty(size, np.int64),
+    ) -> HostBatch:
+        """Return a batch to be filled; `allocate` returns memory for at least so many numbers."""
+        sizes = (num_tokens, num_sampled, 4 * num_runs, num_groups * num_blocks, num_tokens, num_groups * num_tokens)
+        bounds = [0, *accumulate(sizes)]
+        buffer = allocate(bounds[-1])[: bounds[-1]]
+        token_ids, sample_rows, runs, blocks, positions, slots = (buffer[start:end] for start, end in pairwise(bounds))
+        of_slots, of_blocks = slots.reshape(num_groups, num_tokens), blocks.reshape(num_groups, num_blocks)
+        return cls(buffer, token_ids, positions, sample_rows, of_slots, of_blocks, runs.reshape(num_runs, 4))
+
+    def on(self, device: torch.device) -> list[StepArrays]:
+        """Upload the batch in one copy, or in none to a CPU; return the arrays of each group, which share memory."""
+        everything = torch.from_numpy(self.buffer)
+        if device.type != "cpu":
+            everything = everything.to(device, non_blocking=True)
+        (num_groups, num_tokens), num_blocks = self.slots.shape, self.blocks.shape[1]
+        sizes = [num_tokens, len(self.sample_rows), self.runs.size]
+        of_groups = [*[num_blocks] * num_groups, num_tokens, *[num_tokens] * num_groups]
+        token_ids, sample_rows, _, *rest = torch.split_with_sizes(everything, sizes + of_groups)
+        blocks_of, positions, slots_of = rest[:num_groups], rest[num_groups], rest[num_groups + 1 :]
+        return [
+            StepArrays(token_ids, sample_rows, positions, slots, blocks, self.runs)
+            for slots, blocks in zip(slots_of, blocks_of, strict=True)
+        ]
+
+
 @dataclass(frozen=True)
 class Step:
     """The places of one step's tokens; made by `Ops.step` for that step alone."""
 
+    token_ids: torch.Tensor
+    """[num_tokens], int64."""
+    sample_rows: torch.Tensor
+    """[num_sampled], int64: indices into the token dimension, in the runs' order."""
     positions: torch.Tensor
     """[num_tokens], int64."""
     slots: torch.Tensor
     """[num_tokens], int64: block * block_size + place in the block."""
-    runs: Sequence[Run]
+    blocks: torch.Tensor
+    """[num_blocks], int64: the runs' block tables one after the other."""
+    table: Integers
+    """[num_runs, 4], on the host: row, start, num_tokens, first index in `blocks`."""
     groups: Sequence[Step] = field(default=(), kw_only=True)
     """The same tokens in the blocks of each group of layers (`KVPool.places`); empty: there is one group."""
+
+    @cached_property
+    def runs(self) -> Sequence[Run]:
+        """The runs, each with its part of `blocks`; ops that work run by run use them."""
+        rows: list[list[int]] = self.table.tolist()
+        ends = [first for *_, first in rows[1:]] + [len(self.blocks)]
+        return (
+            [
+                Run(row, start, num_tokens, self.blocks[first:end])
+                for (row, start, num_tokens, first), end in zip(rows, ends, strict=True)
+            ]
+            if rows
+            else []
+        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +287,7 @@ class Layers(Protocol):
 
 
 class Ops(Protocol):
-    """One backend. Not thread-safe: an engine has one thread."""
+    """One backend. Not thread-safe: one thread of an engine uses it at a time."""
 
     @property
     def name(self) -> str:
@@ -204,6 +297,11 @@ class Ops(Protocol):
     @property
     def kv_order(self) -> str:
         """The order of a block's bytes, for the KV layout."""
+        ...
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        """The C++ library of this backend's work on the host: sampling, grammar masks. None: Python does it."""
         ...
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weight:
@@ -242,8 +340,8 @@ class Ops(Protocol):
         """Return activation(gate) * up, [num_tokens, features]; `gate_up` [num_tokens, 2 * features], gate first."""
         ...
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> Step:
-        """Prepare the data that all layers of a step share."""
+    def step(self, batch: HostBatch) -> Step:
+        """Upload a batch in one copy, and prepare the data that all layers of the step share."""
         ...
 
     def rope_and_kv_write(
@@ -280,6 +378,8 @@ class Ops(Protocol):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Attend from `query` [num_tokens, num_heads * head_dim] to its request's keys up to its own position.
+
+        `query` is float32, or of the pool's dtype if the op layer takes that; the result is one of the two.
 
         A window counts the token itself. With `softcap`, scores become softcap * tanh(score / softcap) first (Gemma 2).
         """

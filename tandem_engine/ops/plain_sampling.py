@@ -17,6 +17,7 @@ from tandem_engine.ops.sampling import (
     TokenIds,
     TokenLogprob,
     Words,
+    is_plain_greedy,
     refuse,
 )
 
@@ -28,7 +29,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[RowSample]
     refuse(torch.nonzero(~(logits < torch.inf).all(-1)).flatten().tolist(), [])
     largest = logits.argmax(-1)
     refuse([], torch.nonzero(logits.gather(1, largest.unsqueeze(1)).flatten() == -torch.inf).flatten().tolist())
-    raw = {index: logits[index].cpu().numpy() for index, row in enumerate(rows) if not _is_plain_greedy(row)}
+    raw = {index: logits[index].cpu().numpy() for index, row in enumerate(rows) if not is_plain_greedy(row)}
     changed = {index: _changed(each, rows[index]) for index, each in raw.items()}
     refuse([], [index for index, each in changed.items() if each.max() == -np.inf])
     return [
@@ -43,10 +44,6 @@ def gumbel_noise(seed: int, position: int, token_ids: TokenIds, vocab_size: int)
     bits = generator.random_raw(vocab_size)[token_ids]
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0
     return -np.log(-np.log(np.minimum(uniform, 1 - 2.0**-53)))
-
-
-def _is_plain_greedy(row: SamplingRow) -> bool:
-    return row.temperature == 0.0 and row.changes is None and row.allowed is None and row.num_top is None
 
 
 def _changed(raw: Logits, row: SamplingRow) -> Logits:

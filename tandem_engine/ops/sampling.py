@@ -68,6 +68,11 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
+def is_plain_greedy(row: SamplingRow) -> bool:
+    """Return whether the row's tokens are those of its largest logit, and nothing else is asked."""
+    return row.temperature == 0.0 and row.changes is None and row.allowed is None and row.num_top is None
+
+
 class RowSample(NamedTuple):
     """The result of one row."""
 

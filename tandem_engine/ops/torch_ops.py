@@ -7,9 +7,10 @@ long as a step of 32.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,12 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
@@ -76,12 +77,14 @@ class TorchOps:
     def name(self) -> str:
         """The name of the arithmetic: float32 on a CPU, the weights' dtype in a GPU's linear layers; numpy samples."""
         version = torch.__version__.split("+")[0]
-        sampler = f"numpy-{np.__version__}"
+        where, dtype = self.device.type, "weights-dtype"
         if self.device.type == "cpu":
-            vectors = torch.backends.cpu.get_cpu_capability().lower()
-            return f"torch-{version}/cpu-{_processor()}-{vectors}/float32/tile{self._tile}/{sampler}"
-        major, minor = torch.cuda.get_device_capability(self.device)
-        return f"torch-{version}/{self.device.type}-sm{major}{minor}/weights-dtype/tile{self._tile}/{sampler}"
+            where, dtype = f"cpu-{_processor()}-{torch.backends.cpu.get_cpu_capability().lower()}", "float32"
+        return f"torch-{version}/{where}/{dtype}/tile{self._tile}/numpy-{np.__version__}"
+
+    @property
+    def library(self) -> ctypes.CDLL | None:
+        return None
 
     @property
     def kv_order(self) -> str:
@@ -141,8 +144,9 @@ class TorchOps:
         activated = silu(gate) if activation == "silu" else gelu_tanh(gate)
         return activated.mul_(up)
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> TorchStep:
-        return TorchStep(positions, slots, runs)
+    def step(self, batch: HostBatch) -> Step:
+        steps = [TorchStep(*of_group) for of_group in batch.on(self.device)]
+        return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 
     def rope_and_kv_write(
         self,
@@ -186,7 +190,7 @@ class TorchOps:
         softcap: float | None = None,
     ) -> torch.Tensor:
         assert isinstance(step, TorchStep), "a step is made by the ops that run it"
-        return attend(query, step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
+        return attend(query.float(), step, pool, layer, AttentionCall(num_heads, scale, window, softcap))
 
     def layers(self, layers: Sequence[LayerParts]) -> None:
         """Return None: this backend runs layers op by op."""

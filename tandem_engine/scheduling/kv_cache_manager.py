@@ -90,8 +90,16 @@ class KVCacheManager:
         plan = self._plan(request, num_tokens, max_found_tokens)
         return self._has_spare(plan, num_reserve_blocks, num_kept_blocks)
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` of a request."""
+    def grow_ahead(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the token behind those that a step computes now, by blocks whose content nobody can find.
+
+        False if there are too few, or if groups with a window get no block yet: their tables end with the longest run.
+        """
+        is_done = self.grow(request, num_tokens, only_free=True)
+        return is_done and min(map(len, request.tables)) * self.pool.block_size >= num_tokens
+
+    def grow(self, request: Request, num_tokens: int, *, only_free: bool = False) -> bool:
+        """Make room for the first `num_tokens` of a request; `only_free`: by no block whose content may be found."""
         num_missing = self.num_blocks_for(num_tokens) - len(request.block_table)
         if num_missing <= 0 and not request.window_tables:
             return True
@@ -101,6 +109,8 @@ class KVCacheManager:
             return True
         is_promised = request.mode == "prefill"
         if not is_promised and num_all_missing > self.num_spare:
+            return False
+        if only_free and num_all_missing > self.pool.num_free:
             return False
         new = self.pool.allocate(num_all_missing)
         assert new is not None, f"{request.request_id} was promised {num_all_missing} blocks, or they were counted"

@@ -65,7 +65,10 @@ __all__ = ["ScheduledRun", "Scheduler", "SchedulerOutput"]
 
 
 class Scheduler:
-    """Owns every request and every block. `schedule` and `update` alternate; commands come between them."""
+    """Owns every request and every block. `schedule` and `update` alternate.
+
+    Commands come between `update` and `schedule`, or while the step runs if they are about requests that are not in it.
+    """
 
     def __init__(
         self,
@@ -97,6 +100,8 @@ class Scheduler:
         self.num_steps = self._num_arrivals = 0
         self._is_stalled = False
         self._held_for: RefusedHandOver | None = None  # the queue's head leaves its blocks to this hand-over
+        self._has_planned = False
+        self._planned: dict[Request, int] = {}  # answers that have room for so many tokens in the next step
 
     # ------------------------------------------------------------------------------------------------- commands
 
@@ -196,6 +201,21 @@ class Scheduler:
         """Whether `has_work` may become true without a command, because a hand-over is not offered again."""
         return self._is_stalled and self._held_for is not None
 
+    def plan_ahead(self, output: SchedulerOutput) -> None:
+        """Do what can be done for the next step while `output` runs: give blocks to its answers, load a prefix.
+
+        Answers that get exactly one token and may go on grow by free blocks alone. Nothing is preempted, evicted or
+        admitted: `schedule` does that, and drops the plans of requests that ended or failed.
+        """
+        self._has_planned = True
+        self.prefixes.go_on()
+        for run in output.runs:
+            num_tokens = run.end + 1
+            if run.samples and not run.draft_tokens and run.request.mode != "prefill":
+                may_go_on = num_tokens <= max_kv_tokens(run.request, self.config)
+                if may_go_on and self._kv.grow_ahead(run.request, num_tokens):
+                    self._planned[run.request] = num_tokens
+
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens: answers first, then prompts begun, then the queue; preempt where needed."""
         self.num_steps += 1
@@ -203,7 +223,8 @@ class Scheduler:
         num_preempted = self._waiting.num_preempted
         now_ns = self._monotonic() if self._waiting or self._ready else 0
         self._held_for = None
-        self.prefixes.go_on()
+        if not self._has_planned:
+            self.prefixes.go_on()
         self._seat_ready(now_ns)
         self._schedule_running(batch)
         has_preempted = self._waiting.num_preempted > num_preempted
@@ -212,6 +233,8 @@ class Scheduler:
         batch.add_unready()
         self.speculator.draft(batch, self.config.num_blocks if self._waiting.num_preempted else self._num_growing)
         self._is_stalled = not batch.runs and not has_preempted and not self.prefixes.is_loading
+        self._has_planned = False
+        self._planned.clear()
         self._ledger.scheduled(batch.runs)
         return SchedulerOutput(self.num_steps, tuple(batch.runs.values()))
 
@@ -223,7 +246,7 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, Sequence[Sampled]]
     ) -> tuple[list[RequestOutput], list[SealedBlocks]]:
-        """Update the requests of a step; `sampled` is the result of `Runner.execute`."""
+        """Update the requests of a step; `sampled` is the result of `Runner.collect`."""
         outputs, self._early_outputs = self._early_outputs, []
         sealed: list[SealedBlocks] = []
         self._ledger.count("steps")
@@ -309,6 +332,8 @@ class Scheduler:
 
     def _make_room(self, request: Request, batch: Batch) -> bool:
         """Grow a request to hold all its tokens, preempting the lowest ranks; False: it was preempted itself."""
+        if self._planned.get(request) == request.num_tokens:
+            return True
         while not self._kv.grow(request, request.num_tokens):
             victim = self._victim()
             batch.remove(victim)

@@ -58,6 +58,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(len(level) for level in self._levels.values())
 
+    def __bool__(self) -> bool:
+        return bool(self._levels)  # each has a request: asked several times a step
+
     def __iter__(self) -> Iterator[Request]:
         return (request for _, level in sorted(self._levels.items(), reverse=True) for request in level)
 

@@ -63,17 +63,23 @@ class KvClient:
         self._lease_seconds = lease_seconds
         self._channel = open_channel(address, member, expect)
         self._stub = kv_grpc.KvTransferServiceStub(self._channel)
-        self._gone: asyncio.Queue[kv.OwnerEvent.Ended | StaleIncarnation] = asyncio.Queue()
+        self._gone: asyncio.Queue[kv.OwnerEvent.Ended | kv.OwnerEvent.Copied | StaleIncarnation] = asyncio.Queue()
         self._leases = LeaseKeeper(self.renew, self._lost, lease_seconds / 3)
 
     # ---------------------------------------------------------------------------------------------- the writer
 
     async def reserve(
-        self, handle: pb.KvHandle, region_id: str, layout: pb.KvLayout, seconds_left: float | None = None
+        self,
+        handle: pb.KvHandle,
+        region_id: str,
+        layout: pb.KvLayout,
+        seconds_left: float | None = None,
+        max_held_bytes: int = 0,
     ) -> kv.ReserveReply:
         """Open a handle that this worker fills from its region, and keep renewing it until it is sealed or ends.
 
         `seconds_left`: until the handle's deadline, here and in the other calls; None: by the wall clocks.
+        `max_held_bytes`: the most that the region holds of the handle at once; 0: all of it.
         """
         lease_ms = int(self._lease_seconds * 1000)
         request = kv.ReserveRequest(
@@ -82,6 +88,7 @@ class KvClient:
             layout=layout,
             lease_ms=lease_ms,
             time_left_ms=milliseconds(seconds_left),
+            max_held_bytes=max_held_bytes,
         )
         reply = await self._call(self._stub.Reserve, request)
         self._leases.hold(handle, "", seconds_left)
@@ -97,8 +104,8 @@ class KvClient:
             self._stub.SealStream, lambda request: self._call(self._stub.Seal, request), self._call_seconds
         )
 
-    async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended, None]:
-        """Yield each handle of the region that has ended, for as long as the caller iterates.
+    async def own(self, region_id: str) -> AsyncGenerator[kv.OwnerEvent.Ended | kv.OwnerEvent.Copied, None]:
+        """Yield each handle of the region that has ended, for as long as the caller iterates; and slabs, once copied.
 
         Survives broken streams and restarts of the service. A handle may come more than once. A handle that a restarted
         service has lost comes as EXPIRED. Waits until the region is offered. Raises
@@ -129,8 +136,8 @@ class KvClient:
     ) -> AsyncGenerator[kv.WatchEvent, None]:
         """Yield slabs as they are sealed, from `first_block` of the block table on; the last event is `closed`.
 
-        May be called before the handle is reserved. A reader that `acknowledges` is sent the blocks of another host in
-        windows, and calls `acknowledge` for each slab that `is_window`. Renews the reader's lease until `release`.
+        May be called before the handle is reserved. A reader that `acknowledges` may be sent the blocks in windows, and
+        calls `acknowledge` for each slab that `is_window`. Renews the reader's lease until `release`.
         Raises what ended the handle, KvCorrupt if a block was left out, Unavailable when the service goes away,
         DeadlineExceeded at the handle's deadline.
         """
@@ -159,9 +166,14 @@ class KvClient:
                 yield event
         raise Unavailable(f"the KV service at {self.address} ended a watch before it was closed")
 
-    async def acknowledge(self, handle: pb.KvHandle, reader_id: str, num_slabs: int) -> None:
-        """Report that a watch's leading `num_slabs` slabs were copied; raises KvNotFound without a lease on a copy."""
-        request = kv.AcknowledgeRequest(handle=handle, reader_id=reader_id, num_slabs=num_slabs)
+    async def acknowledge(
+        self, handle: pb.KvHandle, reader_id: str, num_slabs: int, followers: Sequence[str] = ()
+    ) -> None:
+        """Report that a watch's leading `num_slabs` slabs were copied; raises KvNotFound without a lease on a copy.
+
+        `followers`: readers for whom this one copies too.
+        """
+        request = kv.AcknowledgeRequest(handle=handle, reader_id=reader_id, num_slabs=num_slabs, followers=followers)
         await self._call(self._stub.Acknowledge, request)
 
     async def read(
@@ -313,6 +325,8 @@ class KvClient:
                         if event.WhichOneof("kind") == "ended":
                             self._leases.forget_id(event.ended.handle_id)
                             self._gone.put_nowait(event.ended)
+                        elif event.WhichOneof("kind") == "copied":
+                            self._gone.put_nowait(event.copied)
             except StaleIncarnation as error:
                 self._gone.put_nowait(error)
                 return

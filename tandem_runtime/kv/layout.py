@@ -51,7 +51,10 @@ def check_memory_kind(extent: pb.Extent) -> None:
     """Raise Unsupported, with the name, for extents outside a shared-memory region."""
     if extent.kind != pb.MEMORY_KIND_HOST:
         name = _name_of(pb.MemoryKind, extent.kind)
-        raise Unsupported(f"extent in {name}; only MEMORY_KIND_HOST is built", field="slabs.extents.kind")
+        remedy = "start the prefill worker with --kv-region host"
+        raise Unsupported(
+            f"extent in {name}; only MEMORY_KIND_HOST is moved here: {remedy}", field="slabs.extents.kind"
+        )
 
 
 def _name_of(enum: Any, number: int) -> str:

@@ -1,6 +1,6 @@
 """Exchanges small messages with file descriptors between two processes of one host.
 
-Unix SOCK_SEQPACKET: one packet is one JSON object with at most one descriptor (SCM_RIGHTS, unix(7)).
+Unix SOCK_SEQPACKET: one packet is one JSON object with at most two descriptors (SCM_RIGHTS, unix(7)).
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tandem_runtime.errors import InvalidRequest, Unauthenticated, Unavailable
 from tandem_runtime.peer_credentials import check_own_user
 
 MAX_PACKET_BYTES = 16 * 1024
+_MAX_FDS = 2
+"""Of a region in device memory. The kernel closes what more a peer sends."""
 
 
 class PacketSocket:
@@ -46,33 +48,32 @@ class PacketSocket:
             raise Unavailable(f"no KV service of ours answers at {path}: {error.message}") from error
         return cls(sock)
 
-    async def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send one message; the descriptor stays the caller's. Raises Unavailable if the other end is closed."""
+    async def send(self, message: dict[str, Any], *fds: int) -> None:
+        """Send one message; the descriptors stay the caller's. Raises Unavailable if the other end is closed."""
         packet = json.dumps(message).encode()
         assert len(packet) <= MAX_PACKET_BYTES, "region messages are a few hundred bytes"
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         await self._when_ready(_WRITABLE, lambda: self._sock.sendmsg([packet], rights))
 
-    async def receive(self) -> tuple[dict[str, Any], int | None] | None:
-        """Return the next message and its descriptor, the caller's from now on; None if the other end is closed."""
+    async def receive(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        """Return the next message and its descriptors, the caller's from now on; None if the other end is closed."""
         try:
             packet, fds, _, _ = await self._when_ready(
-                _READABLE, lambda: socket.recv_fds(self._sock, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                _READABLE, lambda: socket.recv_fds(self._sock, MAX_PACKET_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             )
         except Unavailable:
             return None
-        fd = fds[0] if fds else None
         if not packet:
+            close_all(fds)
             return None
         try:
             message = json.loads(packet)
         except (ValueError, RecursionError):  # the latter for JSON nested some thousand deep
             message = None
         if not isinstance(message, dict):
-            if fd is not None:
-                os.close(fd)
+            close_all(fds)
             raise InvalidRequest("a packet on the region socket is not a JSON object")
-        return message, fd
+        return message, tuple(fds)
 
     def close(self) -> None:
         self._sock.close()
@@ -86,6 +87,12 @@ class PacketSocket:
                 await _ready(loop, self._sock, direction)
             except OSError as error:
                 raise Unavailable(f"the region socket is closed: {error.strerror}") from error
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors that nobody needs."""
+    for fd in fds:
+        os.close(fd)
 
 
 _READABLE = "readable"

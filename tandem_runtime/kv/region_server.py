@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem_runtime.errors import InvalidRequest, TandemError, Unauthenticated
-from tandem_runtime.kv.packets import PacketSocket
-from tandem_runtime.kv.regions import RegionGrant, RegionOffer, region_name, shortened
+from tandem_runtime.errors import InvalidRequest, TandemError, Unauthenticated, Unsupported
+from tandem_runtime.kv.packets import PacketSocket, close_all
+from tandem_runtime.kv.regions import RegionGrant, RegionOffer, region_kind, region_name, shortened
 from tandem_runtime.log import get_logger
 from tandem_runtime.peer_credentials import check_own_user
 from tandem_runtime.tasks import TaskSet, supervised
@@ -26,14 +26,17 @@ _ACCEPT_REMEDY = "allow the KV service more open files (ulimit -n, LimitNOFILE=)
 class RegionKeeper(Protocol):
     """The KV service's table of regions. Called on the event loop."""
 
-    def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
-        """Keep a region. Takes ownership of `fd`, also when it raises. `connection` identifies the lender."""
+    def take(self, offer: RegionOffer, fd: int, connection: object, memory_fd: int | None = None) -> None:
+        """Keep a region. Takes ownership of descriptors, also when it raises. `connection` identifies the lender.
+
+        `memory_fd` comes with offers of kind "device", whose `fd` has the generations alone.
+        """
 
     def owner_gone(self, region_id: str, connection: object) -> None:
         """The connection that lent the region has ended."""
 
     def grant(self, region_id: str) -> RegionGrant:
-        """Return a read-only descriptor of a region; raises KvNotFound."""
+        """Return descriptors of a region, of shared memory read-only; raises KvNotFound."""
 
 
 class RegionServer:
@@ -91,44 +94,63 @@ class RegionServer:
             for region_id in lent:
                 self._keeper.owner_gone(region_id, connection)
 
-    async def _answer(self, connection: PacketSocket, message: dict[str, Any], fd: int | None, lent: set[str]) -> None:
+    async def _answer(
+        self, connection: PacketSocket, message: dict[str, Any], fds: Sequence[int], lent: set[str]
+    ) -> None:
         operation = shortened(message.get("op"))
         try:
-            reply, reply_fd = self._handle(connection, message, fd, lent)
+            reply, reply_fds = self._handle(connection, message, fds, lent)
         except TandemError as error:
             log.warning("kv_region_refused", op=operation, reason=error.message)
             refusal = {"code": int(error.code), "message": error.message, "field": error.field}
             await connection.send({"error": refusal})
             return
         try:
-            await connection.send(reply, reply_fd)
+            await connection.send(reply, *reply_fds)
         finally:
-            if reply_fd is not None:
-                os.close(reply_fd)
+            close_all(reply_fds)
 
     def _handle(
-        self, connection: PacketSocket, message: dict[str, Any], fd: int | None, lent: set[str]
-    ) -> tuple[dict[str, Any], int | None]:
+        self, connection: PacketSocket, message: dict[str, Any], fds: Sequence[int], lent: set[str]
+    ) -> tuple[dict[str, Any], Sequence[int]]:
         operation = message.pop("op", None)
-        if operation == "offer" and fd is not None:
-            offer = _offer(message, fd)
-            self._keeper.take(offer, fd, connection)
+        if operation == "offer" and fds:
+            offer = _offer(message, fds)
+            self._keeper.take(offer, fds[0], connection, *fds[1:])
             lent.add(offer.region_id)
-            return {"ok": True}, None
-        if fd is not None:
-            os.close(fd)
+            return {"ok": True}, ()
+        close_all(fds)
         if operation == "fetch":
             grant = self._keeper.grant(region_name(message, "region_id"))
-            sizes = {key: value for key, value in vars(grant).items() if key != "fd"}
-            return {"ok": True, **sizes}, grant.fd
+            try:
+                _check_kind(message, grant)
+            except TandemError:
+                close_all(grant.fds)
+                raise
+            return {"ok": True, **grant.message}, grant.fds
         raise InvalidRequest(
             f"the region socket knows offer (with a descriptor) and fetch, not {shortened(operation)}", field="op"
         )
 
 
-def _offer(message: dict[str, Any], fd: int) -> RegionOffer:
+def _offer(message: dict[str, Any], fds: Sequence[int]) -> RegionOffer:
     try:
-        return RegionOffer.parse(message)
+        offer = RegionOffer.parse(message)
+        num_fds = 2 if offer.kind == "device" else 1
+        if len(fds) != num_fds:
+            raise InvalidRequest(f"a region of kind {offer.kind} comes with {num_fds} descriptors, not {len(fds)}")
     except InvalidRequest:
-        os.close(fd)
+        close_all(fds)
         raise
+    return offer
+
+
+def _check_kind(message: dict[str, Any], grant: RegionGrant) -> None:
+    """Refuse a reader that asks for another kind of memory than the region has; a reader of release 0.2 asks so."""
+    if (kind := region_kind(message)) != grant.kind:
+        region = shortened(message["region_id"])
+        raise Unsupported(
+            f"region {region} is in MEMORY_KIND_{grant.kind.upper()}, the reader maps MEMORY_KIND_{kind.upper()}; "
+            f"start the prefill worker with --kv-region {kind}",
+            field="kind",
+        )

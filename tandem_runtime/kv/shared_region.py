@@ -29,6 +29,8 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class SharedRegion:
     """A mapped region: `create` for the owner, `map_read_only` for other processes."""
 
+    kind = pb.MEMORY_KIND_HOST
+
     def __init__(self, fd: int, mapping: mmap.mmap, num_slots: int, generations_offset: int) -> None:
         self._taken_bytes = len(mapping)
         self.fd = fd

@@ -36,6 +36,8 @@ _SERVICES = tuple(f"{role}-{host}" for host in _HOSTS for role in ("kv", "prefil
 _ROOT = Path(__file__).parents[2]
 _HTTP_SHARE = 0.15
 _LEAVING_SHARE = 0.2
+_STAGING_BYTES = 24 * 12_288
+"""Of the workers of host a, whose pools count as unreadable by others: 24 blocks, fewer than a long prompt has."""
 
 
 class Run:
@@ -126,7 +128,18 @@ class Run:
         model = ("--model", str(self._checkpoint), "--num-threads", "1", "--dtype", "float32")
         chunks = "96" if role == "prefill" else "128"
         watch = ("--engine-timeout-seconds", str(self.options.suspect_seconds))
-        return *model, *watch, "--num-kv-blocks", "448", "--max-num-seqs", "32", "--max-num-batched-tokens", chunks
+        staging = ("--kv-staging", "always", "--kv-staging-bytes", str(_STAGING_BYTES)) if host == "a" else ()
+        return (
+            *model,
+            *watch,
+            *staging,
+            "--num-kv-blocks",
+            "448",
+            "--max-num-seqs",
+            "32",
+            "--max-num-batched-tokens",
+            chunks,
+        )
 
     async def _faults_and_clients(
         self, http: httpx.AsyncClient, questions: list[Question], http_questions: list[HttpQuestion]

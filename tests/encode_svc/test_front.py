@@ -25,6 +25,7 @@ from tandem_engine.encoder.messages import (
     TextsEncoded,
     TextsRefused,
 )
+from tandem_runtime.device_reader import EngineMemory
 from tandem_runtime.errors import (
     DeadlineExceeded,
     Draining,
@@ -266,3 +267,13 @@ async def test_a_message_of_another_kind_of_engine_ends_the_worker() -> None:
         here.engine.emit(scripted_engine.step())
         await asyncio.wait_for(here.front.state.stopped.wait(), 10)
         assert isinstance(here.front.state.failure, InternalError)
+
+
+async def test_what_the_engine_counts_of_its_device_is_known_once_it_has_loaded() -> None:
+    async with harness() as here:
+        assert here.front.state.engine_memory is None
+        here.engine.emit(messages.DeviceMemoryUsed("a uuid", 5))
+        here.engine.emit(messages.DeviceMemoryUsed("a uuid", 7))
+        async with asyncio.timeout(10):
+            while here.front.state.engine_memory != EngineMemory("a uuid", 7):  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0)

@@ -54,7 +54,7 @@ def _packets(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _send_packet(sock: socket.socket, packet: bytes, kind: int) -> None:
-    """Send `packet` with no descriptor, a memfd, an empty memfd or the end of a pipe."""
+    """Send `packet` with no descriptor, a memfd, an empty memfd or the end of a pipe; from 128 on with two of these."""
     fds: list[int] = []
     if kind % 4 == 1:
         fds = [os.memfd_create("fuzz", os.MFD_ALLOW_SEALING)]
@@ -66,7 +66,7 @@ def _send_packet(sock: socket.socket, packet: bytes, kind: int) -> None:
     try:
         if packet:  # an empty packet is the end of the connection
             with suppress(BlockingIOError):  # the buffer is full: the parser sees those before
-                socket.send_fds(sock, [packet], fds[:1])
+                socket.send_fds(sock, [packet], fds[:1] * (2 if kind >= 128 else 1))
     finally:
         for fd in fds:
             os.close(fd)
@@ -81,6 +81,10 @@ def region_packet_seeds() -> Sequence[bytes]:
     nested = b"[" * 9000
     return [
         _region(1, offer) + _region(0, fetch),
+        _region(129, offer.replace(b"8192}", b'0,"kind":"device"}'))
+        + _region(0, fetch.replace(b"}", b',"kind":"device"}')),
+        _region(129, offer),
+        _region(1, offer.replace(b"}", b',"kind":"device"}')),
         _region(2, offer),
         _region(3, offer) + _region(1, offer) + _region(1, offer),
         _region(0, nested),
@@ -123,7 +127,8 @@ def feed_region_answers(data: bytes) -> None:
 def region_answer_seeds() -> Sequence[bytes]:
     grant = b'{"ok":true,"num_bytes":12288,"num_slots":2,"generations_offset":8192}'
     refusal = b'{"error":{"code":15,"message":"no region r","field":"region_id"}}'
-    return [_region(kind, packet) for kind in range(4) for packet in (grant, refusal)] + [_region(0, b'{"error":7}')]
+    kinds = [0, 1, 2, 3, 129]
+    return [_region(kind, packet) for kind in kinds for packet in (grant, refusal)] + [_region(0, b'{"error":7}')]
 
 
 def _num_descriptors() -> int:

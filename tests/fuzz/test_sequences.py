@@ -83,22 +83,24 @@ class RegionConnections(_OnALoop):
     def offer(self, data: st.DataObject, region: str, incarnation: str) -> None:
         connection = data.draw(st.sampled_from(self.connections))
         offer = RegionOffer(region, incarnation, self.memory.total_bytes, 1, 4096, self.memory.generations_offset)
-        self.run(_ask(connection, {"op": "offer", **vars(offer)}, self.memory.fd))
+        self.run(_ask(connection, {"op": "offer", **offer.message}, self.memory.fd))
         self.lender[region] = connection
 
     @precondition(lambda self: self.connections)
     @rule(
         data=st.data(),
         message=st.dictionaries(
-            st.sampled_from(["op", "region_id", "incarnation", "num_slots", "generations_offset", "x"]),
-            st.one_of(st.sampled_from(["offer", "fetch", "c"]), st.integers(), st.none(), st.lists(st.integers())),
+            st.sampled_from(["op", "region_id", "incarnation", "num_slots", "generations_offset", "kind", "x"]),
+            st.one_of(
+                st.sampled_from(["offer", "fetch", "c", "device"]), st.integers(), st.none(), st.lists(st.integers())
+            ),
         ),
-        with_descriptor=st.booleans(),
+        num_descriptors=st.integers(0, 2),
     )
-    def nonsense(self, data: st.DataObject, message: dict[str, object], with_descriptor: bool) -> None:
+    def nonsense(self, data: st.DataObject, message: dict[str, object], num_descriptors: int) -> None:
         connection = data.draw(st.sampled_from(self.connections))
         try:
-            self.run(_ask(connection, {"op": "", **message}, self.memory.fd if with_descriptor else None))
+            self.run(_ask(connection, {"op": "", **message}, *([self.memory.fd] * num_descriptors)))
         except TandemError:
             return
         raise AssertionError(f"{message} was accepted")
@@ -120,7 +122,7 @@ class RegionConnections(_OnALoop):
     def fetch(self, data: st.DataObject, region: str) -> None:
         connection = data.draw(st.sampled_from(self.connections))
         try:
-            _, fd = self.run(_ask(connection, {"op": "fetch", "region_id": region}))
+            _, (fd,) = self.run(_ask(connection, {"op": "fetch", "region_id": region}))
         except KvNotFound:
             assert region not in self.lender
             return

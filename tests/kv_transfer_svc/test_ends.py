@@ -42,7 +42,7 @@ async def test_a_writer_that_falls_silent_loses_its_handle_and_the_reader_is_tol
         with pytest.raises(KvNotFound, match="neither sealed nor renewed for 10 s"):
             await watching
         ended = await anext(writer.client.own(writer.region_id))
-        assert ended.state == kv.HANDLE_STATE_EXPIRED
+        assert isinstance(ended, kv.OwnerEvent.Ended) and ended.state == kv.HANDLE_STATE_EXPIRED
         assert nothing_is_left(host)
 
 

@@ -51,6 +51,7 @@ async def test_a_reader_sees_each_slab_as_it_is_sealed_and_the_owner_hears_of_th
         owning = writer.client.own(writer.region_id)
         assert await reader.release(handle, "r") is HandleState.RELEASED
         ended = await anext(owning)
+        assert isinstance(ended, kv.OwnerEvent.Ended)
         assert (ended.handle_id, ended.state) == (handle.handle_id, kv.HANDLE_STATE_RELEASED)
         assert nothing_is_left(host)
 

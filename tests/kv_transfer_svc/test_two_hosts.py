@@ -72,7 +72,8 @@ async def test_blocks_arrive_equal_and_leave_nothing_behind(tmp_path: Path) -> N
         assert here.arena.free_bytes + here.arena.used_bytes == here.arena.total_bytes
         assert await reader.release(handle, "r") is HandleState.RELEASED
         await until_everything_is_back(here, there)
-        assert (await anext(writer.client.own(writer.region_id))).state == kv.HANDLE_STATE_RELEASED
+        ended = await anext(writer.client.own(writer.region_id))
+        assert isinstance(ended, kv.OwnerEvent.Ended) and ended.state == kv.HANDLE_STATE_RELEASED
 
 
 async def test_slabs_are_pulled_while_the_rest_is_still_computed(tmp_path: Path) -> None:

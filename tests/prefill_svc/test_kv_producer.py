@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import prefill_svc
@@ -16,7 +17,7 @@ from prefill_svc.kv_producer import KVProducer
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import kv_transfer_pb2_grpc as kv_grpc
 from tandem.v1 import types_pb2 as pb
-from tandem_engine.messages import ReleaseHeld, Reserved, SealedBlocks
+from tandem_engine.messages import ReleaseHeld, ReleaseSlabs, Reserved, SealedBlocks
 from tandem_runtime.errors import Cancelled, InternalError, InvalidRequest, TandemError, Unsupported
 from tandem_runtime.kv.client import MAX_BLOCKS_PER_CALL, KvClient
 from tandem_runtime.server import GrpcServer
@@ -40,9 +41,9 @@ class Harness:
             self.engine, self.link, EngineRegions(self.engine, self.link), RequestTable(), WorkerSettings()
         )
 
-    async def load(self) -> None:
+    async def load(self, max_held_slots: int = 0) -> None:
         region = self.writer.region
-        loaded = ready(region_id="worker-1")
+        loaded = msgspec.structs.replace(ready(region_id="worker-1"), max_held_slots=max_held_slots)
         self.connector.on_ready(loaded, [os.dup(region.fd)])
         await asyncio.wait_for(self.connector.wait_ready(), 10)
 
@@ -56,7 +57,7 @@ class Harness:
 
     def compute(self, request: ActiveRequest, first_block: int, slots: list[int], *, is_last: bool = False) -> None:
         sealed = SealedBlocks(request.key, first_block, slots, [0] * len(slots), is_last, region_id="worker-1")
-        self.connector.on_sealed(request, sealed)
+        self.connector.on_sealed(sealed)
 
     def sample(self, request: ActiveRequest, token_id: int = 7, choice_index: int = 0) -> None:
         wire = pb.TokenOutput(token_ids=[token_id], choice_index=choice_index)
@@ -72,11 +73,11 @@ class Harness:
 
 
 @asynccontextmanager
-async def harness(folder: Path) -> AsyncIterator[Harness]:
+async def harness(folder: Path, max_held_slots: int = 0) -> AsyncIterator[Harness]:
     """Yield a prefill worker that has lent its region to a real KV service."""
     async with running_host(folder) as host, running_writer(host) as writer:
         here = Harness(host, writer)
-        await here.load()
+        await here.load(max_held_slots)
         try:
             yield here
         finally:
@@ -267,3 +268,77 @@ async def test_a_long_prompt_that_is_sealed_at_once_is_cut_into_slabs_that_the_s
         await reader.release(handle, "reader")
         await here.released("r.0")
         assert here.connector.counters()["kv_seal_failures"] == 0
+
+
+async def test_slots_of_a_small_region_are_given_back_as_they_are_copied_and_late_blocks_are_sealed(
+    tmp_path: Path,
+) -> None:
+    """The engine announces the last blocks when their copies have slots: after the request's last output."""
+    async with harness(tmp_path, max_held_slots=2) as here, a_client(here.host) as reader:
+        handle = here.handle()
+        request = here.begin(handle)
+        events = reader.watch(handle, "reader", kv_layout(LAYOUT), acknowledges=True)
+        here.sample(request)
+        here.compute(request, 0, [5, 2])
+        here.connector.on_end(request, None)
+        slab = (await asyncio.wait_for(anext(events), 10)).slab
+        await reader.acknowledge(handle, "reader", slab.index + 1)
+        await until(lambda: here.engine.sent == [ReleaseSlabs(request.key, 2)])
+        here.compute(request, 2, [2])
+        here.compute(request, 3, [5], is_last=True)
+        rest = [event async for event in events]
+        assert [event.slab.first_block for event in rest[:-1]] in ([2], [2, 3]) and rest[-1].closed.num_blocks == 4
+        await reader.release(handle, "reader")
+        await here.released("r.0")
+        await until(lambda: nothing_is_left(here.host))
+
+
+async def test_a_handle_that_ends_while_blocks_wait_for_slots_leaves_no_publisher(tmp_path: Path) -> None:
+    async with harness(tmp_path, max_held_slots=2) as here, a_client(here.host) as gateway:
+        handle = here.handle()
+        request = here.begin(handle)
+        here.sample(request)
+        here.compute(request, 0, [5, 2])
+        here.connector.on_end(request, None)
+        await until(lambda: here.host.store.counters["slabs_sealed"] == 1)
+        await gateway.release_all(handle)
+        await here.released("r.0")
+        await until(lambda: not here.connector._publishers)
+        here.compute(request, 2, [2, 5], is_last=True)  # it was under way
+        assert here.connector.counters()["kv_seal_failures"] == 0
+
+
+class Release02(kv_grpc.KvTransferServiceServicer):
+    """A KV service that reports no copies."""
+
+    def __init__(self) -> None:
+        self.aborts: list[kv.AbortRequest] = []
+
+    async def Reserve(self, request: kv.ReserveRequest, context: object) -> kv.ReserveReply:
+        return kv.ReserveReply(state=kv.HANDLE_STATE_RESERVED)
+
+    async def Abort(self, request: kv.AbortRequest, context: object) -> kv.AbortReply:
+        self.aborts.append(request)
+        return kv.AbortReply()
+
+
+@pytest.mark.parametrize(("max_held_slots", "is_refused"), [(3, True), (4, False)])
+async def test_a_service_of_release_0_2_gets_only_prompts_that_fit(
+    max_held_slots: int, is_refused: bool, tmp_path: Path
+) -> None:
+    old = Release02()  # type: ignore[abstract]
+    server = GrpcServer("127.0.0.1:0", lambda grpc: kv_grpc.add_KvTransferServiceServicer_to_server(old, grpc), [])
+    async with harness(tmp_path, max_held_slots) as here, running_host(tmp_path) as other:
+        other.address = await server.start()
+        here.link.move(other)
+        await until(lambda: here.link.address == other.address)
+        request = here.begin(here.handle())
+        if is_refused:
+            await until(lambda: len(old.aborts) == 1)
+            assert "raise --kv-staging-bytes" in old.aborts[0].reason.message
+            await here.released("r.0")
+        else:
+            await until(lambda: bool(here.connector._publishers))
+            assert not old.aborts and here.engine.sent == []
+        here.connector.on_end(request, InternalError("the test ends"))
+        await server.stop(0)

@@ -320,8 +320,10 @@ def token_request(model_id: str, token_ids: Sequence[int], max_tokens: int, **ch
 
 def _is_idle(load: pb.LoadReport) -> bool:
     pool, service = load.kv, load.kv_service
+    is_staging = any(load.counters.get(f"staging_{what}", 0.0) for what in ("slots_held", "blocks_waiting"))
     return (
-        load.num_running + load.num_waiting == 0
+        not is_staging
+        and load.num_running + load.num_waiting == 0
         and pool.num_used_blocks == pool.num_held_blocks == 0
         and pool.num_free_blocks + pool.num_cached_blocks == pool.num_total_blocks
         and service.num_handles == service.leased_bytes == service.orphan_bytes == 0

@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from control_plane.dispatch.request_stream import RequestStream
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.spaces import space_of
@@ -59,6 +57,23 @@ def decode_ledger(stream: RequestStream) -> pb.PhaseLedger:
     return ledger
 
 
+async def lost_half_way(fleet: Fleet, folder: Path) -> None:
+    """Kill the decode worker of an answer: the one of the other class goes on, behind a seam."""
+    prompt = clear_prompt(folder, 40, 48)
+    stream = await fleet.gateway.dispatcher.submit(token_request(MODEL, prompt, 48, cacheable=False))
+    tokens, killed = list[int](), ""
+    async for delta in stream:
+        tokens += delta.token_ids
+        call = stream.state.choices[0].call
+        if len(tokens) >= 4 and not killed and call is not None:
+            killed = call.worker_id
+            fleet.services.pop(killed).kill()
+    assert tokens == greedy(folder, prompt, 48)
+    moves = [seam for seam in stream.state.history.seams if seam.before.worker_id == killed]
+    assert [seam.after.worker_id for seam in moves] == [({"decode-cpp", "decode-torch"} - {killed}).pop()]
+    assert stream.usage.num_seams == len(stream.state.history.seams) >= 1
+
+
 async def test_under_layout_decode_reads_what_another_kind_of_machine_has_computed(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -79,6 +94,9 @@ async def test_under_layout_decode_reads_what_another_kind_of_machine_has_comput
             (seam,) = stream.state.history.seams
             assert (seam.before.worker_id, seam.after.worker_id) == ("prefill-cpp", "decode-torch")
         await fleet.pools_are_full()
+        fleet.start("decode", "decode-cpp", *CPP, "--exactness", "layout")
+        await fleet.ready("decode-cpp")
+        await lost_half_way(fleet, folder)
 
 
 async def test_under_class_each_worker_stays_with_its_own(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -99,26 +117,4 @@ async def test_under_class_each_worker_stays_with_its_own(tmp_path: Path, checkp
                 break
         assert seen["decode-torch"] == {""} and seen["decode-cpp"] <= {"prefill-cpp", ""}
         await fleet.pools_are_full()
-
-
-@pytest.mark.parametrize("exactness", ["class", "layout"])
-async def test_a_decode_worker_that_is_lost_with_its_class_leaves_its_answers_to_the_other_behind_a_seam(
-    tmp_path: Path, checkpoint: Callable[[str], Path], exactness: str
-) -> None:
-    folder = checkpoint("demo")
-    decodes = ("decode-cpp", CPP), ("decode-torch", TORCH)
-    async with fleet_of(tmp_path, exactness, *decodes) as fleet:
-        prompt = clear_prompt(folder, 40, 48)
-        request = token_request(MODEL, prompt, 48, cacheable=False)
-        stream = await fleet.gateway.dispatcher.submit(request)
-        tokens, killed = list[int](), ""
-        async for delta in stream:
-            tokens += delta.token_ids
-            call = stream.state.choices[0].call
-            if len(tokens) >= 4 and not killed and call is not None:
-                killed = call.worker_id
-                fleet.services.pop(killed).kill()
-        assert tokens == greedy(folder, prompt, 48)
-        moves = [seam for seam in stream.state.history.seams if seam.before.worker_id == killed]
-        assert [seam.after.worker_id for seam in moves] == [({"decode-cpp", "decode-torch"} - {killed}).pop()]
-        assert stream.usage.num_seams == len(stream.state.history.seams) >= 1
+        await lost_half_way(fleet, folder)

@@ -34,12 +34,23 @@ SMALL = ("--num-threads", "1", "--num-kv-blocks", "256", "--exactness", "layout"
 CPP = (*SMALL, "--dtype", "float32", "--kernels", "cpp", "--block-size", "16")
 TORCH = (*SMALL, "--dtype", "float32", "--kernels", "torch", "--block-size", "32")
 BFLOAT16 = (*SMALL, "--dtype", "bfloat16", "--route", "transformers", "--block-size", "16")
-PAIRS = [
-    ("prefill-cpp", "decode-torch"),
-    ("prefill-cpp", "decode-grpc"),
-    ("prefill-torch", "decode-cpp"),
-    ("prefill-bf16", "decode-cpp"),
-]
+WORKERS = {
+    "prefill-cpp": CPP,
+    "prefill-torch": TORCH,
+    "prefill-bf16": BFLOAT16,
+    "decode-torch": TORCH,
+    "decode-grpc": (*TORCH, "--kv-transport", "grpc"),
+    "decode-cpp": CPP,
+}
+PAIRS = {
+    "demo": [
+        ("prefill-cpp", "decode-torch"),
+        ("prefill-cpp", "decode-grpc"),
+        ("prefill-torch", "decode-cpp"),
+        ("prefill-bf16", "decode-cpp"),
+    ],
+    "gemma2": [("prefill-cpp", "decode-torch"), ("prefill-torch", "decode-cpp")],
+}
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,7 @@ def _model(card: pb.ModelCard) -> pb.ModelRef:
 class World:
     fleet: Fleet
     folder: Path
+    pairs: list[tuple[str, str]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["demo", "gemma2"])
@@ -136,42 +148,36 @@ async def world(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[World]:
     """Of the layers of gemma2, every second has a window of 16 tokens."""
-    folder = checkpoint(request.param)
+    folder, pairs = checkpoint(request.param), PAIRS[request.param]
     async with Fleet(tmp_path_factory.mktemp(f"mixed-{request.param}")) as fleet:
-        model = ("--model", str(folder))
         fleet.start("kv", "kv-0")
-        fleet.start("prefill", "prefill-cpp", *model, *CPP)
-        fleet.start("prefill", "prefill-torch", *model, *TORCH)
-        fleet.start("prefill", "prefill-bf16", *model, *BFLOAT16)
-        fleet.start("decode", "decode-torch", *model, *TORCH)
-        fleet.start("decode", "decode-grpc", *model, *TORCH, "--kv-transport", "grpc")
-        fleet.start("decode", "decode-cpp", *model, *CPP)
-        workers = [name for name in fleet.services if name != "kv-0"]
+        workers = sorted({name for pair in pairs for name in pair})
+        for name in workers:
+            fleet.start(name.partition("-")[0], name, "--model", str(folder), *WORKERS[name])
 
         def all_ready() -> bool:  # the gateway keeps some of them apart, which is no matter here
             found = [fleet.worker(name) for name in workers]
             return all(worker is not None and worker.is_ready and worker.info.kv_address for worker in found)
 
         await until(all_ready, 180, lambda: fleet.tails(workers))
-        yield World(fleet, folder)
+        yield World(fleet, folder, pairs)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
-async def test_decode_converts_the_blocks_of_another_kind_of_worker_and_computes_no_prompt(
-    world: World, prefill: str, decode: str
-) -> None:
-    pair = Pair(world.fleet, prefill, decode, f"{prefill} to {decode}")
-    for length in (1, 16, 45, 150):
-        prompt = clear_prompt(world.folder, length, NUM_TOKENS, first_seed=length)
-        answer = await pair.run(prompt)
-        assert (answer.prefill.num_computed_tokens, answer.prefill.num_cached_tokens) == (length, 0)
-        assert answer.decode.num_computed_tokens == answer.decode.num_reprefill_tokens == 0
-        assert answer.decode.num_bytes_pulled > 0
-        assert answer.decode.transport == ("grpc" if decode == "decode-grpc" else "shm")
-        if prefill != "prefill-bf16":  # its KV is another one: it has eight bits
-            assert answer.tokens == greedy(world.folder, prompt, NUM_TOKENS), f"{length} tokens"
-        assert len(answer.tokens) == NUM_TOKENS
-    await world.fleet.pools_are_full()
+async def test_decode_converts_the_blocks_of_another_kind_of_worker_and_computes_no_prompt(world: World) -> None:
+    for prefill, decode in world.pairs:
+        pair = Pair(world.fleet, prefill, decode, f"{prefill} to {decode}")
+        for length in (1, 16, 45, 150):
+            prompt = clear_prompt(world.folder, length, NUM_TOKENS, first_seed=length)
+            answer = await pair.run(prompt)
+            what = f"{prefill} to {decode}, {length} tokens"
+            assert (answer.prefill.num_computed_tokens, answer.prefill.num_cached_tokens) == (length, 0), what
+            assert answer.decode.num_computed_tokens == answer.decode.num_reprefill_tokens == 0, what
+            assert answer.decode.num_bytes_pulled > 0, what
+            assert answer.decode.transport == ("grpc" if decode == "decode-grpc" else "shm"), what
+            if prefill != "prefill-bf16":  # its KV is another one: it has eight bits
+                assert answer.tokens == greedy(world.folder, prompt, NUM_TOKENS), what
+            assert len(answer.tokens) == NUM_TOKENS, what
+        await world.fleet.pools_are_full()
 
 
 async def test_converted_blocks_are_found_by_the_next_turn_and_only_the_rest_is_pulled(world: World) -> None:

@@ -21,12 +21,12 @@ from tests.ports import free_ports
 from tests.release import needs_environment, python_path, release_python, unpack
 from tests.system.conftest import SMALL
 from tests.system.fleet import until
+from tests.system.steady_streams import SteadyStreams
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULES = {"control": "control_plane", "kv": "kv_transfer_svc", "prefill": "prefill_svc", "decode": "decode_svc"}
-_THINK_SECONDS = 0.1
-"""The pause of a client before its next request: most of the machine is for the processes that start."""
 _PROMPTS = [f"{number} ways to explain a KV cache. " * 12 for number in range(4)]
+_NUM_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
@@ -92,61 +92,6 @@ class _Fleet:
         return self._folder / f"{name}.log"
 
 
-class _Streams:
-    """Clients that stream the same prompts again and again, each from the gateway that takes new requests."""
-
-    def __init__(self, http: httpx.AsyncClient, base_url: str) -> None:
-        self._http = http
-        self.base_url = base_url
-        self.expected: dict[str, str] = {}
-        self.num_answered = 0
-        self.failures: list[str] = []
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def answer(self, prompt: str) -> str:
-        text = ""
-        body = {"model": "@tandem/demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": True}
-        async with self._http.stream("POST", f"{self.base_url}/v1/completions", json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return text
-                if line.startswith("data: "):
-                    event = httpx.Response(200, text=line.removeprefix("data: ")).json()
-                    assert "error" not in event, event
-                    text += "".join(choice["text"] for choice in event["choices"])
-        raise AssertionError("a stream ended without [DONE]")
-
-    async def start(self) -> None:
-        for prompt in _PROMPTS:
-            self.expected[prompt] = await self.answer(prompt)
-        assert len(set(self.expected.values())) > 1
-        self._tasks = [asyncio.create_task(self._ask(prompt)) for prompt in _PROMPTS[:2]]
-
-    async def _ask(self, prompt: str) -> None:
-        while True:
-            try:
-                text = await self.answer(prompt)
-            except (AssertionError, httpx.HTTPError) as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                return
-            if text != self.expected[prompt]:
-                self.failures.append(f"{text!r} instead of {self.expected[prompt]!r}")
-            self.num_answered += 1
-            await asyncio.sleep(_THINK_SECONDS)
-
-    async def more(self, number: int, describe: Any) -> None:
-        """Wait for so many more answers."""
-        wanted = self.num_answered + number
-        await until(lambda: self.num_answered >= wanted or bool(self.failures), 60, describe)
-        assert not self.failures, f"{self.failures}\n{describe()}"
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
 @pytest.mark.timeout(300)
 async def test_a_fleet_in_plain_text_gets_certificates_without_a_failed_stream(tmp_path: Path, release: Path) -> None:
     fleet = _Fleet(tmp_path, release)
@@ -176,7 +121,7 @@ async def test_a_fleet_in_plain_text_gets_certificates_without_a_failed_stream(t
         await until(ready, 90, fleet.logs)
 
     http = httpx.AsyncClient(timeout=60, trust_env=False)
-    streams = _Streams(http, f"http://127.0.0.1:{http_ports[0]}")
+    streams = SteadyStreams(http, f"http://127.0.0.1:{http_ports[0]}", _PROMPTS, _NUM_TOKENS)
     try:
         # 1. A fleet of the release before, on two hosts.
         fleet.start("gateway-old", "control", *gateway(0), is_old=True)
@@ -230,7 +175,6 @@ async def test_a_fleet_in_plain_text_gets_certificates_without_a_failed_stream(t
 @needs_environment
 @pytest.mark.timeout(300)
 async def test_workers_of_this_release_serve_a_gateway_of_the_release_before(tmp_path: Path, release: Path) -> None:
-    new = ("prefill", "decode")  # both: that gateway does not know that another torch is another numerics class
     fleet = _Fleet(tmp_path, release)
     http_port, grpc_port = free_ports(2)
     flags = ("--control", f"127.0.0.1:{grpc_port}", "--host-id", "host-a")
@@ -238,9 +182,8 @@ async def test_workers_of_this_release_serve_a_gateway_of_the_release_before(tmp
     try:
         fleet.start("gateway", "control", *listen, "--local-prefill", "never", is_old=True)
         fleet.start("kv", "kv", *flags, is_old=True)
-        for role in ("prefill", "decode"):
-            plain = ("--insecure-plaintext",) if role in new else ()
-            fleet.start(role, role, *flags, *SMALL, *plain, is_old=role not in new)
+        for role in ("prefill", "decode"):  # both: that gateway does not know that another torch is another class
+            fleet.start(role, role, *flags, *SMALL, "--insecure-plaintext")
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
 
             async def is_ready() -> bool:
@@ -252,7 +195,7 @@ async def test_workers_of_this_release_serve_a_gateway_of_the_release_before(tmp
                     return False
 
             await until(is_ready, 120, fleet.logs)  # a request has gone from prefill to decode
-            streams = _Streams(http, f"http://127.0.0.1:{http_port}")
+            streams = SteadyStreams(http, f"http://127.0.0.1:{http_port}", _PROMPTS, _NUM_TOKENS)
             await streams.start()
             await streams.more(4, fleet.logs)
             await streams.stop()

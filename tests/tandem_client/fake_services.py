@@ -13,7 +13,7 @@ _SHARED = """
 import argparse, json, os, pathlib, signal, sys
 parser = argparse.ArgumentParser()
 for name in ("control", "listen", "grpc-listen", "worker-id", "model", "served-model-name", "cpus", "num-threads",
-             "kv-memory-limit-bytes"):
+             "kv-memory-limit-bytes", "device-memory-share"):
     parser.add_argument("--" + name)
 flags = parser.parse_args()
 folder = pathlib.Path(os.environ["FAKE_FLEET"])

@@ -220,6 +220,23 @@ def test_status_shows_gpus_and_what_is_wrong_with_them() -> None:
         assert words in picture
 
 
+def test_status_shows_what_nvml_does_not_tell_as_unknown() -> None:
+    reason = "which are Tandem's is ambiguous"
+    gauges = {"utilization_percent": None, "temperature_celsius": 54, "power_milliwatts": None}
+    instance = {**GPU, **gauges, "mig_instance": "3/0", "foreign_bytes": None, "foreign_unknown": reason}
+    picture = shown([WORKER | {"memory": {"source": "nvml", "devices": [instance]}}], 200)
+    for words in ("GPU 0/3/0 NVIDIA H200", "load unknown, 54 °C, power unknown", f"held by others: unknown ({reason})"):
+        assert words in picture
+    idle = {**GPU, "utilization_percent": 0, "power_milliwatts": 0, "foreign_bytes": 0, "foreign_unknown": ""}
+    picture = shown([WORKER | {"memory": {"source": "nvml", "devices": [idle]}}])
+    assert "0 % busy, 54 °C, 0 W" in picture and "held by others" not in picture
+
+
+def test_status_says_nothing_of_gpus_beside_a_process_that_uses_none() -> None:
+    picture = shown([WORKER | {"memory": {**WORKER["memory"], "source": "host: this process uses no device"}}])
+    assert "20.0 GiB free of 24.0 GiB" in picture and "device" not in picture
+
+
 def test_status_shows_who_loads_who_failed_and_who_is_not_heard() -> None:
     loading = WORKER | {
         "state": "loading",

@@ -226,17 +226,21 @@ def _certificate(state_dir: Path, name: str, expires: timedelta) -> None:
 
 
 class StubNvml:
-    """The calls of pynvml that `tandem doctor` makes."""
+    """The calls of pynvml that `tandem doctor` makes: a healthy card, but for the answers in `changes`."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, *, driver_fails: bool = False, card_fails: bool = False) -> None:
+    def __init__(self, *, driver_fails: bool = False, card_fails: bool = False, **changes: Any) -> None:
         self._driver_fails = driver_fails
         self._card_fails = card_fails
+        self._changes = changes
         self.is_running = False
+        self.may_answer = threading.Event()
+        self.may_answer.set()
 
     def nvmlInit(self) -> None:
+        self.may_answer.wait(30)
         if self._driver_fails:
             raise self.NVMLError("Driver Not Loaded")
         self.is_running = True
@@ -246,6 +250,9 @@ class StubNvml:
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "590.1"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return int(self._changes.get("cuda", 13_010))
 
     def nvmlDeviceGetCount(self) -> int:
         return 1
@@ -258,8 +265,34 @@ class StubNvml:
     def nvmlDeviceGetName(self, handle: Any) -> str:
         return "NVIDIA H200"
 
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return {0: "GPU-0a", "instance": "MIG-0b"}[handle]
+
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
         return SimpleNamespace(free=100 << 30, total=140 << 30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        return self._changes.get("capability", (9, 0))  # type: ignore[no-any-return]
+
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
+        return int(self._changes.get("compute_mode", 0))
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: int, since: int) -> int:
+        assert (kind, since) == (1, 0), "uncorrected, volatile"
+        if self._changes.get("ecc") is None:
+            raise self.NVMLError("Not Supported")
+        return int(self._changes["ecc"])
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        return [int("instances" in self._changes)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, place: int) -> str:
+        if place < 6 or not self._changes["instances"]:
+            raise self.NVMLError("Not Found")
+        return "instance"
 
 
 def _pci(folder: Path, *, has_card: bool) -> Path:
@@ -291,6 +324,87 @@ def test_a_lost_card_fails(tmp_path: Path) -> None:
     nvml = StubNvml(card_fails=True)
     assert _worst(gpu.gpu(_pci(tmp_path, has_card=True), nvml)).level == "fail"
     assert not nvml.is_running, "NVML is shut down"
+
+
+def _of_card(tmp_path: Path, nvml: StubNvml, cuda: str = "13.0") -> list[Finding]:
+    for name in ("nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (tmp_path / "pci").mkdir()
+    return list(gpu.gpu(_pci(tmp_path / "pci", has_card=True), nvml, dev=tmp_path, torch_cuda=cuda, answer_seconds=30))
+
+
+def test_a_healthy_card_with_torch_for_it_is_all_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-0")
+    assert [finding.level for finding in _of_card(tmp_path, StubNvml())] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("nvml", "cuda", "level", "words"),
+    [
+        (
+            StubNvml(cuda=12_080),
+            "13.0",
+            "fail",
+            "has CUDA 12.8, torch is built for CUDA 13.0: the workers would compute",
+        ),
+        (StubNvml(), "", "warn", "torch is built for CPUs only"),
+        (StubNvml(capability=(7, 0)), "13.0", "warn", "has compute capability 7.0, CUDA 13.0 needs 7.5"),
+        (StubNvml(compute_mode=2), "13.0", "fail", "admits no process"),
+        (StubNvml(compute_mode=3), "13.0", "warn", "prefill and decode cannot share it"),
+        (StubNvml(ecc=2), "13.0", "warn", "2 uncorrected ECC errors"),
+        (StubNvml(instances=False), "13.0", "fail", "is in MIG mode and has no instance"),
+    ],
+)
+def test_what_is_wrong_with_a_card_is_found(tmp_path: Path, nvml: StubNvml, cuda: str, level: str, words: str) -> None:
+    [finding] = [each for each in _of_card(tmp_path, nvml, cuda) if each.level != "ok"]
+    assert (finding.level, words in finding.text) == (level, True), finding
+
+
+@pytest.mark.parametrize(
+    ("nvml", "cuda"),
+    [
+        (StubNvml(cuda=12_020), "12.8"),  # within a major version
+        (StubNvml(capability=(7, 0)), "12.8"),
+        (StubNvml(ecc=0), "13.0"),
+        (StubNvml(instances=True), "13.0"),
+    ],
+)
+def test_what_does_well_is_not_complained_of(tmp_path: Path, nvml: StubNvml, cuda: str) -> None:
+    assert [each.level for each in _of_card(tmp_path, nvml, cuda)] == ["ok"]
+
+
+def test_a_driver_without_unified_memory_fails_although_nvml_answers(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    findings = list(gpu.gpu(tmp_path, StubNvml(), dev=tmp_path, torch_cuda="13.0"))
+    assert "CUDA does not start" in _worst(iter(findings)).text and _worst(iter(findings)).level == "fail"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "complaint"),
+    [
+        ("MIG-0b", ""),
+        ("GPU-0a, 0", ""),
+        ("0,3,GPU-0a", "'3'"),
+        ("GPU-9", "'GPU-9'"),
+        ("MIG-7", "'MIG-7'"),
+        ("0,,GPU-0a", "''"),
+        ("", ""),
+    ],
+)
+def test_a_name_without_a_card_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, complaint: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    complaints = [each.text for each in _of_card(tmp_path, StubNvml(instances=True)) if each.level == "warn"]
+    assert [complaint in text for text in complaints] == ([True] if complaint else [])
+
+
+def test_a_driver_that_hangs_fails(tmp_path: Path) -> None:
+    nvml = StubNvml()
+    nvml.may_answer.clear()
+    [finding] = gpu.gpu(_pci(tmp_path, has_card=True), nvml, answer_seconds=0.01)
+    nvml.may_answer.set()
+    assert (finding.level, finding.text) == ("fail", "the driver has not answered for 0 s")
 
 
 def test_the_table_fits_80_columns_and_shows_each_remedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,14 +151,30 @@ def test_nothing_is_kept_off_where_decode_has_all_cores_or_an_engine_may_go_anyw
             assert cores_beside_decode(TWO_CORES, plan(TWO_CORES, UpOptions(), {role: mine})) == ()
 
 
-def test_gpus_go_round_and_one_of_its_own_sizes_its_own_pool() -> None:
-    machine = Machine(cores=tuple(range(8)), free_memory_bytes=24 * GIB, gpus=("0", "1"))
-    workers = plan(machine, UpOptions())[2:]
-    assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in workers] == ["0", "1"]
-    assert [flag(worker, "--kv-memory-limit-bytes") for worker in workers] == [None, None]
-    shared = plan(machine, UpOptions(num_decode=2))[2:]
-    assert [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in shared] == ["0", "1", "0"]
-    assert flag(shared[0], "--kv-memory-limit-bytes") is not None
+def test_gpus_go_round_and_engines_on_one_card_share_its_memory() -> None:
+    machine = Machine(cores=tuple(range(8)), free_memory_bytes=24 * GIB, gpus=("0", "GPU-1"))
+
+    def cards(options: UpOptions) -> list[tuple[str, str | None]]:
+        workers = plan(machine, options)[2:]
+        assert {flag(worker, "--kv-memory-limit-bytes") for worker in workers} == {None}, "a card is no host memory"
+        visible = [dict(worker.environment)["CUDA_VISIBLE_DEVICES"] for worker in workers]
+        return list(zip(visible, (flag(worker, "--device-memory-share") for worker in workers), strict=True))
+
+    assert cards(UpOptions()) == [("0", "0.9"), ("GPU-1", "0.9")]
+    assert cards(UpOptions(num_decode=2)) == [("0", "0.45"), ("GPU-1", "0.9"), ("0", "0.45")]
+    assert cards(UpOptions(num_prefill=3, num_decode=2))[0] == ("0", "0.3")
+    # An encoder sizes no pool, but it has its share.
+    assert cards(UpOptions(embedding_models=("e",))) == [("0", "0.45"), ("GPU-1", "0.9"), ("0", None)]
+    one_core = replace(machine, cores=(0,))
+    prefill, decode, encoder = plan(one_core, UpOptions(embedding_models=("e",)))[2:]
+    assert [flag(each, "--device-memory-share") for each in (prefill, decode, encoder)] == ["0.45", "0.9", None]
+    assert dict(encoder.environment)["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_share_of_a_card_in_the_settings_wins() -> None:
+    machine = Machine(cores=(0, 1), free_memory_bytes=24 * GIB, gpus=("0",))
+    prefill, decode = plan(machine, UpOptions(), {"prefill": {"device_memory_share": "0.2"}})[2:]
+    assert (flag(prefill, "--device-memory-share"), flag(decode, "--device-memory-share")) == (None, "0.45")
 
 
 @given(num_cores=st.integers(1, 40), num_workers=st.integers(1, 12))

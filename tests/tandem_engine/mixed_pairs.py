@@ -104,7 +104,7 @@ def answer_of_pair(prefill: RecordedEngine, decode: RecordedEngine, prompt: Sequ
     first, sealed, _ = prefill.run()
     decode.core.handle(
         MapRegion(ready.region_id, ready.region_bytes, ready.num_blocks, ready.generations_offset),
-        prefill.engine.region_fd,
+        prefill.engine.region_fds[0],
     )
     decode.core.handle(AddRequest("d", list(prompt), len(prompt), _greedy(num_tokens), mode="decode"))
     for command in import_commands(prefill.engine, sealed):

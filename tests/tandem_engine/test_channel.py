@@ -66,7 +66,7 @@ EXAMPLES: list[Any] = [
         3,
         4,
         5,
-        is_staged=True,
+        max_held_slots=2,
         numa_node=1,
     ),
 ]

@@ -54,7 +54,7 @@ def test_an_abort_says_what_had_been_computed() -> None:
 
 def test_regions_are_the_runners_affair() -> None:
     harness = EngineHarness()
-    assert harness.core.handle(MapRegion("r", 4096, 4, 0), fd=7) == []
+    assert harness.core.handle(MapRegion("r", 4096, 4, 0), 7) == []
     assert harness.runner.regions == {"r": 7}
     assert harness.core.handle(UnmapRegion("r")) == []
     assert harness.runner.regions == {}
@@ -65,7 +65,7 @@ def test_a_region_that_cannot_be_mapped_fails_its_slabs_and_nothing_else() -> No
     harness = EngineHarness()
     harness.runner.unmappable_regions = {"prefill"}
     harness.runner.stale_slots = {20}
-    assert harness.core.handle(MapRegion("prefill", 4096, 4, 0), fd=7) == []
+    assert harness.core.handle(MapRegion("prefill", 4096, 4, 0), 7) == []
     harness.add("d", [1, 2, 3], mode="decode", max_tokens=2)
     (event,) = harness.core.handle(slab("d", 0, [20]))
     assert isinstance(event, SlabImported)

@@ -145,7 +145,7 @@ def test_a_prefill_hands_over_of_windows_what_the_answer_sees(
     assert sealed[-1].is_last
     assert blocks == {group: list(range(16 if group else 0, 20)) for group in blocks}
     assert prefill.core.scheduler.stats().num_held_blocks == sum(map(len, blocks.values()))
-    decode.core.handle(map_region(prefill), prefill.region_fd)
+    decode.core.handle(map_region(prefill), prefill.region_fds[0])
     (reserved,) = decode.core.handle(ask("d", prompt, 3, mode="decode"))
     assert (reserved.num_cached_blocks > 0) == bool(num_found)
     for number, event in enumerate(sealed):
@@ -179,7 +179,7 @@ def test_a_prefix_that_lies_ready_is_loaded_with_the_windows_of_its_end(
         for place, extent in enumerate(extents(there, event))
         if event.first_block + place < len(before) // BLOCK
     ]
-    here.core.handle(map_region(there), there.region_fd)
+    here.core.handle(map_region(there), there.region_fds[0])
     assert drain_one(here.core, drain, ask("b", prompt, 3, prefix=prefix)) == expected
     num_loaded = here.core.scheduler.stats().counters["prompt_tokens_loaded"]
     assert num_loaded == 68  # 17 of its blocks are full: the groups with a window brought 13 to 16

@@ -16,7 +16,7 @@ import pytest_asyncio
 import tandem_engine.client
 from tandem_engine.channel import close_all
 from tandem_engine.client import EngineClient
-from tandem_engine.execution.regions import MappedRegions
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -79,10 +79,10 @@ def _config(folder: Path, **values: Any) -> EngineConfig:
     )
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def front(make_checkpoint: Callable[[str], Path]) -> AsyncIterator[Front]:
-    """One engine for all tests that do not change it: starting one takes seconds."""
-    client = await EngineClient.start(_config(make_checkpoint("llama")))
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["off", "on"])
+async def front(make_checkpoint: Callable[[str], Path], request: pytest.FixtureRequest) -> AsyncIterator[Front]:
+    """One engine for all tests that do not change it, and one that overlaps steps: starting one takes seconds."""
+    client = await EngineClient.start(_config(make_checkpoint("llama"), overlap=request.param))
     front = Front(client)
     front.ready = await front.wait_for(Ready)
     yield front

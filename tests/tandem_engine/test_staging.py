@@ -181,6 +181,7 @@ def test_a_release_of_more_than_was_announced_frees_only_that() -> None:
     assert ring.publisher.state["staging_slots_held"] == 1
     ring.publisher.wait()
     assert ring.contents(ring.sealed()) == ["1.1"]
+    assert ring.publisher.state["staging_slots_held"] == 1
 
 
 def test_a_long_prompt_leaves_half_of_the_ring_to_others() -> None:

@@ -22,17 +22,20 @@ from tandem_machine import cgroups
 from tandem_runtime import memory
 from tandem_runtime.host_memory import host_memory
 from tandem_runtime.memory import MemoryProbe
-from tandem_runtime.nvml import Nvml, NvmlUnavailable, throttle_reasons
+from tandem_runtime.nvml import Nvml, NvmlUnavailable
+from tandem_runtime.nvml_figures import throttle_reasons
 
 SOURCE = Path(__file__).parent / "nvml_stub" / "nvml_stub.c"
 GIB = 1024**3
 UUID_A = "GPU-aaaaaaaa-0000-0000-0000-000000000000"
 UUID_B = "GPU-bbbbbbbb-0000-0000-0000-000000000001"
+MIG_A = "MIG-cccccccc-0000-0000-0000-000000000003"
+MIG_B = "MIG-dddddddd-0000-0000-0000-000000000004"
 
 PROBE = """
 import ctypes, json, os, sys
 from google.protobuf import json_format
-from tandem_runtime import memory, nvml
+from tandem_runtime import memory
 os.environ["NVML_STUB_OWN_PID"] = str(os.getpid())
 probe = memory.MemoryProbe(lambda: [os.getpid()])
 reports = [json_format.MessageToDict(probe.read(), preserving_proto_field_name=True) for _ in range(int(sys.argv[1]))]
@@ -56,8 +59,9 @@ def stub_folder(*defines: str) -> Path:
 
 def reports(num: int = 1, defines: tuple[str, ...] = (), **variables: str) -> tuple[list[pb.MemoryReport], list[int]]:
     """Read `num` reports in a process whose NVML is the stub; also how often NVML was started and shut down."""
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"LD_LIBRARY_PATH": str(stub_folder(*defines))} | variables
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    stub = stub_folder(*defines)
+    environment |= {"LD_LIBRARY_PATH": str(stub), "TANDEM_RUNTIME_DIR": str(stub / "run"), **variables}
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(num)],
         env=environment,
@@ -117,12 +121,12 @@ def test_a_card_without_energy_counter_and_ecc_reports_neither_and_no_error_of_t
     assert card.error == "power: Not Supported"
 
 
-def test_a_figure_that_cannot_be_read_is_zero_and_named_and_the_others_stay() -> None:
+def test_a_figure_that_cannot_be_read_is_absent_and_named_and_the_others_stay() -> None:
     card = only().devices[1]
     assert card.error == "power: Not Supported"
-    assert card.power_milliwatts == 0
+    assert not card.HasField("power_milliwatts")
     assert (card.uuid, card.total_bytes, card.temperature_celsius) == (UUID_B, 24 * GIB, 31)
-    assert card.foreign_bytes == 0
+    assert card.HasField("utilization_percent") and card.utilization_percent == 0, "zero is a figure"
     assert list(card.throttle_reasons) == []  # idle is no throttling
 
 
@@ -132,37 +136,29 @@ def test_drivers_from_before_the_new_name_tell_their_throttle_reasons_too() -> N
     assert report.devices[0].error == ""
 
 
-@pytest.mark.parametrize(
-    ("chosen", "uuids"),
-    [
-        ("0,1", [UUID_A, UUID_B]),
-        ("1,0", [UUID_B, UUID_A]),
-        (" 1 ", [UUID_B]),
-        (UUID_B, [UUID_B]),
-        ("GPU-bbb", [UUID_B]),
-        ("1,7,0", [UUID_B]),  # as CUDA does, the list ends at its first entry that names nothing
-        ("GPU-", []),  # fits both
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-    ],
-)
-def test_cuda_visible_devices_restricts_and_orders(chosen: str, uuids: list[str]) -> None:
-    report = only(CUDA_VISIBLE_DEVICES=chosen)
-    assert [device.uuid for device in report.devices] == uuids
-    assert report.source == ("nvml" if uuids else "host: NVML shows no device to this process")
+def test_a_mig_instance_has_its_own_memory_and_no_figure_that_is_its_cards() -> None:
+    [device] = only(CUDA_VISIBLE_DEVICES=MIG_A, NVML_STUB_MIG="1", NVML_STUB_XIDS="0:79").devices
+    assert device == pb.Device(
+        index=0,
+        name="Stub A MIG 3g.40gb",
+        uuid=MIG_A,
+        mig_instance="3/0",
+        total_bytes=40 * GIB,
+        used_bytes=4 * GIB,
+        free_bytes=36 * GIB,
+        own_bytes=4 * GIB,
+        foreign_bytes=0,
+        temperature_celsius=84,
+        throttle_reasons=["sw_power_cap", "hw_thermal_slowdown", "reason_0x8000"],
+        xid_errors={79: 1},
+    )
 
 
-def test_an_index_is_nvmls_own_whatever_the_order() -> None:
-    assert [device.index for device in only(CUDA_VISIBLE_DEVICES="1,0").devices] == [1, 0]
-
-
-def test_a_mig_instance_is_named_and_left_alone() -> None:
-    report = only(CUDA_VISIBLE_DEVICES="MIG-1234,1")
-    assert [(device.uuid, device.total_bytes, device.error) for device in report.devices] == [
-        ("MIG-1234", 0, "MIG instances are not read"),
-        (UUID_B, 24 * GIB, "power: Not Supported"),
-    ]
+def test_a_card_whose_instances_are_all_of_others_says_so() -> None:
+    [device, other] = only(NVML_STUB_MIG="none").devices
+    assert (device.index, device.total_bytes) == (0, 0)
+    assert device.error == "the GPU is in MIG mode, and none of its instances can be used here"
+    assert other.uuid == UUID_B
 
 
 def test_nvml_is_started_once_for_many_reports() -> None:
@@ -188,20 +184,20 @@ def test_without_a_driver_the_host_is_reported_and_the_reason_said() -> None:
 
 def test_a_real_card_reports_itself() -> None:
     try:
-        devices = Nvml().devices({os.getpid()})
+        found = Nvml().devices()
     except NvmlUnavailable as reason:
         pytest.skip(f"no real card: {reason}")
-    for device in devices:
-        assert device.name and device.uuid.startswith("GPU-")
+    for device, use in found:
+        assert device.name and device.uuid.startswith(("GPU-", "MIG-"))
         assert 0 < device.used_bytes + device.free_bytes <= device.total_bytes
-        assert device.foreign_bytes <= device.used_bytes
+        assert use is not None and use.used_bytes == device.used_bytes
         assert device.utilization_percent <= 100
 
 
 def test_reports_within_half_a_second_are_one_reading() -> None:
     num_readings = []
-    probe = MemoryProbe(lambda: num_readings.append(1) or [os.getpid()])  # type: ignore[func-returns-value]
-    assert probe.report() is probe.report()
+    probe = MemoryProbe(lambda: num_readings.append(1) or [os.getpid()], has_devices=False)  # type: ignore[func-returns-value]
+    assert probe.read() is probe.report() is probe.report() is probe.latest
     assert num_readings == [1]
 
 
@@ -216,7 +212,7 @@ def test_a_report_never_waits_for_a_reading(monkeypatch: pytest.MonkeyPatch) -> 
             assert may_end.wait(10)
         return [os.getpid()]
 
-    probe = MemoryProbe(own_pids)
+    probe = MemoryProbe(own_pids, has_devices=False)
     first = probe.read()
     monkeypatch.setattr(memory, "FRESH_SECONDS", -1.0)  # every reading is old
     assert probe.report() is first
@@ -238,7 +234,7 @@ def test_the_memory_of_our_processes_is_summed_and_ended_ones_count_nothing() ->
 
 
 def test_a_reading_that_lacks_a_descriptor_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = MemoryProbe(lambda: [os.getpid()])
+    probe = MemoryProbe(lambda: [os.getpid()], has_devices=False)
     before = probe.read()
     with monkeypatch.context() as used_up:
         used_up.setattr(memory, "host_memory", _no_descriptor)
@@ -254,7 +250,7 @@ def test_a_broken_list_of_processes_does_not_break_the_heartbeat() -> None:
     def broken() -> list[int]:
         raise ProcessLookupError("the engine is gone")
 
-    report = MemoryProbe(broken).report()
+    report = MemoryProbe(broken).read()
     assert report.host.total_bytes > 0
 
 

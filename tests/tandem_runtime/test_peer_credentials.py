@@ -39,7 +39,7 @@ except OSError as error:
 class NoRegions:
     """A keeper that nobody reaches."""
 
-    def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
+    def take(self, offer: RegionOffer, fd: int, connection: object, memory_fd: int | None = None) -> None:
         raise AssertionError("a stranger lent a region")
 
     def owner_gone(self, region_id: str, connection: object) -> None:

@@ -18,6 +18,8 @@ class ScriptedEngine(EngineLink):
 
     def __init__(self) -> None:
         self.sent: list[messages.Command | EncoderCommand] = []
+        self.num_descriptors: list[int] = []
+        """Of each command sent."""
         self.answer: Callable[[Any], None] = lambda command: None
         self._events: asyncio.Queue[Received | None] = asyncio.Queue()
         self.pid_ = 0
@@ -26,10 +28,11 @@ class ScriptedEngine(EngineLink):
     def pid(self) -> int:
         return self.pid_
 
-    def send(self, command: messages.Command | EncoderCommand, fd: int | None = None) -> None:
-        if fd is not None:
+    def send(self, command: messages.Command | EncoderCommand, *fds: int) -> None:
+        for fd in fds:
             os.close(os.dup(fd))  # fails for a closed descriptor, like the real link
         self.sent.append(command)
+        self.num_descriptors.append(len(fds))
         self.answer(command)
 
     def sent_of(self, kind: type[Any]) -> list[Any]:

@@ -47,7 +47,8 @@ def test_every_figure_of_a_card_is_exported() -> None:
     device_metrics.export(lambda: pb.MemoryReport(devices=[card(joules=500)]), dict)
     found = Scrape(metrics.exposition())
     owners = {labels["owner"]: value for labels, value in found.series("tandem_device_memory_bytes")}
-    assert owners == {"tandem": 4 * GIB, "foreign": 6 * GIB, "free": 70 * GIB}
+    assert owners == {"tandem": 3 * GIB, "foreign": 6 * GIB, "free": 70 * GIB}, "the driver has 1 GiB"
+    assert found.value("tandem_device_silence_seconds") == 0
     assert found.series("tandem_device_utilization") == [({"device": "0"}, 0.97)]
     assert found.series("tandem_device_power_watts") == [({"device": "0"}, 345.678)]
     assert found.series("tandem_device_temperature_celsius") == [({"device": "0"}, 84)]
@@ -65,7 +66,34 @@ def test_a_reason_that_has_passed_is_exported_no_longer() -> None:
     devices[0] = pb.Device(index=0)
     found = Scrape(metrics.exposition())
     assert found.series("tandem_device_throttled") == []
-    assert found.series("tandem_device_temperature_celsius") == [({"device": "0"}, 0)]
+
+
+def test_a_figure_that_is_not_known_has_no_series() -> None:
+    known = pb.Device(index=0, mig_instance="3/0", total_bytes=40 * GIB, used_bytes=4 * GIB, free_bytes=36 * GIB)
+    lost = pb.Device(index=1, error="memory: GPU is lost")
+    device_metrics.export(lambda: pb.MemoryReport(devices=[known, lost]), dict)
+    found = Scrape(metrics.exposition())
+    assert found.series("tandem_device_memory_bytes") == [({"device": "0/3/0", "owner": "free"}, 36 * GIB)]
+    series = {name for name in found.types if name.startswith("tandem_device") and found.series(name)}
+    assert series == {"tandem_device_memory_bytes", "tandem_device_silence_seconds"}
+
+
+def test_zero_is_a_figure() -> None:
+    idle = pb.Device(total_bytes=GIB, own_bytes=0, foreign_bytes=0, utilization_percent=0, power_milliwatts=0)
+    device_metrics.export(lambda: pb.MemoryReport(devices=[idle]), dict)
+    found = Scrape(metrics.exposition())
+    owners = {labels["owner"]: value for labels, value in found.series("tandem_device_memory_bytes")}
+    assert owners == {"tandem": 0, "foreign": 0, "free": 0}
+    assert found.value("tandem_device_utilization") == found.value("tandem_device_power_watts") == 0
+
+
+@pytest.mark.parametrize("devices", [[], [card()]])
+def test_while_nvml_does_not_answer_its_silence_is_exported_alone(devices: list[pb.Device]) -> None:
+    device_metrics.export(lambda: pb.MemoryReport(devices=devices, device_age_seconds=12), dict)
+    found = Scrape(metrics.exposition())
+    assert found.value("tandem_device_silence_seconds") == 12
+    series = {name for name in found.types if name.startswith("tandem_device") and found.series(name)}
+    assert series == {"tandem_device_silence_seconds"}
 
 
 def test_energy_per_token_is_the_energy_of_a_window_over_its_tokens() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tandem_engine.messages import MapRegion, UnmapRegion
 from tandem_runtime.errors import Unavailable
-from tandem_runtime.kv.regions import RegionGrant
+from tandem_runtime.kv.regions import RegionGrant, RegionKind
 from tandem_worker.engine_link import EngineRegions
 from tests.tandem_worker.kv_harness import FollowedLink, until
 from tests.tandem_worker.scripted_engine import ScriptedEngine
@@ -25,7 +25,7 @@ class SlowLink(FollowedLink):
         self.error: Exception | None = None
         self.num_fetched = 0
 
-    async def fetch_region(self, region_id: str) -> RegionGrant:
+    async def fetch_region(self, region_id: str, kind: RegionKind = "host") -> RegionGrant:
         self.num_fetched += 1
         await self.go_on.wait()
         if self.error is not None:

@@ -22,6 +22,7 @@ from tandem_engine.messages import (
     Reserved,
 )
 from tandem_engine.scheduling.block_hash import hash_blocks, hash_root
+from tandem_runtime.device_reader import EngineMemory
 from tandem_runtime.errors import InternalError, InvalidRequest, TandemError, from_proto
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.spaces import fold, space_of
@@ -60,7 +61,7 @@ class FakeConnector(KVConnector):
 
     def on_reserved(self, request: ActiveRequest, reserved: Reserved) -> None: ...
 
-    def on_sealed(self, request: ActiveRequest, sealed: messages.SealedBlocks) -> None: ...
+    def on_sealed(self, sealed: messages.SealedBlocks) -> None: ...
 
     def on_output(self, request: ActiveRequest, output: messages.RequestOutput, wire: pb.TokenOutput) -> None:
         if self.output_error is not None:
@@ -449,3 +450,13 @@ async def test_the_pool_is_reported_before_the_first_step() -> None:
     async with harness() as here:
         report = here.front.load()
         assert (report.kv.num_total_blocks, report.kv.num_free_blocks, report.kv.tokens_per_block) == (8, 8, 16)
+
+
+async def test_what_the_engine_counts_of_its_device_is_known_once_it_has_loaded() -> None:
+    async with harness() as here:
+        assert here.front.state.engine_memory is None
+        here.engine.emit(messages.DeviceMemoryUsed("a uuid", 5))
+        here.engine.emit(messages.DeviceMemoryUsed("a uuid", 7))
+        async with asyncio.timeout(10):
+            while here.front.state.engine_memory != EngineMemory("a uuid", 7):  # noqa: ASYNC110 - nobody is told
+                await asyncio.sleep(0)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from pathlib import Path
 
 import pytest
 import structlog
 
-from tandem_runtime.errors import InvalidRequest, Unavailable
+from tandem_engine.messages import MapRegion, UnmapRegion
+from tandem_runtime.errors import InvalidRequest, Unavailable, Unsupported
 from tandem_runtime.kv.shared_region import SharedRegion
+from tandem_worker.engine_link import EngineRegions
 from tandem_worker.kv_link import LentPool, lost_is_unavailable
 from tests.kv_transfer_svc.host import running_host
 from tests.tandem_worker.kv_harness import FollowedLink, until
+from tests.tandem_worker.scripted_engine import ScriptedEngine
 
 
 async def test_a_region_is_lent_to_every_life_of_the_kv_service(tmp_path: Path) -> None:
@@ -34,6 +38,35 @@ async def test_a_region_is_lent_to_every_life_of_the_kv_service(tmp_path: Path) 
         await link.close()
         await link.close()
     region.close()
+
+
+async def test_a_pool_in_device_memory_is_lent_and_mapped_with_both_descriptors(tmp_path: Path) -> None:
+    generations = SharedRegion.create("test-generations", 0, 1)
+    memory, other_end = os.pipe()
+    engine = ScriptedEngine()
+    async with running_host(tmp_path) as host:
+        link = FollowedLink(host)
+        link.lend(LentPool("mine", 8192, 1, 8192, 0, os.dup(generations.fd), os.dup(memory)))
+        await asyncio.wait_for(link.wait_lent(), 10)
+        regions = EngineRegions(engine, link, idle_seconds=0.01)
+        with pytest.raises(Unsupported, match="MEMORY_KIND_DEVICE"):
+            await regions.map(["mine"])
+        await regions.map(["mine"], "device")
+        await until(lambda: engine.sent_of(UnmapRegion) == [UnmapRegion("mine")])
+        assert engine.sent_of(MapRegion) == [MapRegion("mine", 8192, 1, 0, "device")]
+        assert engine.num_descriptors == [2, 0]
+        await link.close()
+        generations.close()
+        os.close(memory)
+        await until(lambda: not is_read(other_end))  # neither this link nor the service has a copy left
+    os.close(other_end)
+
+
+def is_read(end_of_pipe: int) -> bool:
+    """Return whether any descriptor of the pipe's other end is open."""
+    asking = select.poll()
+    asking.register(end_of_pipe, 0)
+    return not any(events & select.POLLERR for _, events in asking.poll(0))
 
 
 async def test_whoever_asks_hears_of_every_change_of_address(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tandem.v1 import kv_transfer_pb2 as kv
 from tandem.v1 import types_pb2 as pb
@@ -84,6 +86,13 @@ class Harness:
         self.offload.on_filled(ActiveRequest(submit, GatewayStream()), filled)
         await until(lambda: self.offload.counters["prompt_cache_blocks_published"] == num_expected)
 
+    async def fill_late(self, request_id: str, first: int, num_expected: int) -> None:
+        """Report one block of a request that is over; wait until the store has so many."""
+        generation = self.region.generation(first)
+        filled = FilledBlocks(request_id, "", [HASHES[first].hex()], [first], [generation], region_id="pool")
+        self.offload.on_filled(None, filled)
+        await until(lambda: self.offload.counters["prompt_cache_blocks_published"] == num_expected)
+
 
 @asynccontextmanager
 async def harness(folder: Path) -> AsyncIterator[Harness]:
@@ -113,6 +122,16 @@ def a_submit(num_tokens: int = NUM_BLOCKS * BLOCK, **fields: Any) -> pb.Submit:
 
 def tags(publishes: list[kv.PublishRequest]) -> list[tuple[bytes, bytes, list[bytes]]]:
     return [(each.account_tag, each.parent_hash, [block.block_hash for block in each.blocks]) for each in publishes]
+
+
+async def test_blocks_in_device_memory_are_never_published_but_those_of_others_are_loaded(tmp_path: Path) -> None:
+    async with harness(tmp_path) as here:
+        await here.fill(a_submit(), 0, 2)
+        here.offload.on_ready(replace(ready("pool"), region_kind="device"))
+        filled = FilledBlocks("r", HASHES[1].hex(), [HASHES[2].hex()], [2], [0])
+        here.offload.on_filled(ActiveRequest(a_submit(), GatewayStream()), filled)
+        assert len((await here.added(a_submit())).prefix) == 2
+        assert len(here.publishes) == 1
 
 
 async def test_the_store_is_asked_for_what_may_be_found_and_never_for_the_last_token(tmp_path: Path) -> None:
@@ -214,3 +233,14 @@ async def test_a_prompt_of_more_blocks_than_one_call_takes_is_loaded_whole(
         assert [block.index for block in command.prefix] == list(range(num_blocks - 1))
         assert [len(load.block_hashes) for load in here.loads] == [MAX_BLOCKS_PER_CALL, 1]
         assert here.offload.counters["prompt_cache_failures"] == 0
+
+
+async def test_blocks_that_a_finished_request_filled_are_published_when_their_copies_come_late(tmp_path: Path) -> None:
+    async with harness(tmp_path) as here:
+        request = ActiveRequest(a_submit(), GatewayStream())
+        here.offload.on_finished(request)  # the pool is the region: nothing comes late
+        await here.fill_late(request.key, 0, num_expected=0)
+        here.offload.on_ready(msgspec.structs.replace(ready("pool"), max_held_slots=2))
+        here.offload.on_finished(request)
+        await here.fill_late("another", 0, num_expected=0)
+        await here.fill_late(request.key, 0, num_expected=1)

@@ -106,6 +106,10 @@ async def test_what_changes_in_a_large_fleet_is_seen_at_once(browser: Browser, l
         await expect(device).to_have_attribute(
             "aria-label", re.compile("Tandem 20.0 GiB, Others 4.0 GiB, Free 56.0 GiB")
         )
+        large_fleet.herd.beat(117, _with_unknown_owners(load_of(117, own_bytes=20 * GIB, state=state)))
+        await expect(device).to_have_attribute("aria-label", re.compile(": Unknown owner 24.0 GiB, Free 56.0 GiB$"))
+        await expect(page.locator(".device", has_text="a worker loads")).to_contain_text("load unknown")
+        await expect(page.locator(".device", has_text="a worker loads")).not_to_contain_text(" W")
         await page.get_by_label("Search").fill("")
         await page.get_by_label("State").select_option("draining")
         await expect(page.locator(".filters .end")).to_have_text("1 of 200 workers")
@@ -131,3 +135,12 @@ async def test_a_lost_gateway_is_said_and_found_again(browser: Browser, tmp_path
             await fleet.drain_gateway()
             await expect(page.locator("header")).to_contain_text("reconnecting")
             await expect(page.get_by_text("What you see is the last known state.")).to_be_visible()
+
+
+def _with_unknown_owners(load: pb.LoadReport) -> pb.LoadReport:
+    """Return the report of a worker whose NVML gives no more than the device's memory."""
+    (device,) = load.memory.devices
+    for name in ("own_bytes", "foreign_bytes", "utilization_percent", "power_milliwatts"):
+        device.ClearField(name)
+    device.foreign_unknown = "a worker loads"
+    return load

@@ -143,32 +143,45 @@ function Memory({ host, workers, isOpen }) {
   if (!isOpen && host.devices.length > 1)
     return html`<div class="memory"><${AllDevices} devices=${host.devices} /></div>`;
   const devices = host.devices.map(
-    (device) => html`<div key=${device.index} class="device">
-      <span>${device.name || "Device"} ${device.index}
-        <small>${[`${device.utilization_percent} %`, device.power_watts > 0 && `${device.power_watts} W`, device.temperature_celsius > 0 && `${device.temperature_celsius} °C`].filter(Boolean).join(" · ")}</small>
+    (device) => html`<div key=${numberOf(device)} class="device">
+      <span>${device.name || "Device"} ${numberOf(device)}
+        <small>${gauges(device)}</small>
         ${device.throttle_reasons.length > 0 && html`<small class="problem">slowed: ${device.throttle_reasons.join(", ")}</small>`}
         ${device.error && html`<small class="problem">${device.error}</small>`}</span>
-      <${Bar} label="Memory of device ${device.index}" total=${device.total_bytes} parts=${[
-        { name: "Tandem", value: device.own_bytes, kind: "one" },
-        { name: "Others", value: device.foreign_bytes, kind: "foreign" },
-        { name: "Free", value: device.free_bytes, kind: "free" },
-      ]} />
+      <${Bar} label="Memory of device ${numberOf(device)}" total=${device.total_bytes} parts=${byOwner([device])} />
+      ${device.foreign_unknown && html`<small class="soft">${device.foreign_unknown}</small>`}
     </div>`,
   );
   return html`<div class="memory">${devices}${host.total_bytes > 0 && html`<${HostMemory} host=${host} workers=${workers} />`}</div>`;
 }
 
 function AllDevices({ devices }) {
-  const sum = (name) => devices.reduce((all, device) => all + device[name], 0);
+  const sum = (name) => devices.reduce((all, device) => all + (device[name] ?? 0), 0);
+  const loads = devices.filter((device) => device.utilization_percent != null);
+  const hasPower = devices.some((device) => device.power_watts != null);
   const wrong = devices.filter((device) => device.error || device.throttle_reasons.length).length;
   return html`<div class="device"><span>${plural(devices.length, "device")}
-      <small>${Math.round(sum("utilization_percent") / devices.length)} % · ${count(sum("power_watts"))} W</small>
+      <small>${[loads.length > 0 ? `${Math.round(sum("utilization_percent") / loads.length)} %` : "load unknown", hasPower && `${count(sum("power_watts"))} W`].filter(Boolean).join(" · ")}</small>
       ${wrong > 0 && html`<small class="problem">${wrong} with a problem</small>`}</span>
-    <${Bar} label="Memory of all devices" total=${sum("total_bytes")} parts=${[
-      { name: "Tandem", value: sum("own_bytes"), kind: "one" },
-      { name: "Others", value: sum("foreign_bytes"), kind: "foreign" },
-      { name: "Free", value: sum("free_bytes"), kind: "free" },
-    ]} /></div>`;
+    <${Bar} label="Memory of all devices" total=${sum("total_bytes")} parts=${byOwner(devices)} /></div>`;
+}
+
+const numberOf = (device) => [device.index, device.mig_instance].filter((part) => part !== "" && part != null).join("/");
+
+/** Load, power and heat; null is a figure that NVML does not give. */
+const gauges = ({ utilization_percent: load, power_watts: power, temperature_celsius: heat }) =>
+  [load == null ? "load unknown" : `${load} %`, power != null && `${power} W`, heat != null && `${heat} °C`].filter(Boolean).join(" · ");
+
+/** Memory by owner. Memory in use of which NVML does not tell the owner has a part of its own. */
+function byOwner(devices) {
+  const sum = (of) => devices.reduce((all, device) => all + of(device), 0);
+  const unknown = sum((device) => (device.foreign_bytes == null ? device.used_bytes - (device.own_bytes ?? 0) : 0));
+  return [
+    { name: "Tandem", value: sum((device) => device.own_bytes ?? 0), kind: "one" },
+    { name: "Others", value: sum((device) => device.foreign_bytes ?? 0), kind: "foreign" },
+    ...(unknown > 0 ? [{ name: "Unknown owner", value: unknown, kind: "foreign" }] : []),
+    { name: "Free", value: sum((device) => device.free_bytes), kind: "free" },
+  ];
 }
 
 function HostMemory({ host, workers }) {

@@ -183,6 +183,12 @@ def _devices() -> RowSpec:
                 ),
             ),
             graph(
+                "Silence of NVML",
+                "Which workers' driver hangs?",
+                "s",
+                (f"max by (host_id, worker) (tandem_device_silence_seconds{{{ROLE}}})", WORKER),
+            ),
+            graph(
                 "Device errors",
                 "Which devices report XID or ECC errors?",
                 "short",

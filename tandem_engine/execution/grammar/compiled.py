@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed, MakeMatcher, Matcher
 from tandem_engine.grammar import Grammar
@@ -20,7 +21,7 @@ _MAX_UNFINISHED = 32
 
 
 class CompiledGrammars:
-    """Methods are for one thread; another thread compiles."""
+    """One thread adds requests and asks what is ready, one computes steps (perhaps the same one), another compiles."""
 
     def __init__(self, guide: Callable[[], Compile]) -> None:
         """`guide` is called at the first grammar; it raises GrammarFailed if grammars are not possible."""
@@ -28,17 +29,21 @@ class CompiledGrammars:
         self._compile: Compile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._grammars: OrderedDict[Grammar, Future[MakeMatcher]] = OrderedDict()
+        self._lock = Lock()  # of `_grammars` and `_thread`
 
     def is_ready(self, grammar: Grammar) -> bool:
         """Return whether `matcher` would not wait; if it would, start the compilation now or soon."""
-        if grammar not in self._grammars and self._num_unfinished >= _MAX_UNFINISHED:
-            return False
-        return self._future(grammar).done()
+        with self._lock:
+            if grammar not in self._grammars and self._num_unfinished >= _MAX_UNFINISHED:
+                return False
+            return self._future(grammar).done()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the start of a grammar; raises GrammarFailed."""
+        with self._lock:
+            future = self._future(grammar)
         try:
-            make = self._future(grammar).result()
+            make = future.result()
         except GrammarFailed as error:  # each request gets its own exception
             raise GrammarFailed(str(error)) from error
         return make()

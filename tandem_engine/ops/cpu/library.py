@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is mapped before anything of ours
 
-from tandem_engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels
+from tandem_engine.ops.cpu.compile import NATIVE, KernelsUnavailable, compile_kernels, sources_digest
 from tandem_engine.ops.cpu.prebuilt import PREBUILT, usable_libraries
 
 _POINTER = ctypes.c_void_p
@@ -147,6 +147,23 @@ class Kernels:
     library: ctypes.CDLL
     origin: str
     """For the log: "prebuilt for x86-64-v4", or "compiled on this machine"."""
+
+
+def arithmetic_name(library: ctypes.CDLL) -> str:
+    """Return the name of a library's arithmetic: its bits depend on the sources and on FMA, on nothing else."""
+    return f"cpu-{'fma' if library.tandem_has_fma() else 'no-fma'}-{sources_digest()}"
+
+
+def set_num_threads(library: ctypes.CDLL, num_threads: int, cores: Sequence[int] = ()) -> None:
+    """Let a library compute with `num_threads` threads, the caller's included, from now on.
+
+    With `cores`, one for each thread and the caller's first, the other threads are pinned to theirs.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}, must be at least 1")
+    if cores and len(cores) != num_threads:
+        raise ValueError(f"{len(cores)} cores for {num_threads} threads; give one each, or none")
+    library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(cores))(*cores), len(cores))
 
 
 def load_kernels(folder: Path | None = None, prebuilt: Path = PREBUILT) -> Kernels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,24 +13,32 @@ from tandem_engine.ops.base import (
     Activation,
     EncoderActivation,
     EncoderLayerParts,
+    HostBatch,
     KVPool,
     LayerNorm,
     LayerParts,
     QKNorm,
     Rotary,
-    Run,
     Step,
     Weight,
 )
-from tandem_engine.ops.cpu.compile import sources_digest
 from tandem_engine.ops.cpu.encoder_layers import CpuEncoderLayers, checked_starts
 from tandem_engine.ops.cpu.layers import CpuLayers
-from tandem_engine.ops.cpu.library import Cache, Kernels, QKTransform, StepTable, load_kernels, load_library
-from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of
+from tandem_engine.ops.cpu.library import (
+    Cache,
+    Kernels,
+    QKTransform,
+    arithmetic_name,
+    load_kernels,
+    load_library,
+    set_num_threads,
+)
+from tandem_engine.ops.cpu.places import CpuStep, caches_of, own_step, qk_transform_of, step_of
 from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.ops.cpu.weight import CpuWeight, own_weight, pack, unpack
 from tandem_engine.ops.sampling import RowSample, SamplingRow
 
+_CPU = torch.device("cpu")
 _MAX_QK_TRANSFORMS = 1024
 
 
@@ -61,7 +70,7 @@ class CpuOps:
         self.origin = origin
         """Where the library comes from, for the log."""
         self._sampler = Sampler(library)
-        self._has_fma = bool(library.tandem_has_fma())
+        self._name = arithmetic_name(library)
         self._pool: KVPool | None = None
         self._caches: list[Cache] = []
         self._qk_transforms: dict[tuple[int, int], tuple[int, QKTransform, Rotary | None, QKNorm | None]] = {}
@@ -74,7 +83,7 @@ class CpuOps:
     @property
     def name(self) -> str:
         """The name of the arithmetic: bits depend on the sources and on FMA, on no other feature of the machine."""
-        return f"cpu-{'fma' if self._has_fma else 'no-fma'}-{sources_digest()}"
+        return self._name
 
     @property
     def kv_order(self) -> str:
@@ -86,12 +95,8 @@ class CpuOps:
         With `cores`, one for each thread and the caller's first, the other threads are pinned to theirs. Torch is set
         to one thread: its threads would spin on the same cores between two of our ops.
         """
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, must be at least 1")
+        set_num_threads(self._library, num_threads, cores)
         torch.set_num_threads(1)
-        if cores and len(cores) != num_threads:
-            raise ValueError(f"{len(cores)} cores for {num_threads} threads; give one each, or none")
-        self._library.tandem_set_num_threads(num_threads, (ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> CpuWeight:
         """Copy `weight` into tiles. Raises ValueError unless it is float32 or bfloat16."""
@@ -150,20 +155,9 @@ class CpuOps:
         gate(gate_up.data_ptr(), stride, num_tokens, both // 2, y.data_ptr())
         return y
 
-    def step(self, positions: torch.Tensor, slots: torch.Tensor, runs: Sequence[Run]) -> CpuStep:
-        rows, first_block = [], 0
-        for run in runs:
-            rows.append((run.row, run.start, run.num_tokens, first_block))
-            first_block += len(run.blocks)
-        table = torch.tensor(rows, dtype=torch.int64)
-        blocks = torch.cat([run.blocks for run in runs]) if runs else torch.empty(0, dtype=torch.int64)
-        for tensor in (positions, slots, blocks):
-            assert tensor.dtype == torch.int64 and tensor.is_contiguous(), "a step's numbers are int64 and contiguous"
-        call = StepTable(
-            *(positions.data_ptr(), slots.data_ptr(), len(positions)),
-            *(table.data_ptr(), len(runs), blocks.data_ptr()),
-        )
-        return CpuStep(positions, slots, runs, table, blocks, call, ctypes.addressof(call))
+    def step(self, batch: HostBatch) -> CpuStep:
+        steps = [step_of(of_group) for of_group in batch.on(_CPU)]
+        return replace(steps[0], groups=steps) if len(steps) > 1 else steps[0]
 
     def rope_and_kv_write(
         self,

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Step
+from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Step, StepArrays
 from tandem_engine.ops.cpu.library import Cache, QKTransform, StepTable
 
 
 @dataclass(frozen=True)
 class CpuStep(Step):
-    """A step with its runs in the kernels' layout."""
+    """A step in the kernels' layout."""
 
-    table: torch.Tensor
-    """[num_runs, 4], int64: row, start, num_tokens, first index in `blocks`."""
-    blocks: torch.Tensor
-    """[total blocks], int64: the runs' block tables one after the other."""
     call: StepTable
+    """Points into the step's arrays."""
     address: int
     """The address of `call`."""
+
+
+def step_of(arrays: StepArrays) -> CpuStep:
+    """Return the step of one group of layers."""
+    table = arrays.table
+    assert table.dtype == np.int64 and table.flags.c_contiguous, "a step's numbers are int64 and contiguous"
+    call = StepTable(
+        *(arrays.positions.data_ptr(), arrays.slots.data_ptr(), len(arrays.positions)),
+        *(table.ctypes.data, len(table), arrays.blocks.data_ptr()),
+    )
+    return CpuStep(*arrays, call, ctypes.addressof(call))
 
 
 def own_step(step: Step) -> CpuStep:

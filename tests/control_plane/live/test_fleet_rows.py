@@ -80,6 +80,45 @@ async def test_memory_of_a_device_is_divided_by_owner() -> None:
     assert (device["own_bytes"], device["foreign_bytes"], device["free_bytes"]) == (10 * GIB, 4 * GIB, 66 * GIB)
 
 
+async def test_two_workers_of_a_device_are_one_owner_of_it() -> None:
+    world = World(4)
+    shared: dict[str, Any] = {
+        "name": "shared",
+        "uuid": "GPU-shared",
+        "total_bytes": 80 * GIB,
+        "used_bytes": 75 * GIB,
+        "free_bytes": 5 * GIB,
+    }
+
+    async def row(*devices: pb.Device, ages: tuple[float, ...] = (0, 0)) -> dict[str, Any]:
+        world.now += 1
+        for place, (device, age) in enumerate(zip(devices, ages, strict=True), 1):
+            load = load_of(place)
+            load.memory.CopyFrom(pb.MemoryReport(devices=[device], device_age_seconds=age))
+            world.herd.beat(place, load)
+        (host,) = decoded((await world.rows.changes()).hosts)
+        (found,) = [each for each in host["devices"] if each["name"] == "shared"]
+        return dict(found)
+
+    known = await row(
+        pb.Device(**shared, own_bytes=30 * GIB, foreign_bytes=4 * GIB),
+        pb.Device(**shared, own_bytes=40 * GIB, foreign_unknown="it loads"),
+    )
+    assert (known["own_bytes"], known["foreign_bytes"], known["foreign_unknown"]) == (71 * GIB, 4 * GIB, "")
+    summed = await row(
+        pb.Device(**shared, own_bytes=30 * GIB, foreign_unknown="ambiguous"),
+        pb.Device(**shared, own_bytes=40 * GIB, foreign_unknown="ambiguous"),
+    )
+    assert (summed["own_bytes"], summed["foreign_bytes"], summed["foreign_unknown"]) == (70 * GIB, None, "ambiguous")
+    silent = await row(
+        pb.Device(**shared, error="NVML has not answered for 9 s"),
+        pb.Device(**shared, own_bytes=40 * GIB, utilization_percent=0),
+        ages=(9, 0),
+    )
+    assert (silent["own_bytes"], silent["utilization_percent"], silent["power_watts"]) == (None, 0, None)
+    assert silent["error"] == "", "the newest reading"
+
+
 async def test_a_silent_worker_shows_for_how_many_seconds() -> None:
     world = World(1)
     await world.rows.changes()

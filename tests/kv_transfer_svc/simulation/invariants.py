@@ -6,6 +6,7 @@ from collections import Counter
 
 from kv_transfer_svc.handle_record import HandleRecord
 from tandem_engine.scheduling.request import RequestState
+from tandem_engine.staging import StagedPublisher
 from tests.kv_transfer_svc.simulation.fleet import Fleet
 from tests.kv_transfer_svc.simulation.gateway import DEADLINE_SLACK_SECONDS, Gateway
 from tests.kv_transfer_svc.simulation.lives import SWEEP_SECONDS, Environment, KvLife, WorkerLife
@@ -37,7 +38,7 @@ def check_rest(around: Environment, fleet: Fleet, gateway: Gateway) -> None:
     check_step(around, fleet, gateway)
     _ensure(not gateway.requests, f"requests never ended: {sorted(gateway.requests)}")
     for worker in fleet.workers:
-        _check_worker_at_rest(worker)
+        _check_worker_at_rest(around, worker)
     for service in fleet.kv_services:
         _check_service_at_rest(service)
     for client in gateway.kv_clients._clients.values():
@@ -66,9 +67,10 @@ def _check_pool(worker: WorkerLife) -> None:
 
 def _check_held_slots(worker: WorkerLife) -> None:
     """Slots held for readers have not been reused."""
-    generations = worker.engine.runner.generations
+    generations = worker.engine.runner.slot_generations
     for request_id, _ in worker.holds.values():
-        is_kept = all(generations[slot] == generation for slot, generation in worker.sealed.get(request_id, ()))
+        held = worker.sealed.get(request_id, [])[worker.engine.num_released.get(request_id, 0) :]
+        is_kept = all(generations[slot] == generation for slot, generation in held)
         _ensure(is_kept, f"{worker.info.incarnation}: a slot of {request_id} was reused while it is held for readers")
 
 
@@ -116,7 +118,7 @@ def _check_held(service: KvLife, now: float) -> None:
     _ensure(orphans == 0, f"{name}: {orphans} orphaned bytes")
 
 
-def _check_worker_at_rest(worker: WorkerLife) -> None:
+def _check_worker_at_rest(around: Environment, worker: WorkerLife) -> None:
     name, scheduler = worker.info.incarnation, worker.engine.core.scheduler
     held = [request.request_id for request in scheduler._requests.values() if request.state is RequestState.HELD]
     _ensure(not held, f"{name} still holds the blocks of {held}")
@@ -125,6 +127,13 @@ def _check_worker_at_rest(worker: WorkerLife) -> None:
     _ensure(not len(worker.front._requests), f"{name}: the front still has requests")
     holds = worker.holds
     _ensure(not holds, f"{name}: blocks are held for {len(holds)} handles")
+    publisher = worker.engine.core.publisher
+    if isinstance(publisher, StagedPublisher):
+        publisher.ring.check()
+        _ensure(not publisher.ring.num_held, f"{name}: {publisher.ring.num_held} slots of the ring are held")
+        _ensure(not publisher.state["staging_blocks_waiting"], f"{name}: blocks wait for slots of the ring")
+        around.truth.counts["blocks staged"] += int(publisher.state["blocks_staged"])
+        around.truth.counts["slabs' slots given back early"] += len(worker.engine.num_released)
     if (connection := worker.link._connection) is not None:
         _ensure(not connection.client._leases._held, f"{name} still renews {connection.client._leases._held}")
 

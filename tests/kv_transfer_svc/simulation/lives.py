@@ -55,6 +55,8 @@ SWEEP_SECONDS = 0.25
 _ARENA_BYTES = 4096 * 6
 """Six blocks: a prompt has up to twelve. A window is one block, and a pull holds at most three."""
 _STORE_BYTES = 4096 * 12
+_NUM_SLOTS = (1, 4, 10)
+"""Of the rings of workers whose pool is private."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ class WorkerLife(Life):
 
     def _begin(self) -> None:
         around, incarnation = self.around, self.info.incarnation
-        self.engine = SimulatedEngine(self.process, f"pool-{incarnation}", around.rng, around.truth)
+        num_slots = around.rng.choice([None, None, *_NUM_SLOTS])
+        self.engine = SimulatedEngine(self.process, f"pool-{incarnation}", around.rng, around.truth, num_slots)
         self.engine.on_sealed = self._note_what_is_sealed
         self.link = KvLink(incarnation, LEASE_SECONDS)
         regions = EngineRegions(self.engine, self.link)
@@ -215,7 +218,7 @@ class WorkerLife(Life):
         runner = self.engine.runner
         self.sealed.setdefault(sealed.request_id, []).extend(zip(sealed.slots, sealed.generations, strict=True))
         for slot, generation in zip(sealed.slots, sealed.generations, strict=True):
-            content = runner.read_block(slot)
+            content = runner.read_slot(slot)
             extent = pb.Extent(region_id=runner.region_id, offset=slot * len(content), num_bytes=len(content))
             extent.slot, extent.generation = slot, generation
             self.around.truth.sealed(extent, content)

@@ -51,17 +51,17 @@ class SimulatedPackets:
         self.peer: SimulatedPackets | None = None
         self._network = network
         self._process = process
-        self._packets: deque[tuple[dict[str, Any], int | None] | None] = deque()
+        self._packets: deque[tuple[dict[str, Any], tuple[int, ...]] | None] = deque()
         self._arrived = asyncio.Event()
         self._is_closed = False
         process.on_end.append(self.close)
 
-    async def send(self, message: dict[str, Any], fd: int | None = None) -> None:
+    async def send(self, message: dict[str, Any], *fds: int) -> None:
         if self.peer is None:
             raise Unavailable("the region socket is closed")
-        self._give(self.peer, (dict(message), None if fd is None else os.dup(fd)))
+        self._give(self.peer, (dict(message), tuple(map(os.dup, fds))))
 
-    async def receive(self) -> tuple[dict[str, Any], int | None] | None:
+    async def receive(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         while not self._packets:
             self._arrived.clear()
             await self._arrived.wait()
@@ -78,10 +78,10 @@ class SimulatedPackets:
             peer.peer = None
             self._give(peer, None)
 
-    def _give(self, peer: SimulatedPackets, packet: tuple[dict[str, Any], int | None] | None) -> None:
+    def _give(self, peer: SimulatedPackets, packet: tuple[dict[str, Any], tuple[int, ...]] | None) -> None:
         self._network.later(_SECONDS, peer._process.call, peer._take, packet)
 
-    def _take(self, packet: tuple[dict[str, Any], int | None] | None) -> None:
+    def _take(self, packet: tuple[dict[str, Any], tuple[int, ...]] | None) -> None:
         if self._is_closed:
             _discard(packet)
             return
@@ -89,6 +89,6 @@ class SimulatedPackets:
         self._arrived.set()
 
 
-def _discard(packet: tuple[dict[str, Any], int | None] | None) -> None:
-    if packet is not None and packet[1] is not None:
-        os.close(packet[1])
+def _discard(packet: tuple[dict[str, Any], tuple[int, ...]] | None) -> None:
+    for fd in packet[1] if packet is not None else ():
+        os.close(fd)

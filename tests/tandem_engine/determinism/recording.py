@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tandem_engine.core import Runner
+from tandem_engine.core import Runner, Ticket
 from tandem_engine.execution.model import Model, ignore
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -114,6 +114,7 @@ class RecordingRunner:
         self._journal = journal
         self._rng = rng
         self._num_steps = 0
+        self._output = SchedulerOutput(0, ())
         self._ready_at: dict[str, int] = {}
         """By request id: the step from which its grammar counts as compiled."""
 
@@ -133,11 +134,17 @@ class RecordingRunner:
             self._ready_at[request.request_id] = self._num_steps + self._rng.choice(_COMPILE_STEPS)
         return self._num_steps >= self._ready_at[request.request_id]
 
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> Mapping[str, Sequence[Sampled]]:
+    @property
+    def wake_fd(self) -> int | None:
+        return self._runner.wake_fd
+
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> Ticket:
         self._num_steps += 1
-        sampled = self._runner.execute(output, kv_written)
+        self._output = output
+        return self._runner.launch(output, kv_written)
+
+    def collect(self, ticket: Ticket) -> Mapping[str, Sequence[Sampled]]:
+        sampled, output = self._runner.collect(ticket), self._output
         runs = [run for run in output.runs if run.samples]
         digests = iter(self._model.digests)
         for run in runs:
@@ -152,6 +159,9 @@ class RecordingRunner:
         self._journal.counters["chunks"] += len(output.runs) - len(runs)
         return sampled
 
+    def close(self) -> None:
+        self._runner.close()
+
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         return self._runner.import_blocks(blocks, extents)
 
@@ -163,8 +173,8 @@ class RecordingRunner:
     def checksums(self, slots: Sequence[int]) -> list[int]:
         return self._runner.checksums(slots)
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
-        self._runner.map_region(command, fd)
+    def map_region(self, command: MapRegion, *fds: int) -> None:
+        self._runner.map_region(command, *fds)
 
     def unmap_region(self, region_id: str) -> None:
         self._runner.unmap_region(region_id)

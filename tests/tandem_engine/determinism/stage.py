@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ import torch
 
 from tandem_engine.assembly import grammar_masks
 from tandem_engine.core import EngineCore
+from tandem_engine.execution.compute_thread import SHORT_SECONDS, ComputeThread
 from tandem_engine.execution.draft_runner import DraftRunner
 from tandem_engine.execution.kv_cache import PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
@@ -72,6 +76,8 @@ class Stage:
     rng: random.Random
     journal: Journal
     block_size: int = 16
+    overlaps: bool = False
+    """Whether the engines run steps on a thread of their own, and take requests meanwhile."""
 
     def engine(self, num_blocks: int, region_id: str = "", num_slots: int | None = None, **settings: Any) -> Engine:
         """Return a new engine over the model; `settings` are SchedulerConfig's.
@@ -138,13 +144,14 @@ class Engine:
         """Requests that are not over in this engine."""
         self._stage = stage
         self._seconds = 1.0
+        self._ended: deque[EngineEvent] = deque()
         model = RecordingModel(stage.model.model)
         self.cache = stage.empty_cache(num_blocks, is_private=num_slots is not None)
         self.slots = self.cache.slots or Slots(num_slots or 1, self.cache.geometry.bytes_per_block)
         """What others read."""
         masks = grammar_masks(stage.model.info, stage.model.ops)
         plain = ModelRunner(model, stage.model.ops, self.cache, masks=masks)
-        runner = RecordingRunner(plain, model, self.journal, stage.rng)
+        runner = RecordingRunner(self._beside(plain) if stage.overlaps else plain, model, self.journal, stage.rng)
         groups = stage.model.geometry.groups
         config = SchedulerConfig(
             num_blocks=num_blocks,
@@ -157,7 +164,7 @@ class Engine:
             **{"max_num_batched_tokens": 2048, "max_num_waiting": 4096} | settings,
         )
         clock = lambda: int(self._time() * 1e9)  # noqa: E731
-        self.core = EngineCore(config, runner, clock, clock, self._publisher())
+        self.core = EngineCore(config, runner, clock, clock, self._publisher(), overlaps=stage.overlaps)
 
     def use_draft_model(self, *, is_alone: bool) -> None:
         """Use the model as its own draft model, with a second cache; `is_alone`: in every step, without texts."""
@@ -196,10 +203,11 @@ class Engine:
             (event,) = self.core.handle(command)
         assert isinstance(event, Reserved), event
         self.live.add(spec.request_id)
+        self.journal.counters["added_while_a_step_runs"] += self.core.wake_fd() is not None
 
     @property
     def has_work(self) -> bool:
-        return self.core.has_work()
+        return bool(self._ended) or self.core.has_work()
 
     def step(self) -> tuple[StepDone, list[SealedBlocks]]:
         """Return the result of a step, and all blocks that it sealed, early or late."""
@@ -209,13 +217,26 @@ class Engine:
             assert isinstance(event, BlocksSealed), event
             sealed.extend(event.sealed)
 
-        done = self.core.step(emit)
+        done = self._end_of_step() if self._stage.overlaps else self.core.step(emit)
         assert not self.core.take_failures()
         for output in done.outputs:
             self.journal.add_output(output)
             if output.is_last:
                 self.live.discard(output.request_id)
         return done, [*sealed, *done.sealed]
+
+    def _end_of_step(self) -> StepDone:
+        """Return the result of the next step that ends; another one runs then, unless no work is left."""
+        while not self._ended:
+            self.core.run_step(self._ended.append)
+            if not self._ended and (running := self.core.wake_fd()) is not None:
+                select.select([running], [], [])
+                os.eventfd_read(running)
+        done = self._ended.popleft()
+        assert isinstance(done, StepDone), done
+        if not self._ended and self.core.wake_fd() is None and self.core.has_work():
+            self.core.run_step(self._ended.append)  # plans, so that requests arrive while the step runs; or ends it
+        return done
 
     def preempt_some(self, share: float) -> None:
         """Preempt a random share of the running requests, as a step does whose answers need their blocks."""
@@ -238,6 +259,7 @@ class Engine:
 
     def close(self) -> None:
         """Assert that nothing is left, and add the totals to the journal's."""
+        self.core.close()
         stats, publisher = self.core.scheduler.stats(), self.core.publisher
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks, stats.num_held_blocks) == (0, 0, 0, 0)
         if isinstance(publisher, StagedPublisher):
@@ -249,12 +271,17 @@ class Engine:
     def lend_to(self, reader: Engine) -> None:
         """Let another engine read this engine's pool."""
         slots = self.slots
-        command = MapRegion(self.region_id, slots.region.num_bytes, slots.num_slots, slots.generations_offset)
-        reader.core.handle(command, slots.region.fd)
+        command = MapRegion(self.region_id, slots.num_bytes, slots.num_slots, slots.generations_offset)
+        reader.core.handle(command, *slots.fds)
+
+    def _beside(self, runner: ModelRunner) -> ComputeThread:
+        """Run half of the engines' steps on a thread whatever they take, the others' as they would be in earnest."""
+        return ComputeThread(runner, self._stage.rng.choice((0.0, SHORT_SECONDS)))
 
     def _publisher(self) -> Publisher:
         if self.cache.slots is not None:
             return PoolPublisher(self.region_id, lambda slots: [])
+        assert isinstance(self.slots, Slots), "copies are in host memory"
         return StagedPublisher(StagingMemory(self.region_id, self.cache, self.slots), self.cache.generations)
 
     def _time(self) -> float:

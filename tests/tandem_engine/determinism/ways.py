@@ -174,6 +174,25 @@ def speculating_with_a_model(stage: Stage, specs: Sequence[RequestSpec]) -> None
         engine.close()
 
 
+def overlapping(stage: Stage, specs: Sequence[RequestSpec]) -> None:
+    """Requests arrive and blocks are given while steps run on another thread: in chunks, with drafts, or preempted."""
+    roomy = replace(stage, overlaps=True)
+    tight = replace(roomy, block_size=_SMALL_BLOCK)
+    for number, group in enumerate(stage.groups(specs, 4, 24)):
+        match number % 3:
+            case 0:
+                engine = roomy.roomy(group, max_num_seqs=stage.rng.randint(2, 16), max_num_batched_tokens=100)
+            case 1:
+                engine = roomy.roomy(group, max_num_seqs=stage.rng.randint(1, 8), max_draft_tokens=4)
+                if stage.rng.random() < 0.5:
+                    engine.use_draft_model(is_alone=False)
+            case _:
+                group = _with_crowd(stage, group)
+                engine = _tight(tight, group)
+        engine.run(group, caches=stage.rng.random() < 0.5)
+        engine.close()
+
+
 WAYS = (
     Way("in batches", in_batches, "shared_steps"),
     Way("in chunks", in_chunks, "chunks"),
@@ -187,6 +206,7 @@ WAYS = (
     Way("migrated", migrated, "migrations"),
     Way("speculating", speculating, "draft_tokens_accepted"),
     Way("speculating with a draft model", speculating_with_a_model, "model_drafts_accepted"),
+    Way("overlapping", overlapping, "added_while_a_step_runs"),
 )
 ALONE = Way("alone", alone, "steps")
 

@@ -200,7 +200,7 @@ def test_handed_over_blocks_hold_nothing_of_the_draft_models(
     expected = [token for output in drained(plain) for token in output.token_ids]
     ready = prefill.ready
     decode.core.handle(
-        MapRegion("prefill", ready.region_bytes, ready.num_blocks, ready.generations_offset), prefill.region_fd
+        MapRegion("prefill", ready.region_bytes, ready.num_blocks, ready.generations_offset), prefill.region_fds[0]
     )
     decode.core.handle(AddRequest("a", prompt, len(prompt), greedy(20), mode="decode"))
     prefill.core.handle(AddRequest("a", prompt, len(prompt), greedy(20), mode="prefill"))

@@ -81,7 +81,7 @@ def _disaggregated(prefill: AssembledEngine, decode: AssembledEngine, prompt: li
     ready = prefill.ready
     size = ready.layout.bytes_per_block
     mapping = MapRegion(ready.region_id, ready.region_bytes, ready.num_blocks, ready.generations_offset)
-    decode.core.handle(mapping, prefill.region_fd)
+    decode.core.handle(mapping, prefill.region_fds[0])
     decode.core.handle(AddRequest("d", prompt, len(prompt), ask, mode="decode"))
     for event in sealed:
         extents = [

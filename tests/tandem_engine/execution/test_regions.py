@@ -15,8 +15,8 @@ from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.execution.staging import StagingMemory
 from tandem_engine.messages import ExtentRef, MapRegion
-from tandem_engine.ops.base import Step
 from tandem_engine.ops.torch_ops import TorchOps
+from tests.tandem_engine.steps import step_of
 
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype=torch.float32)
 NUM_BLOCKS = 6
@@ -45,7 +45,8 @@ class _NoModel:
 
 
 def _write(cache: PagedKVCache, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    TorchOps().kv_write(key, value, Step(slots, slots, []), cache.pool, layer)
+    ops = TorchOps()
+    ops.kv_write(key, value, step_of(ops, slots, slots, []), cache.pool, layer)
 
 
 def _fill(cache: PagedKVCache, block: int) -> None:

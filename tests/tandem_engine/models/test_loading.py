@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,14 +346,43 @@ def test_a_cuda_device_is_named_by_its_number() -> None:
 
 def test_a_cuda_device_that_the_machine_lacks_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelUnusable, match="--device cuda:1, but torch finds no CUDA device"):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ModelUnusable, match=r"--device cuda:1, but torch .* is built without CUDA; install a CUDA"):
         choose_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda:0"), "a device has its number"
     assert choose_device("cpu") == torch.device("cpu")
+    assert taken == [torch.device("cuda:1"), torch.device("cuda:0"), torch.device("cuda:0")]
     with pytest.raises(ModelUnusable, match="--device cuda:2, but torch finds 2 CUDA devices; the first is cuda:0"):
         choose_device("cuda:2")
+
+
+def test_auto_says_why_it_leaves_a_card_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tandem_engine.models.placement._DRIVER_GPUS", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def is_available() -> bool:
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old (found 12080).", stacklevel=1)
+        return False
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).")
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert choose_device("auto") == CPU and not caplog.records, "without cards there is nothing to say"
+    (tmp_path / "0000:18:00.0").mkdir()
+    assert choose_device("auto") == CPU
+    (record,) = caplog.records
+    assert "has NVIDIA cards" in record.message and "too old (found version 12080)" in record.message
+    with pytest.raises(ModelUnusable, match=r"--device cuda, but torch .* too old .*; or take --device cpu"):
+        choose_device("cuda")
 
 
 def test_the_mapped_bytes_are_those_that_are_read_from_the_packed_file(folder: Path, tmp_path: Path) -> None:

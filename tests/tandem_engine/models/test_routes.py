@@ -40,11 +40,15 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.models.loader import load_model
 from tandem_engine.models.placement import numerics_class
+from tandem_engine.models.transformers_model import ROUTE_NAME
 from tandem_engine.ops.base import Run
 from tandem_engine.ops.cpu import KernelsUnavailable, load_cpu_ops
+from tandem_engine.ops.sdpa_ops import SdpaOps
 from tandem_engine.ops.torch_ops import TorchOps
+from tandem_engine.scheduling.numerics import BATCH_DEPENDENT
 from tandem_engine.settings import EngineConfig, Route
 from tests.checkpoints import _SHAPE, byte_level_tokenizer
+from tests.tandem_engine.steps import step_of
 
 NUM_TOKENS = 70
 _GPT2: dict[str, Any] = {
@@ -111,7 +115,7 @@ def logits_of(folder: Path, token_ids: torch.Tensor, chunks: list[int], **settin
             positions = torch.arange(start, start + size)
             slots = blocks[positions // 16] * 16 + positions % 16
             needed = blocks[: -(-(start + size) // 16)]
-            step = loaded.ops.step(positions, slots, [Run(0, start, size, needed)])
+            step = step_of(loaded.ops, positions, slots, [Run(0, start, size, needed)])
             logits = loaded.model.forward(token_ids[positions], step, cache.pool, torch.tensor([size - 1]))[0]
             start += size
     return logits
@@ -271,3 +275,19 @@ def test_an_arm_machine_is_of_another_class_than_an_x86_one(monkeypatch: pytest.
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
         names.append(numerics_class(ops, "lean", device, torch.float32, "llama", with_capability=False).split("/")[1])
     assert names == ["cpu", "cpu-aarch64"]
+
+
+def test_a_card_is_in_the_name_of_its_class_and_no_class_of_cards_promises_equal_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two cards of one capability have other numbers of multiprocessors, and so other kernels."""
+    cuda = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    names = []
+    for card in ("NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H200 MIG 1g.18gb"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+        for route in ("lean", ROUTE_NAME):
+            name = numerics_class(SdpaOps(cuda), route, cuda, torch.bfloat16, "llama", with_capability=True)
+            assert name.count(BATCH_DEPENDENT) == 1
+            names.append(name.split("/")[1])
+    assert names[::2] == ["cuda-sm90-h100-pcie", "cuda-sm90-h200", "cuda-sm90-h200-mig-1g-18gb"]

@@ -13,6 +13,7 @@ from tandem_engine.ops.base import KVPool, Run
 from tandem_engine.ops.cpu import CpuOps
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
 from tests.tandem_engine.ops.wheel_kernels import wheel_ops
+from tests.tandem_engine.steps import step_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class AttentionFixture:
             [run.blocks[torch.arange(run.start, run.start + run.num_tokens) // self.shape.block_size] for run in runs]
         )
         slots = tables * self.shape.block_size + positions % self.shape.block_size
-        step = self.ops.step(positions, slots, runs)
+        step = step_of(self.ops, positions, slots, runs)
         query, key, value = (
             torch.cat([getattr(request, name)[start:end] for request, start, end in chunks])
             for name in ("query", "key", "value")

@@ -9,6 +9,7 @@ from torch.nn import functional
 from tandem_engine.ops.base import Activation, KVPool, QKNorm, Rotary
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops, has_fma
 from tests.tandem_engine.ops.wheel_kernels import wheel_ops
+from tests.tandem_engine.steps import step_of
 
 SIZES = [1, 15, 16, 31, 64, 100, 1280]
 
@@ -88,7 +89,7 @@ def test_queries_and_keys_turn_and_land_in_their_slots(
     if rotary is not None:
         query, key = _turned(query, rotary, positions), _turned(key, rotary, positions)
 
-    got = ops.rope_and_kv_write(qkv, num_heads, ops.step(positions, slots, []), pool, 1, rotary, norm)
+    got = ops.rope_and_kv_write(qkv, num_heads, step_of(ops, positions, slots, []), pool, 1, rotary, norm)
 
     torch.testing.assert_close(got.double(), query.double().flatten(1), atol=3e-6, rtol=1e-5)
     keys, values = _layer(pool, 1)
@@ -113,7 +114,7 @@ def test_keys_of_any_strides_are_written() -> None:
     rows = torch.zeros(4, 2 * 3 * 24 * block_size)
     pools = [KVPool(rows.clone(), 1, 3, 24, block_size) for _ in range(2)]
     key, value = torch.randn(3, num_tokens, 24), torch.randn(num_tokens, 3, 24)
-    step = ops.step(torch.arange(num_tokens), torch.randperm(64)[:num_tokens], [])
+    step = step_of(ops, torch.arange(num_tokens), torch.randperm(64)[:num_tokens], [])
     ops.kv_write(key.transpose(0, 1), value, step, pools[0], 0)
     ops.kv_write(
         key.transpose(0, 1).contiguous(), value.permute(2, 0, 1).contiguous().permute(1, 2, 0), step, pools[1], 0
@@ -128,7 +129,7 @@ def test_keys_of_any_strides_are_written() -> None:
 def test_a_pool_of_another_dtype_is_refused() -> None:
     ops = cpu_ops()
     pool = KVPool(torch.zeros(4, 2 * 16 * 16, dtype=torch.bfloat16), 1, 1, 16, 16)
-    step = ops.step(torch.arange(1), torch.arange(1), [])
+    step = step_of(ops, torch.arange(1), torch.arange(1), [])
     with pytest.raises(ValueError, match="bfloat16"):
         ops.kv_write(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), step, pool, 0)
 

@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from tandem_engine.ops import plain_sampling
+from tandem_engine.ops.device_sampling import DeviceSampler
 from tandem_engine.ops.sampling import LogitChanges, RowSample, SamplingRow, UnusableLogits
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops
 from tests.tandem_engine.ops.wheel_kernels import wheel_ops
 
-BACKENDS = ("plain", *FLAGS)
+BACKENDS = ("plain", "device", *FLAGS)
 KEPT = [{}, {"top_k": 1}, {"top_k": 7}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.05}]
 
 
 def _sample(backend: str) -> Callable[[torch.Tensor, Sequence[SamplingRow]], list[RowSample]]:
+    if backend == "device":  # what a GPU does, here on the CPU
+        return DeviceSampler(torch.device("cpu"), plain_sampling.sample).sample
     return plain_sampling.sample if backend == "plain" else cpu_ops(backend).sample
 
 
@@ -110,7 +113,7 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(backend: str) -> None:
     assert together == [_sample(backend)(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     strided = torch.cat((logits, logits), 1)[:, :500]
     assert together == _sample(backend)(strided, rows)
-    if backend != "plain":
+    if backend in FLAGS:
         cpu_ops(backend).set_num_threads(3)
         try:
             assert together == _sample(backend)(logits, rows)

@@ -12,6 +12,7 @@ import torch
 
 from tandem_engine.ops.base import KVPool, QKNorm, Rotary, Run
 from tandem_engine.ops.torch_ops import TorchOps
+from tests.tandem_engine.steps import step_of
 
 NUM_LAYERS, LAYER = 3, 1
 NO_WINDOW: dict[str, Any] = {"window": None, "softcap": None}
@@ -58,7 +59,7 @@ class AttentionFixture:
                 positions.append(place)
                 slots.append(blocks[place // self.block_size] * self.block_size + place % self.block_size)
                 rows.append(self.first_rows[request] + place)
-            step = self.ops.step(torch.cat(positions), torch.cat(slots), runs)
+            step = step_of(self.ops, torch.cat(positions), torch.cat(slots), runs)
             qkv = self.qkv[torch.cat(rows)].clone()
             query = self.ops.rope_and_kv_write(qkv, self.num_heads, step, self.pool, LAYER, None)
             result[torch.cat(rows)] = self.ops.paged_attention(
@@ -170,7 +171,7 @@ def test_heads_are_normed_then_turned_and_the_last_dimensions_stay() -> None:
     positions, slots = torch.tensor([7, 33, 8]), torch.tensor([9, 0, 3])
     qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim)
     heads = qkv.clone().view(3, -1, head_dim)
-    query = ops.rope_and_kv_write(qkv, num_heads, ops.step(positions, slots, []), pool, LAYER, rotary, norm)
+    query = ops.rope_and_kv_write(qkv, num_heads, step_of(ops, positions, slots, []), pool, LAYER, rotary, norm)
 
     def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.rms_norm(x, (head_dim,), weight, 1e-6)

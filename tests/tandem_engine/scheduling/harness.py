@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from tandem_engine.core import EngineCore, RegionError, RequestsFailed
+from tandem_engine.core import EngineCore, RegionError, RequestsFailed, Ticket
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
@@ -33,6 +34,19 @@ from tandem_engine.scheduling.speculation.drafters import Drafter
 
 ROOT = hash_root(b"model", 4)
 STOP = 99
+
+
+@dataclass(frozen=True)
+class FakeTicket:
+    """A step that runs as long as its runner says so; the block tables at its launch."""
+
+    runner: FakeRunner
+    output: SchedulerOutput
+    tables: list[list[list[int]]]
+
+    @property
+    def is_running(self) -> bool:
+        return self.runner.is_busy
 
 
 class FakeRunner:
@@ -59,6 +73,8 @@ class FakeRunner:
         self.stale_slots: set[int] = set()
         self.unmappable_regions: set[str] = set()
         self.remote: dict[int, list[int | None]] = {}  # slot -> KV of its four tokens; slots not in it are trusted
+        self.is_busy = False
+        """Whether launched steps still run."""
         self.unready: set[str] = set()
         """Requests whose next token cannot be sampled yet."""
         self._kv: list[list[int | None]] = [[0] * 4 for _ in range(num_blocks)]
@@ -67,9 +83,11 @@ class FakeRunner:
         self.seconds += self.prepare_seconds.pop(request.request_id, 0.0)
         return request.request_id not in self.unready
 
-    def execute(
-        self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None
-    ) -> dict[str, list[Sampled]]:
+    @property
+    def wake_fd(self) -> int | None:
+        return None
+
+    def launch(self, output: SchedulerOutput, kv_written: Callable[[], None] = lambda: None) -> FakeTicket:
         self._check(output)
         if error := self.breaks_with:
             self.breaks_with = None
@@ -77,11 +95,28 @@ class FakeRunner:
         self._read_and_write(output)
         self.seconds += self.step_seconds(output)
         kv_written()
+        tables = [[[*table] for table in run.request.tables] for run in output.runs]
+        return FakeTicket(self, output, tables)
+
+    def collect(self, ticket: Ticket) -> dict[str, list[Sampled]]:
+        """Sample; asserts that nobody has touched the blocks of the step since its launch."""
+        assert isinstance(ticket, FakeTicket)
+        output = ticket.output
+        self._check(output)
+        for run, tables in zip(output.runs, ticket.tables, strict=True):
+            for group, (table, before) in enumerate(zip(run.request.tables, tables, strict=True)):
+                assert table[: len(before)] == before, "blocks were taken from a running step"
+                expected = kv_of([*run.request.token_ids[: run.end], *run.draft_tokens], group)
+                for position in range(run.first_position, run.end + len(run.draft_tokens)):
+                    assert self._kv[table[position // 4]][position % 4] == expected[position], "a block was overwritten"
         if error := self.breaks_when_sampling:
             self.breaks_when_sampling = None
             raise error
         self.steps.append([(run.request.request_id, run.first_position, run.num_tokens) for run in output.runs])
         return {run.request.request_id: self._sample(run) for run in output.runs if run.samples}
+
+    def close(self) -> None:
+        pass
 
     def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
         for block, extent in zip(blocks, extents, strict=True):
@@ -109,10 +144,10 @@ class FakeRunner:
     def checksums(self, blocks: Sequence[int]) -> list[int]:
         return []
 
-    def map_region(self, command: MapRegion, fd: int) -> None:
+    def map_region(self, command: MapRegion, *fds: int) -> None:
         if command.region_id in self.unmappable_regions:
             raise RegionError(f"region {command.region_id} is shorter than it says")
-        self.regions[command.region_id] = fd
+        (self.regions[command.region_id],) = fds
 
     def unmap_region(self, region_id: str) -> None:
         del self.regions[region_id]
@@ -177,6 +212,7 @@ class EngineHarness:
         step_seconds: Callable[[SchedulerOutput], float] | None = None,
         max_draft_tokens: int = 0,
         drafter: Drafter | None = None,
+        overlaps: bool = False,
     ) -> None:
         """With `step_seconds` time is simulated: it passes only while steps run.
 
@@ -200,12 +236,12 @@ class EngineHarness:
             group_window=group_window,
         )
         if step_seconds is None:
-            self.core = EngineCore(config, self.runner)
+            self.core = EngineCore(config, self.runner, overlaps=overlaps)
         else:
             runner = self.runner
             runner.step_seconds = step_seconds
             wall = lambda: 1 + int((runner.seconds + self.clock_error_seconds) * 1e9)  # noqa: E731
-            self.core = EngineCore(config, runner, wall, lambda: 1 + int(runner.seconds * 1e9))
+            self.core = EngineCore(config, runner, wall, lambda: 1 + int(runner.seconds * 1e9), overlaps=overlaps)
         self.pool = self.core.scheduler.pool
         if drafter is not None:
             self.core.scheduler.speculator.use([drafter])
@@ -255,6 +291,13 @@ class EngineHarness:
         self.pool.check()
         assert self.pool.num_blocks == self.pool.num_free + self.pool.num_cached + self.pool.num_used
         return done
+
+    def turn(self) -> list[EngineEvent]:
+        """Do what the process does in one turn of its loop, with overlap; return the events."""
+        events: list[EngineEvent] = []
+        self.core.run_step(events.append)
+        self.pool.check()
+        return events
 
     def last_runs(self) -> list[tuple[str, int, int]]:
         """Return the runs of the last step: (request id, first position, number of tokens)."""

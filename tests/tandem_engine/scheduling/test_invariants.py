@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from tandem_engine.core import RequestsFailed
-from tandem_engine.messages import Mode, PrefixBlock, Recompute, RequestOutput, Reserved, StartDecode
+from tandem_engine.messages import (
+    AbortRequest,
+    EngineEvent,
+    Mode,
+    PrefixBlock,
+    Recompute,
+    ReleaseHeld,
+    RequestFailed,
+    RequestOutput,
+    Reserved,
+    StartDecode,
+    StepDone,
+)
 from tandem_engine.scheduling.request import Request, RequestState
 from tandem_engine.scheduling.speculation.drafters import Draft
 from tandem_engine.scheduling.window_groups import blocks_of, most_blocks
@@ -63,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_window_groups=st.integers(0, 2),
         context_length=st.sampled_from([SHORT, LONG]),
         copy_seconds=st.sampled_from([0.0, 0.011]),
+        overlaps=st.booleans(),
     )
     def start(
         self,
@@ -75,7 +88,10 @@ class EngineMachine(RuleBasedStateMachine):
         context_length: int,
         max_draft_tokens: int,
         copy_seconds: float,
+        overlaps: bool,
     ) -> None:
+        self.overlaps = overlaps
+        self.aborted: set[str] = set()
         self.context_length = context_length
         self.num_groups = 1 + (num_window_groups if window else 0)
         has_groups = self.num_groups > 1
@@ -92,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
             step_seconds=lambda output: 0.001 * (1 + output.num_tokens),
             max_draft_tokens=max_draft_tokens,
             drafter=Drafting(lambda position: self.token_at(position)),
+            overlaps=overlaps,
         )
         self.harness.runner.stop_positions = {17}
         self.harness.runner.copy_seconds = copy_seconds  # of a block: a load takes several steps, or none
@@ -174,12 +191,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(name=consumes(requests))
     def abort(self, name: str) -> None:
-        self.harness.core.scheduler.abort(name)
-        self.alive.pop(name, None)
+        """Abort a request; without overlap at once, else perhaps behind the running step, which may still answer it."""
+        self.harness.core.handle(AbortRequest(name))
+        if self.alive.pop(name, None) is not None:
+            self.aborted.add(name)
 
     @rule(name=requests)
     def release(self, name: str) -> None:
-        self.harness.core.scheduler.release_held(name)
+        self.harness.core.handle(ReleaseHeld(name))
 
     def lay_ready(self, tokens: list[int], num_blocks: int, first_of_windows: int) -> list[PrefixBlock]:
         prefix = []
@@ -198,6 +217,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=requests)
     def break_one_in_the_next_step(self, name: str) -> None:
         self.harness.runner.breaks_with = RequestsFailed([name], "broken")
+
+    @rule(is_busy=st.booleans())
+    def let_steps_run(self, is_busy: bool) -> None:
+        self.harness.runner.is_busy = is_busy
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
@@ -224,6 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
+        self.harness.runner.is_busy = False
         for name in [f"r{number}" for number in range(1, self.num_added + 1)]:
             self.recompute(name)
             self.release(name)
@@ -235,14 +259,25 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness.assert_nothing_is_left()
 
     def take_step(self) -> None:
+        events: list[EngineEvent] = []
         try:
-            done = self.harness.step()
+            events = self.harness.turn() if self.overlaps else self.step_alone()
         except RequestsFailed:  # it names a request that is not in this step: an engine would end here
+            self.harness.core._flight = None
             return
-        for failure in self.harness.core.take_failures():
-            del self.alive[failure.request_id]
+        for event in events:
+            if isinstance(event, RequestFailed) and event.request_id not in self.aborted:
+                del self.alive[event.request_id]
+            elif isinstance(event, StepDone):
+                self.take_all(event)
+
+    def step_alone(self) -> list[EngineEvent]:
+        return [self.harness.step(), *self.harness.core.take_failures()]
+
+    def take_all(self, done: StepDone) -> None:
         for output in done.outputs:
-            self.take(output)
+            if output.request_id not in self.aborted:
+                self.take(output)
         stats = done.stats
         assert stats.num_total_blocks == stats.num_free_blocks + stats.num_cached_blocks + stats.num_used_blocks
         assert stats.num_held_blocks <= stats.num_used_blocks

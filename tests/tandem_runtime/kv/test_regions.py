@@ -26,11 +26,14 @@ class Keeper:
 
     def __init__(self) -> None:
         self.fds: dict[str, int] = {}
+        self.memory_fds: dict[str, int] = {}
         self.offers: dict[str, RegionOffer] = {}
         self.connections: dict[str, object] = {}
         self.news: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
 
-    def take(self, offer: RegionOffer, fd: int, connection: object) -> None:
+    def take(self, offer: RegionOffer, fd: int, connection: object, memory_fd: int | None = None) -> None:
+        if memory_fd is not None:
+            self.memory_fds[offer.region_id] = memory_fd
         if offer.num_slots == 0:
             os.close(fd)
             raise InvalidRequest("a region without slots", field="num_slots")
@@ -48,7 +51,9 @@ class Keeper:
         if region_id not in self.fds:
             raise KvNotFound(f"no region {region_id}")
         offer = self.offers[region_id]
-        return RegionGrant(os.dup(self.fds[region_id]), offer.num_bytes, offer.num_slots, offer.generations_offset)
+        memory_fd = os.dup(self.memory_fds[region_id]) if region_id in self.memory_fds else None
+        sizes = offer.num_bytes, offer.num_slots, offer.generations_offset
+        return RegionGrant(os.dup(self.fds[region_id]), *sizes, memory_fd)
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +65,7 @@ async def serving(path: Path) -> AsyncIterator[Keeper]:
         yield keeper
     finally:
         await server.close()
-        for fd in keeper.fds.values():
+        for fd in (*keeper.fds.values(), *keeper.memory_fds.values()):
             os.close(fd)
 
 

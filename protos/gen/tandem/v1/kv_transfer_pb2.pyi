@@ -132,11 +132,16 @@ class ReserveRequest(message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: builtins.int
+    MAX_HELD_BYTES_FIELD_NUMBER: builtins.int
     region_id: builtins.str
     lease_ms: builtins.int
     """from the reservation to the first seal, and from each seal to the next"""
     time_left_ms: builtins.int
     """until the handle's deadline, when this was sent; absent: of release 0.2"""
+    max_held_bytes: builtins.int
+    """The most bytes of this handle that the region holds at once: slots are used again once every reader has
+    acknowledged their slabs, as OwnerEvent.copied reports. 0: the region holds all slabs until the handle ends.
+    """
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
     @builtins.property
@@ -149,10 +154,11 @@ class ReserveRequest(message.Message):
         layout: types_pb2.KvLayout | None = ...,
         lease_ms: builtins.int = ...,
         time_left_ms: builtins.int | None = ...,
+        max_held_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "lease_ms", b"lease_ms", "region_id", b"region_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms", "handle", b"handle", "layout", b"layout", "lease_ms", b"lease_ms", "max_held_bytes", b"max_held_bytes", "region_id", b"region_id", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -164,17 +170,21 @@ class ReserveReply(message.Message):
 
     STATE_FIELD_NUMBER: builtins.int
     HOLDER_INCARNATION_FIELD_NUMBER: builtins.int
+    REPORTS_COPIED_FIELD_NUMBER: builtins.int
     state: HandleState.ValueType
     holder_incarnation: builtins.str
+    reports_copied: builtins.bool
+    """the owner gets OwnerEvent.copied; false: of release 0.2"""
     def __init__(
         self,
         *,
         state: HandleState.ValueType = ...,
         holder_incarnation: builtins.str = ...,
+        reports_copied: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["holder_incarnation", b"holder_incarnation", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["holder_incarnation", b"holder_incarnation", "reports_copied", b"reports_copied", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,21 +354,27 @@ class AcknowledgeRequest(message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     READER_ID_FIELD_NUMBER: builtins.int
     NUM_SLABS_FIELD_NUMBER: builtins.int
+    FOLLOWERS_FIELD_NUMBER: builtins.int
     reader_id: builtins.str
     num_slabs: builtins.int
     """copied so far: all slabs with a smaller index"""
     @builtins.property
     def handle(self) -> types_pb2.KvHandle: ...
+    @builtins.property
+    def followers(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """readers for whom this reader copies, now and later: its host pulls once for all"""
+
     def __init__(
         self,
         *,
         handle: types_pb2.KvHandle | None = ...,
         reader_id: builtins.str = ...,
         num_slabs: builtins.int = ...,
+        followers: abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["handle", b"handle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["handle", b"handle", "num_slabs", b"num_slabs", "reader_id", b"reader_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["followers", b"followers", "handle", b"handle", "num_slabs", b"num_slabs", "reader_id", b"reader_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,23 +833,52 @@ class OwnerEvent(message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @typing.final
+    class Copied(message.Message):
+        """Every reader has copied the leading slabs of a handle with max_held_bytes: the owner may use their slots again."""
+
+        DESCRIPTOR: descriptor.Descriptor
+
+        HANDLE_ID_FIELD_NUMBER: builtins.int
+        NUM_SLABS_FIELD_NUMBER: builtins.int
+        handle_id: builtins.bytes
+        num_slabs: builtins.int
+        """so far: all slabs with a smaller index"""
+        def __init__(
+            self,
+            *,
+            handle_id: builtins.bytes = ...,
+            num_slabs: builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["handle_id", b"handle_id", "num_slabs", b"num_slabs"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENDED_FIELD_NUMBER: builtins.int
     ACCEPTED_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
     accepted: builtins.bool
     """the region is known; the first event of a stream"""
     @builtins.property
     def ended(self) -> OwnerEvent.Ended: ...
+    @builtins.property
+    def copied(self) -> OwnerEvent.Copied:
+        """readers of release 0.2 ignore it"""
+
     def __init__(
         self,
         *,
         ended: OwnerEvent.Ended | None = ...,
         accepted: builtins.bool = ...,
+        copied: OwnerEvent.Copied | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "ended", b"ended", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "copied", b"copied", "ended", b"ended", "kind", b"kind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "ended", b"ended", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["accepted", b"accepted", "copied", b"copied", "ended", b"ended", "kind", b"kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["ended", "accepted"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["ended", "accepted", "copied"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -161,7 +161,7 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Acknowledge(self, request, context):
-        """Says which windows a reader has copied, so that their memory serves the next ones.
+        """Says which windows or slabs a reader has copied, so that their memory serves the next ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,7 +196,8 @@ class KvTransferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Own(self, request, context):
-        """Yields the handles of a region that have ended, to its owner. Open as long as the owner lives.
+        """Yields the handles of a region that have ended, and slabs that all readers have copied, to the region's owner.
+        Open as long as the owner lives.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,7 @@ class KvTransferServiceStub:
     Slabs of another host's service are pulled into this service's arena first.
     """
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcknowledgeRequest, _kv_transfer_pb2.AcknowledgeReply]
-    """Says which windows a reader has copied, so that their memory serves the next ones."""
+    """Says which windows or slabs a reader has copied, so that their memory serves the next ones."""
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewReply]
     """Extends leases."""
     Release: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseReply]
@@ -59,7 +59,9 @@ class KvTransferServiceStub:
     Read: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadRequest, _types_pb2.Chunk]
     """Returns the bytes of one slab, in chunks of 1 MiB."""
     Own: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.OwnRequest, _kv_transfer_pb2.OwnerEvent]
-    """Yields the handles of a region that have ended, to its owner. Open as long as the owner lives."""
+    """Yields the handles of a region that have ended, and slabs that all readers have copied, to the region's owner.
+    Open as long as the owner lives.
+    """
     Publish: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.PublishRequest, _kv_transfer_pb2.PublishReply]
     """Publishes full blocks of a worker's region; the host's store copies the blocks that it accepts."""
     Load: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadRequest, _kv_transfer_pb2.LoadReply]
@@ -90,7 +92,7 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     Slabs of another host's service are pulled into this service's arena first.
     """
     Acknowledge: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcknowledgeRequest, _kv_transfer_pb2.AcknowledgeReply]  # type: ignore[assignment]
-    """Says which windows a reader has copied, so that their memory serves the next ones."""
+    """Says which windows or slabs a reader has copied, so that their memory serves the next ones."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewReply]  # type: ignore[assignment]
     """Extends leases."""
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseReply]  # type: ignore[assignment]
@@ -100,7 +102,9 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     Read: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ReadRequest, _types_pb2.Chunk]  # type: ignore[assignment]
     """Returns the bytes of one slab, in chunks of 1 MiB."""
     Own: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.OwnRequest, _kv_transfer_pb2.OwnerEvent]  # type: ignore[assignment]
-    """Yields the handles of a region that have ended, to its owner. Open as long as the owner lives."""
+    """Yields the handles of a region that have ended, and slabs that all readers have copied, to the region's owner.
+    Open as long as the owner lives.
+    """
     Publish: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.PublishRequest, _kv_transfer_pb2.PublishReply]  # type: ignore[assignment]
     """Publishes full blocks of a worker's region; the host's store copies the blocks that it accepts."""
     Load: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadRequest, _kv_transfer_pb2.LoadReply]  # type: ignore[assignment]
@@ -158,7 +162,7 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.AcknowledgeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.AcknowledgeReply, _abc.Awaitable[_kv_transfer_pb2.AcknowledgeReply]]:
-        """Says which windows a reader has copied, so that their memory serves the next ones."""
+        """Says which windows or slabs a reader has copied, so that their memory serves the next ones."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -198,7 +202,9 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.OwnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.OwnerEvent], _abc.AsyncIterator[_kv_transfer_pb2.OwnerEvent]]:
-        """Yields the handles of a region that have ended, to its owner. Open as long as the owner lives."""
+        """Yields the handles of a region that have ended, and slabs that all readers have copied, to the region's owner.
+        Open as long as the owner lives.
+        """
 
     @_abc_1.abstractmethod
     def Publish(

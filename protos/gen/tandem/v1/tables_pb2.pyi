@@ -231,26 +231,30 @@ class UnreportedRow(message.Message):
 
 @typing.final
 class RegionRow(message.Message):
-    """A region of a worker that a KV service has mapped."""
+    """A region that a worker has lent to a KV service."""
 
     DESCRIPTOR: descriptor.Descriptor
 
     REGION_ID_FIELD_NUMBER: builtins.int
     OWNER_INCARNATION_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     region_id: builtins.str
     owner_incarnation: builtins.str
     num_bytes: builtins.int
+    kind: types_pb2.MemoryKind.ValueType
+    """unspecified, from services of release 0.2: host memory"""
     def __init__(
         self,
         *,
         region_id: builtins.str = ...,
         owner_incarnation: builtins.str = ...,
         num_bytes: builtins.int = ...,
+        kind: types_pb2.MemoryKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["num_bytes", b"num_bytes", "owner_incarnation", b"owner_incarnation", "region_id", b"region_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "num_bytes", b"num_bytes", "owner_incarnation", b"owner_incarnation", "region_id", b"region_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -141,9 +141,9 @@ class _MemoryKindEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_MemoryKind.
     DESCRIPTOR: descriptor.EnumDescriptor
     MEMORY_KIND_UNSPECIFIED: _MemoryKind.ValueType  # 0
     MEMORY_KIND_HOST: _MemoryKind.ValueType  # 1
-    """a shared-memory region; the only implemented kind"""
+    """a shared-memory region"""
     MEMORY_KIND_DEVICE: _MemoryKind.ValueType  # 2
-    """refused: not implemented"""
+    """memory of a card, which engines of the same host map by its driver's descriptor"""
     MEMORY_KIND_DISK: _MemoryKind.ValueType  # 3
     """refused: not implemented"""
 
@@ -151,9 +151,9 @@ class MemoryKind(_MemoryKind, metaclass=_MemoryKindEnumTypeWrapper): ...
 
 MEMORY_KIND_UNSPECIFIED: MemoryKind.ValueType  # 0
 MEMORY_KIND_HOST: MemoryKind.ValueType  # 1
-"""a shared-memory region; the only implemented kind"""
+"""a shared-memory region"""
 MEMORY_KIND_DEVICE: MemoryKind.ValueType  # 2
-"""refused: not implemented"""
+"""memory of a card, which engines of the same host map by its driver's descriptor"""
 MEMORY_KIND_DISK: MemoryKind.ValueType  # 3
 """refused: not implemented"""
 
@@ -1581,7 +1581,7 @@ class EncodeLedger(message.Message):
 
 @typing.final
 class Device(message.Message):
-    """One GPU as NVML sees it."""
+    """One GPU, or one MIG instance of a GPU, as NVML sees it."""
 
     DESCRIPTOR: descriptor.Descriptor
 
@@ -1622,26 +1622,36 @@ class Device(message.Message):
     NUM_CORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
     NUM_UNCORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
     XID_ERRORS_FIELD_NUMBER: builtins.int
+    MIG_INSTANCE_FIELD_NUMBER: builtins.int
+    FOREIGN_UNKNOWN_FIELD_NUMBER: builtins.int
     index: builtins.int
+    """NVML's; of a MIG instance: its GPU's"""
     name: builtins.str
     uuid: builtins.str
     total_bytes: builtins.int
+    """0: the memory could not be read"""
     used_bytes: builtins.int
     free_bytes: builtins.int
     foreign_bytes: builtins.int
-    """used by processes of others"""
+    """Optional figures are absent where they are not known. Releases before 0.3 send 0 then, and leave every 0 out.
+    used by processes that are no worker of this host
+    """
     utilization_percent: builtins.int
     temperature_celsius: builtins.int
     power_milliwatts: builtins.int
     error: builtins.str
     """the values that could not be read; "" if all could be read"""
     own_bytes: builtins.int
-    """used by the worker's processes; 0 also if the driver cannot tell"""
+    """used by the worker's processes"""
     energy_millijoules: builtins.int
     """since the driver was loaded; absent: the card does not count"""
     num_corrected_ecc_errors: builtins.int
     """since the driver was loaded; absent: no ECC"""
     num_uncorrected_ecc_errors: builtins.int
+    mig_instance: builtins.str
+    """"GI/CI", the ids of GPU instance and compute instance; "": a whole GPU"""
+    foreign_unknown: builtins.str
+    """why foreign_bytes is absent"""
     @builtins.property
     def throttle_reasons(self) -> containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @builtins.property
@@ -1657,34 +1667,56 @@ class Device(message.Message):
         total_bytes: builtins.int = ...,
         used_bytes: builtins.int = ...,
         free_bytes: builtins.int = ...,
-        foreign_bytes: builtins.int = ...,
-        utilization_percent: builtins.int = ...,
-        temperature_celsius: builtins.int = ...,
-        power_milliwatts: builtins.int = ...,
+        foreign_bytes: builtins.int | None = ...,
+        utilization_percent: builtins.int | None = ...,
+        temperature_celsius: builtins.int | None = ...,
+        power_milliwatts: builtins.int | None = ...,
         throttle_reasons: abc.Iterable[builtins.str] | None = ...,
         error: builtins.str = ...,
-        own_bytes: builtins.int = ...,
+        own_bytes: builtins.int | None = ...,
         energy_millijoules: builtins.int | None = ...,
         num_corrected_ecc_errors: builtins.int | None = ...,
         num_uncorrected_ecc_errors: builtins.int | None = ...,
         xid_errors: abc.Mapping[builtins.int, builtins.int] | None = ...,
+        mig_instance: builtins.str = ...,
+        foreign_unknown: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "energy_millijoules", b"energy_millijoules", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_foreign_bytes", b"_foreign_bytes", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "_own_bytes", b"_own_bytes", "_power_milliwatts", b"_power_milliwatts", "_temperature_celsius", b"_temperature_celsius", "_utilization_percent", b"_utilization_percent", "energy_millijoules", b"energy_millijoules", "foreign_bytes", b"foreign_bytes", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors", "own_bytes", b"own_bytes", "power_milliwatts", b"power_milliwatts", "temperature_celsius", b"temperature_celsius", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "energy_millijoules", b"energy_millijoules", "error", b"error", "foreign_bytes", b"foreign_bytes", "free_bytes", b"free_bytes", "index", b"index", "name", b"name", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors", "own_bytes", b"own_bytes", "power_milliwatts", b"power_milliwatts", "temperature_celsius", b"temperature_celsius", "throttle_reasons", b"throttle_reasons", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization_percent", b"utilization_percent", "uuid", b"uuid", "xid_errors", b"xid_errors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules", "_foreign_bytes", b"_foreign_bytes", "_num_corrected_ecc_errors", b"_num_corrected_ecc_errors", "_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors", "_own_bytes", b"_own_bytes", "_power_milliwatts", b"_power_milliwatts", "_temperature_celsius", b"_temperature_celsius", "_utilization_percent", b"_utilization_percent", "energy_millijoules", b"energy_millijoules", "error", b"error", "foreign_bytes", b"foreign_bytes", "foreign_unknown", b"foreign_unknown", "free_bytes", b"free_bytes", "index", b"index", "mig_instance", b"mig_instance", "name", b"name", "num_corrected_ecc_errors", b"num_corrected_ecc_errors", "num_uncorrected_ecc_errors", b"num_uncorrected_ecc_errors", "own_bytes", b"own_bytes", "power_milliwatts", b"power_milliwatts", "temperature_celsius", b"temperature_celsius", "throttle_reasons", b"throttle_reasons", "total_bytes", b"total_bytes", "used_bytes", b"used_bytes", "utilization_percent", b"utilization_percent", "uuid", b"uuid", "xid_errors", b"xid_errors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__energy_millijoules: _TypeAlias = typing.Literal["energy_millijoules"]  # noqa: Y015
     _WhichOneofArgType__energy_millijoules: _TypeAlias = typing.Literal["_energy_millijoules", b"_energy_millijoules"]  # noqa: Y015
+    _WhichOneofReturnType__foreign_bytes: _TypeAlias = typing.Literal["foreign_bytes"]  # noqa: Y015
+    _WhichOneofArgType__foreign_bytes: _TypeAlias = typing.Literal["_foreign_bytes", b"_foreign_bytes"]  # noqa: Y015
     _WhichOneofReturnType__num_corrected_ecc_errors: _TypeAlias = typing.Literal["num_corrected_ecc_errors"]  # noqa: Y015
     _WhichOneofArgType__num_corrected_ecc_errors: _TypeAlias = typing.Literal["_num_corrected_ecc_errors", b"_num_corrected_ecc_errors"]  # noqa: Y015
     _WhichOneofReturnType__num_uncorrected_ecc_errors: _TypeAlias = typing.Literal["num_uncorrected_ecc_errors"]  # noqa: Y015
     _WhichOneofArgType__num_uncorrected_ecc_errors: _TypeAlias = typing.Literal["_num_uncorrected_ecc_errors", b"_num_uncorrected_ecc_errors"]  # noqa: Y015
+    _WhichOneofReturnType__own_bytes: _TypeAlias = typing.Literal["own_bytes"]  # noqa: Y015
+    _WhichOneofArgType__own_bytes: _TypeAlias = typing.Literal["_own_bytes", b"_own_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__power_milliwatts: _TypeAlias = typing.Literal["power_milliwatts"]  # noqa: Y015
+    _WhichOneofArgType__power_milliwatts: _TypeAlias = typing.Literal["_power_milliwatts", b"_power_milliwatts"]  # noqa: Y015
+    _WhichOneofReturnType__temperature_celsius: _TypeAlias = typing.Literal["temperature_celsius"]  # noqa: Y015
+    _WhichOneofArgType__temperature_celsius: _TypeAlias = typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__utilization_percent: _TypeAlias = typing.Literal["utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__utilization_percent: _TypeAlias = typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_millijoules) -> _WhichOneofReturnType__energy_millijoules | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__foreign_bytes) -> _WhichOneofReturnType__foreign_bytes | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_corrected_ecc_errors) -> _WhichOneofReturnType__num_corrected_ecc_errors | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_uncorrected_ecc_errors) -> _WhichOneofReturnType__num_uncorrected_ecc_errors | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_bytes) -> _WhichOneofReturnType__own_bytes | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_milliwatts) -> _WhichOneofReturnType__power_milliwatts | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
 
 @typing.final
 class HostMemory(message.Message):
@@ -1718,8 +1750,11 @@ class MemoryReport(message.Message):
     DEVICES_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    DEVICE_AGE_SECONDS_FIELD_NUMBER: builtins.int
     source: builtins.str
     """"nvml", or "host: <reason why not NVML>" """
+    device_age_seconds: builtins.float
+    """of `devices`, if NVML was asked and does not answer; else 0"""
     @builtins.property
     def devices(self) -> containers.RepeatedCompositeFieldContainer[Device]: ...
     @builtins.property
@@ -1730,10 +1765,11 @@ class MemoryReport(message.Message):
         devices: abc.Iterable[Device] | None = ...,
         host: HostMemory | None = ...,
         source: builtins.str = ...,
+        device_age_seconds: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["devices", b"devices", "host", b"host", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["device_age_seconds", b"device_age_seconds", "devices", b"devices", "host", b"host", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

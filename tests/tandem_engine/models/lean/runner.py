@@ -10,6 +10,7 @@ import torch
 from tandem_engine.execution.model import ignore
 from tandem_engine.models.lean.decoder import Decoder
 from tandem_engine.ops.base import KVPool, Run
+from tests.tandem_engine.steps import step_of
 
 Piece = tuple[int, int, int]
 """Request, first token, end."""
@@ -59,7 +60,7 @@ class Runner:
             last_rows.append(len(ids) - 1)
             positions.append(place)
             slots.append(blocks[place // self.block_size] * self.block_size + place % self.block_size)
-        step = self.decoder.ops.step(torch.cat(positions), torch.cat(slots), runs)
+        step = step_of(self.decoder.ops, torch.cat(positions), torch.cat(slots), runs)
         rows = torch.tensor(last_rows) if last_only else torch.arange(len(ids))
         return self.decoder.forward(torch.tensor(ids), step, self.pool, rows, kv_written)
 

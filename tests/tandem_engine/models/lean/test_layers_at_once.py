@@ -17,6 +17,7 @@ from tandem_engine.ops.cpu.library import load_library
 from tests.tandem_engine.models.lean.kinds import CONFIGS, VOCAB_SIZE
 from tests.tandem_engine.models.lean.runner import Runner, cut
 from tests.tandem_engine.ops.cpu_machines import FLAGS, cpu_ops
+from tests.tandem_engine.steps import step_of
 
 MIXTURES = ("mixtral", "qwen3-moe", "qwen3-moe-sparse")
 LENGTHS = (1, 130, 33, 240)
@@ -103,7 +104,7 @@ def test_layers_in_groups_of_their_own_write_and_read_their_own_blocks(
         for start, end in ((0, 140), (140, 149), (149, 150)):
             place = torch.arange(start, end)
             steps = [
-                ops.step(place, table[place // 16] * 16 + place % 16, [Run(0, start, end - start, table)])
+                step_of(ops, place, table[place // 16] * 16 + place % 16, [Run(0, start, end - start, table)])
                 for table in tables
             ]
             step = replace(steps[0], groups=steps)

@@ -18,6 +18,7 @@ from tandem_engine.ops.base import Ops
 from tandem_engine.ops.torch_ops import TorchOps
 from tests.tandem_engine.models.lean.kinds import CONFIGS, VOCAB_SIZE, WINDOW
 from tests.tandem_engine.models.lean.runner import Runner, cut
+from tests.tandem_engine.steps import step_of
 
 NUM_ANSWER_TOKENS = 16
 MIN_MARGIN = 1e-3
@@ -123,7 +124,7 @@ def test_a_step_without_samples_only_writes_kv(
     straight, silent = _runner(decoder), _runner(decoder)
     expected = straight.step([(1, 0, 40)])[-1:]
     assert torch.equal(silent.step([(1, 0, 40)], last_only=True), expected)
-    step = ops.step(torch.arange(2), torch.tensor([3, 4]), [])
+    step = step_of(ops, torch.arange(2), torch.tensor([3, 4]), [])
     no_rows = torch.empty(0, dtype=torch.int64)
     assert decoder.forward(torch.tensor([5, 6]), step, silent.pool, no_rows).shape == (0, VOCAB_SIZE)
 

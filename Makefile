@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos gateways alerts determinism schemathesis tools fuzz hostile gpu-kit upgrade-test audit ledger check docs services peers format protos clean
+.PHONY: help run test wheels images manifests install-test wheel-test container-test test-versions simulate chaos gateways alerts determinism schemathesis tools fuzz hostile gpu-kit vllm vllm-next upgrade-test audit ledger check docs services peers format protos clean
 
 # The diagrams of the site. Pinned by digest; without npm or a network the site shows a diagram as its text.
 MERMAID := 11.6.0
@@ -72,6 +72,12 @@ hostile: $(VENV)/.dev ## measure what hostile requests of one client do to the s
 gpu-kit: $(VENV)/.run ## try Tandem on this machine's NVIDIA card and write gpu_kit.json, under 10 minutes (ARGS="--quick --device cuda:1")
 	PYTHONPATH=.:protos/gen $(BIN)/python -m benchmarks.gpu_kit $(ARGS)
 
+vllm: $(VENV)/.dev build/vllm/.installed ## install vLLM for CPUs into build/vllm and run the tests that need it (ARGS="-k mixed")
+	TANDEM_VLLM_PYTHON=$(CURDIR)/build/vllm/bin/python $(BIN)/python -m pytest $(VLLM_TESTS) $(ARGS)
+
+vllm-next: $(VENV)/.dev ## try the newest vLLM for CPUs in an environment of its own, and print what broke (for a nightly job)
+	PYTHONPATH=. $(BIN)/python -m infra.vllm.next_version $(ARGS)
+
 upgrade-test: $(VENV)/.dev ## run the release before beside this one, in an environment of its own (some minutes; the first time longer)
 	PYTHONPATH=.:protos/gen $(BIN)/python -m tests.upgrade $(ARGS)
 
@@ -105,6 +111,14 @@ format: $(VENV)/.dev ## format the code
 
 protos: $(VENV)/.dev ## generate Python from the .proto files
 	$(BIN)/python protos/compile.py
+
+VLLM_TESTS := $(wildcard tests/tandem_vllm tests/tandem_worker/test_vllm_program.py tests/system/test_vllm*.py tests/system/test_mixed_engines.py)
+
+build/vllm/.installed: infra/vllm/requirements-cpu.txt
+	@echo "Setting up build/vllm (once; 3 GB)"
+	@$(PYTHON) -m venv --clear build/vllm
+	@build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $<
+	@touch $@
 
 build/mermaid.min.js:
 	@mkdir -p build

@@ -20,6 +20,7 @@ from tandem_client.cli import up as up_command
 from tandem_client.cli.bounded_log import MAX_LOG_BYTES
 from tandem_client.cli.chat import ChatOptions
 from tandem_client.cli.control_socket import NotRunning, Refused
+from tandem_client.cli.engines import Engine, vllm_python
 from tandem_client.cli.plan import UpOptions
 from tandem_client.cli.replace import ReplaceOptions, replace_workers
 from tandem_client.cli.rolling import RollOptions
@@ -74,6 +75,9 @@ def up(
         int, typer.Option(help="Number of prefill workers; with 0, decode workers prefill too (aggregated).")
     ] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode workers.")] = 1,
+    engine: Annotated[
+        Engine, typer.Option(help="What computes: Tandem's own engine, or vLLM from a virtual environment of its own.")
+    ] = Engine.TANDEM,
     host: Annotated[str, typer.Option(help="Address the HTTP gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the HTTP gateway.", min=1, max=65535)] = 8642,
     grpc_port: Annotated[int, typer.Option(help="Port where the workers register.", min=1, max=65535)] = 8643,
@@ -126,6 +130,10 @@ def up(
         _replace_workers(ReplaceOptions(port, model, checkpoint, config, roll))
     if checkpoint is not None:
         fail("--checkpoint belongs to --replace; without it, --model names the checkpoint")
+    try:
+        interpreter = vllm_python(up_command.state_dir()) if engine is Engine.VLLM else ""
+    except up_command.CannotStart as error:
+        fail(str(error))
     options = UpOptions(
         model=_as_folder_or_hub_id(model, "--model"),
         served_model_name=served_model_name,
@@ -135,6 +143,7 @@ def up(
         ),
         num_prefill=prefill,
         num_decode=decode,
+        vllm_python=interpreter,
         host=host,
         port=port,
         grpc_port=grpc_port,

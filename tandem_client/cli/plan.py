@@ -43,6 +43,8 @@ class UpOptions:
     """Encoders beside the model: for embeddings, classes or rankings; each has a worker of its own."""
     num_prefill: int = 1
     num_decode: int = 1
+    vllm_python: str = ""
+    """The interpreter of vLLM's environment, where vLLM computes; "": Tandem's own engine does."""
     host: str = "127.0.0.1"
     port: int = 8642
     grpc_port: int = 8643
@@ -238,6 +240,8 @@ def _worker(name: str, role: str, share: Share, configured: Mapping[str, object]
         flags += ["--model", options.model]
     if options.served_model_name is not None:
         flags += ["--served-model-name", options.served_model_name]
+    if options.vllm_python:
+        flags += ["--engine", "vllm", "--vllm-python", options.vllm_python]
     more, environment, cores = _cores_of(share, configured)
     flags += more
     if share.kv_limit_bytes is not None and not configured.keys() & {

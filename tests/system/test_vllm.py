@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +189,24 @@ async def _is_stored(fleet: Fleet, num_blocks: int) -> bool:
 
 async def _has_computed(fleet: Fleet, name: str, before: float) -> bool:
     return (await fleet.stats(name)).counters["prompt_tokens_computed"] > before
+
+
+async def test_pools_and_a_region_that_are_too_small_only_cost_time(fleet: Fleet, tmp_path: Path) -> None:
+    """32 blocks in each pool and 6 slots in the region, for prompts and answers of 13 blocks each."""
+    bytes_per_block = (await fleet.stats("decode-a")).kv.bytes_per_block
+    prompts = [prompt_of(200 + 11 * index, seed=index) for index in range(10)]
+    expected = [tokens(await run(fleet, _plain(prompt, 200), None)) for prompt in prompts]
+    small = (*FLAGS, "--num-kv-blocks", "64", "--kv-staging-bytes", str(6 * bytes_per_block))
+    async with Fleet(tmp_path) as tight:
+        tight.start("kv", "kv-a")
+        tight.start("prefill", "prefill-a", *small)
+        tight.start("decode", "decode-a", *small)
+        await tight.ready()
+        await tight.handed_over(MODEL, "prefill-a", "decode-a")
+        routes = ("prefill-a", None) * 5
+        asks = [run(tight, _plain(prompt, 200), route) for prompt, route in zip(prompts, routes, strict=True)]
+        assert [tokens(answer) for answer in await asyncio.gather(*asks)] == expected
+        stats = await tight.stats("decode-a")
+        assert stats.counters["preemptions"] > 0, "or the pool was not too small"
+        assert (await tight.stats("prefill-a")).counters["staging_slots"] == 6
+        await tight.pools_are_full()

@@ -178,22 +178,26 @@ class RecordedScheduler:
         return EngineStep(runs, {name: Sampled(self._answer)}, choices=choices)
 
     def _admit(self) -> None:
-        if not self.waiting:
+        """Admit the first request that fits to its end; one that does not fit is not overtaken."""
+        for request in sorted(self.waiting, key=lambda each: each.rank):
+            name = request.request_id
+            num_full = (request.num_tokens - 1) // SIZE
+            found = self.blocks.find(pool_key(request, index, SIZE) for index in range(num_full))
+            num_found = len(found) * SIZE
+            external = self.arrivals.num_matched_tokens(name, num_found, request.num_tokens)
+            if external is None:
+                continue
+            num_unused = sum(not self.blocks.references[block] for block in found)
+            if -(-request.num_tokens // SIZE) - len(found) + num_unused > self.blocks.num_available:
+                return
+            self.waiting.remove(request)
+            self.blocks.hold(found)
+            end = num_found + external
+            self.tables[name] = [*found, *self.blocks.take(-(-(end + 1) // SIZE) - len(found))]
+            self.arrivals.placed(name, self.tables[name], external)
+            self.computed[name] = end
+            self.running.append(request)
             return
-        request, name = self.waiting[0], self.waiting[0].request_id
-        num_full = (request.num_tokens - 1) // SIZE
-        found = self.blocks.find(pool_key(request, index, SIZE) for index in range(num_full))
-        num_found = len(found) * SIZE
-        external = self.arrivals.num_matched_tokens(name, num_found, request.num_tokens)
-        if external is None:
-            return
-        del self.waiting[0]
-        self.blocks.hold(found)
-        end = num_found + external
-        self.tables[name] = [*found, *self.blocks.take(-(-(end + 1) // SIZE) - len(found))]
-        self.arrivals.placed(name, self.tables[name], external)
-        self.computed[name] = end
-        self.running.append(request)
 
 
 class KeepingPublisher(PoolPublisher):

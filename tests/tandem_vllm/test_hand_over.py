@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -46,12 +47,16 @@ ROOT = BlockHash(bytes(range(16)))
 class World:
     """A core with a recorded vLLM."""
 
-    def __init__(self, chunk: int = 100) -> None:
+    def __init__(self, chunk: int = 100, ms_per_look: int = 0) -> None:
+        """`ms_per_look`: how far the clock of the copy budget goes with each look at it."""
         self.blocks, self.memory, self.publisher = RecordedBlocks(), RecordedMemory(), KeepingPublisher()
         self.vllm = RecordedScheduler(self.blocks, self.memory, chunk)
         times = iter(range(1000, 100000))
         exchange = exchange_of(self.vllm, self.memory, self.publisher)
-        self.core = VllmCore(CONFIG, self.vllm, clock=lambda: next(times), exchange=exchange)
+        looks = count(step=1_000_000 * ms_per_look)
+        self.core = VllmCore(
+            CONFIG, self.vllm, clock=lambda: next(times), exchange=exchange, monotonic=lambda: next(looks)
+        )
 
     def handle(self, command: Any) -> Sequence[EngineEvent]:
         self.core.begin_turn()
@@ -324,4 +329,18 @@ def test_a_request_that_fails_lets_go_of_its_blocks() -> None:
     world.handle(request("p", 10, "prefill"))
     assert not world.outputs()
     assert "p" in world.publisher.forgotten
+    world.check_all_is_free()
+
+
+def test_a_load_that_nobody_goes_on_with_holds_no_blocks() -> None:
+    """A request of a higher class comes while a prefix is loaded, and needs what the load has taken."""
+    world = World(ms_per_look=20)  # a piece takes longer than a step may copy
+    big = ExtentRef("theirs", 0, 5 << 20, 7, 1)
+    prefix = [PrefixBlock(0, big), PrefixBlock(1, big)]
+    world.handle(request("a", 10, "aggregated", 1, prefix=prefix, **hashed(10)))
+    world.step()
+    assert world.blocks.num_available == NUM_BLOCKS - 2 and world.core.has_work()
+    world.handle(request("b", 30, "aggregated", 1, priority=5))  # all eight blocks
+    assert not world.step().outputs
+    assert [output.request_id for output in world.outputs()] == ["b", "a"]
     world.check_all_is_free()

@@ -29,6 +29,7 @@ from tandem_engine.messages import (
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_vllm.arrivals import Arrivals
 from tandem_vllm.core import VllmCore
 from tests.tandem_vllm.recorded_pool import (
     NUM_BLOCKS,
@@ -190,6 +191,7 @@ def test_token_one_that_comes_behind_recompute_is_not_drawn_again() -> None:
     world.handle(StartDecode("d", [40]))
     outputs = world.outputs()
     assert [output.position for output in outputs] == [11, 12, 13]
+    assert world.vllm.num_tokens["d"] == 14, "vLLM knows token one too"
     world.handle(StartDecode("d", [40]))  # unknown by now
     world.check_all_is_free()
 
@@ -344,3 +346,22 @@ def test_a_load_that_nobody_goes_on_with_holds_no_blocks() -> None:
     assert not world.step().outputs
     assert [output.request_id for output in world.outputs()] == ["b", "a"]
     world.check_all_is_free()
+
+
+def test_the_last_block_is_written_into_whatever_block_vllm_allocates() -> None:
+    blocks, memory = RecordedBlocks(), RecordedMemory()
+    arrivals = Arrivals(blocks, memory, SIZE)
+    table = blocks.take(2)
+    memory.content = {table[0]: "first", table[1]: "tail"}
+    blocks.register(table[:1], [ROOT])
+    arrivals.bring_table("d", table, 6)
+    assert arrivals.num_matched_tokens("d", 4, 7) == 2
+    assert arrivals.num_matched_tokens("d", 4, 7) == 2, "vLLM had no seat, and asks again"
+    others = blocks.take(1)
+    memory.content[others[0]] = "overwritten"
+    mine = blocks.take(1)
+    blocks.hold(table[:1])
+    arrivals.placed("d", [table[0], *mine], 2)
+    assert memory.content[mine[0]] == "tail" and memory.content[others[0]] == "overwritten"
+    assert [blocks.num_references(block) for block in (table[0], *others, *mine)] == [1, 1, 1]
+    assert arrivals.num_matched_tokens("d", 4, 7) == 0, "it is placed"

@@ -257,12 +257,21 @@ class VllmCore:
         if command.mode != "aggregated" and self._hand_over is None:
             raise RequestRefused("unsupported", f"mode {command.mode}: {_NO_EXCHANGE}")
         request = build_request(command, self._config, arrival=self._num_arrivals, added_ns=self._clock())
+        if request.mode == "prefill" and self._config.window is not None:
+            self._find_nothing(request)
         if request.mode == "decode":
             self._reserve(request)
         else:
             waiting = [each for each in self._requests.values() if each.state is RequestState.WAITING]
             self._check_places(self._config.max_num_waiting, waiting, request)
         return request
+
+    def _find_nothing(self, request: Request) -> None:
+        """Compute a prompt as a whole: of a prefix that vLLM finds it has only the window, and all is handed over."""
+        request.max_found_blocks = 0
+        if request.prefix:
+            request.prefix = {}
+            self._admitted.append(request.request_id)
 
     def _reserve(self, request: Request) -> None:
         assert self._hand_over is not None, "checked by the caller"

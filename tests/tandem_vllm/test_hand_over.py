@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -48,15 +49,16 @@ ROOT = BlockHash(bytes(range(16)))
 class World:
     """A core with a recorded vLLM."""
 
-    def __init__(self, chunk: int = 100, ms_per_look: int = 0) -> None:
+    def __init__(self, chunk: int = 100, ms_per_look: int = 0, window: int | None = None) -> None:
         """`ms_per_look`: how far the clock of the copy budget goes with each look at it."""
         self.blocks, self.memory, self.publisher = RecordedBlocks(), RecordedMemory(), KeepingPublisher()
         self.vllm = RecordedScheduler(self.blocks, self.memory, chunk)
         times = iter(range(1000, 100000))
         exchange = exchange_of(self.vllm, self.memory, self.publisher)
         looks = count(step=1_000_000 * ms_per_look)
+        config = replace(CONFIG, window=window)
         self.core = VllmCore(
-            CONFIG, self.vllm, clock=lambda: next(times), exchange=exchange, monotonic=lambda: next(looks)
+            config, self.vllm, clock=lambda: next(times), exchange=exchange, monotonic=lambda: next(looks)
         )
 
     def handle(self, command: Any) -> Sequence[EngineEvent]:
@@ -365,3 +367,16 @@ def test_the_last_block_is_written_into_whatever_block_vllm_allocates() -> None:
     assert memory.content[mine[0]] == "tail" and memory.content[others[0]] == "overwritten"
     assert [blocks.num_references(block) for block in (table[0], *others, *mine)] == [1, 1, 1]
     assert arrivals.num_matched_tokens("d", 4, 7) == 0, "it is placed"
+
+
+def test_a_prefill_of_a_model_with_a_window_hands_over_blocks_that_vllm_would_not_keep() -> None:
+    world = World(window=6)
+    prefix = [PrefixBlock(0, extent(7))]
+    for name in ("a", "b"):
+        world.handle(request(name, 10, "prefill", prefix=prefix, **hashed(10)))
+        done = world.step()
+        assert done.outputs[0].num_computed_tokens == 10 and len(done.sealed[0].slots) == 3
+        assert done.admitted == [name]
+        world.handle(ReleaseHeld(name))
+    assert [each.hashes for each in world.publisher.filled] == [hashed(10)["block_hashes"]] * 2
+    world.check_all_is_free()

@@ -1,0 +1,113 @@
+"""Our engine and vLLM serve one model name: which of their workers share blocks, and what answers are worth.
+
+The tests need TANDEM_VLLM_PYTHON, an interpreter with vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.dispatch.request_stream import RequestStream
+from tandem.v1 import types_pb2 as pb
+from tandem_runtime.kv.spaces import model_identity, space_of
+from tests.system.fleet import Fleet, token_request
+from tests.system.reference import clear_prompt, greedy
+from tests.system.streams import MODEL
+
+PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
+NUM_TOKENS = 12
+LONG = 200
+"""Answer tokens: enough that a worker dies in the middle, not behind the end."""
+SMALL = ("--num-threads", "1", "--num-kv-blocks", "128", "--max-model-len", "1024", "--dtype", "float32")
+OURS = (*SMALL, "--block-size", "16")
+VLLM = (*SMALL, "--engine", "vllm", "--vllm-python", PYTHON)
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="TANDEM_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+
+@asynccontextmanager
+async def fleet_of(
+    folder: Path, exactness: str, *workers: tuple[str, str, tuple[str, ...]], kv: bool = False, **control: Any
+) -> AsyncIterator[Fleet]:
+    """Run workers, each a role, a name and flags, one after another: an engine that loads takes a core."""
+    async with Fleet(folder, **control) as fleet:
+        if kv:
+            fleet.start("kv", "kv-0")
+        for role, name, flags in workers:
+            fleet.start(role, name, *flags, "--exactness", exactness)
+        await fleet.ready()
+        yield fleet
+
+
+async def answered(fleet: Fleet, prompt: list[int], **changes: Any) -> tuple[RequestStream, list[int]]:
+    request = token_request(MODEL, prompt, NUM_TOKENS, cacheable=False, **changes)
+    stream = await fleet.gateway.dispatcher.submit(request)
+    return stream, [token async for delta in stream for token in delta.token_ids]
+
+
+def card(fleet: Fleet, name: str) -> pb.ModelCard:
+    worker = fleet.worker(name)
+    assert worker is not None, f"{name} is not registered"
+    return worker.info.card
+
+
+async def lost(fleet: Fleet, folder: Path, victim: str, heir: str) -> None:
+    """Kill the worker of an answer: the other engine goes on with it, and the answer says so."""
+    prompt = clear_prompt(folder, 40, LONG)
+    for number in range(100):
+        request = token_request(MODEL, prompt, LONG, cacheable=False, salt=f"{victim} {number}".encode())
+        stream, tokens, is_killed = await fleet.gateway.dispatcher.submit(request), list[int](), False
+        async for delta in stream:
+            tokens += delta.token_ids
+            call = stream.state.choices[0].call
+            if len(tokens) >= 2 and not is_killed and call is not None and call.worker_id == victim:
+                is_killed = True
+                fleet.services.pop(victim).kill()
+        assert tokens == greedy(folder, prompt, LONG)
+        if is_killed:
+            break
+        assert not stream.state.history.seams
+    assert is_killed, f"none of 100 requests went to {victim}"
+    (seam,) = stream.state.history.seams
+    assert (seam.before.worker_id, seam.after.worker_id) == (victim, heir)
+    assert seam.before.numerics_class != seam.after.numerics_class
+    assert stream.usage.num_seams == 1
+
+
+async def test_under_class_an_answer_stays_with_its_engine_and_goes_on_flagged_when_the_engine_dies(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder, seen = checkpoint("demo"), set[str]()
+    workers = ("decode", "ours", OURS), ("decode", "vllm", VLLM)
+    async with fleet_of(tmp_path, "class", *workers) as fleet:
+        # 1. one model, two classes: hash roots are equal, blocks are not shared
+        ours, vllm = card(fleet, "ours"), card(fleet, "vllm")
+        assert ours.fingerprint.numerics_class != vllm.fingerprint.numerics_class
+        assert model_identity(ours.fingerprint) == model_identity(vllm.fingerprint)
+        assert space_of(ours) != space_of(vllm)
+        # 2. both get requests, and no answer is of two classes
+        prompt = clear_prompt(folder, 64, NUM_TOKENS)
+        for number in range(200):
+            stream, tokens = await answered(fleet, prompt, salt=str(number).encode())
+            assert tokens == greedy(folder, prompt, NUM_TOKENS)
+            assert not stream.state.history.seams
+            (call,) = stream.state.history.calls
+            seen.add(call.worker_id)
+            if number >= 20 and len(seen) == 2:
+                break
+        assert seen == {"ours", "vllm"}
+        # 3. either way: the class of an answer dies
+        await lost(fleet, folder, "ours", "vllm")
+        fleet.start("decode", "ours-2", *OURS, "--exactness", "class")
+        await fleet.ready("ours-2")
+        await lost(fleet, folder, "vllm", "ours-2")
+        await fleet.pools_are_full()

@@ -34,6 +34,8 @@ class RowRequest(msgspec.Struct, frozen=True):
     request_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
+    choice_seeds: tuple[int, ...] = ()
+    """A prefill's: one first token is drawn per seed; empty: one, with `sampling.seed`."""
 
 
 class RowUpdate(msgspec.Struct, frozen=True):
@@ -52,6 +54,8 @@ class Drawn:
     """The tokens of one step."""
 
     sampled: dict[str, Sampled] = field(default_factory=dict)
+    choices: dict[str, Sequence[Sampled]] = field(default_factory=dict)
+    """All tokens of the requests that have several; `sampled` has the first of them."""
     failures: list[RequestFailed] = field(default_factory=list)
     """Requests without a token: their logits are not numbers, or their grammar has no continuation."""
 
@@ -99,7 +103,9 @@ class Drawer:
                     del rows[request_id]
                 continue
             for request_id, (index, _) in rows.items():
-                (drawn.sampled[request_id],) = found[request_id]
+                drawn.sampled[request_id] = found[request_id][0]
+                if len(found[request_id]) > 1:
+                    drawn.choices[request_id] = found[request_id]
                 logits[index, drawn.sampled[request_id].token_id] = torch.inf
             break
         return drawn
@@ -120,7 +126,13 @@ class _Row:
     """One request of the batch; `request` has all of its tokens after `read_output`."""
 
     def __init__(self, request: RowRequest, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.request = Request(request.request_id, list(prompt), request.num_prompt_tokens, request.sampling)
+        self.request = Request(
+            request.request_id,
+            list(prompt),
+            request.num_prompt_tokens,
+            request.sampling,
+            choice_seeds=request.choice_seeds,
+        )
         self._output = output
 
     def read_output(self) -> None:
@@ -136,7 +148,7 @@ def _draw(request: Request, masks: Mapping[str, Sequence[Any]]) -> Draw:
     return Draw(
         request.request_id,
         request.sampling,
-        (request.sampling.seed,),
+        request.choice_seeds,
         request.token_ids,
         request.num_prompt_tokens,
         allowed=masks.get(request.request_id, ()),

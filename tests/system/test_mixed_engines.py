@@ -111,3 +111,41 @@ async def test_under_class_an_answer_stays_with_its_engine_and_goes_on_flagged_w
         await fleet.ready("ours-2")
         await lost(fleet, folder, "vllm", "ours-2")
         await fleet.pools_are_full()
+
+
+async def test_under_layout_each_engine_goes_on_with_what_the_other_has_computed(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    folder = checkpoint("demo")
+    workers = (
+        ("prefill", "prefill-ours", OURS),
+        ("decode", "decode-ours", OURS),
+        ("prefill", "prefill-vllm", VLLM),
+        ("decode", "decode-vllm", VLLM),
+    )
+    async with fleet_of(tmp_path, "layout", *workers, kv=True, hash_grain=16) as fleet:
+        cards = {name: card(fleet, name) for _, name, _ in workers}
+        assert len({space_of(each) for each in cards.values()}) == 1
+        assert {cards["decode-ours"].block_size, cards["decode-vllm"].block_size} == {16, 32}
+        orders = {each.layout.groups[0].order for each in cards.values()}
+        assert len(orders) == 2 and not any(order.startswith("vllm-") for order in orders)
+        for ours, theirs in (("prefill-ours", "decode-vllm"), ("prefill-vllm", "decode-ours")):
+            await fleet.handed_over(MODEL, ours, theirs)
+            dispatcher, group = fleet.dispatcher(theirs, ours), cards[ours].layout.groups[0]
+            for length in (1, 16, 33, 64, 100, 150):
+                prompt = clear_prompt(folder, length, NUM_TOKENS)
+                stream = await dispatcher.submit(token_request(MODEL, prompt, NUM_TOKENS, cacheable=False))
+                tokens = [token async for delta in stream for token in delta.token_ids]
+                what = f"{ours} to {theirs}, {length} tokens"
+                assert tokens == greedy(folder, prompt, NUM_TOKENS), what
+                (choice,) = stream.state.choices
+                assert choice.ledger is not None, what
+                ledger = choice.ledger
+                assert (ledger.num_computed_tokens, ledger.num_reprefill_tokens) == (0, 0), what
+                # what is pulled has the layout of prefill
+                assert ledger.num_bytes_pulled == -(-length // group.tokens_per_block) * group.bytes_per_block, what
+                assert stream.usage.num_computed_tokens == length, what
+                # the first token is of prefill's class, and the answer says so
+                (seam,) = stream.state.history.seams
+                assert (seam.before.worker_id, seam.after.worker_id) == (ours, theirs), what
+        await fleet.pools_are_full()

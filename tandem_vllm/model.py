@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.engine.core import EngineCore
 
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.layout import GroupInfo, LayoutInfo
 from tandem_engine.messages import ModelInfo
@@ -75,7 +76,8 @@ def layout(core: EngineCore) -> LayoutInfo:
 def _order(core: EngineCore) -> str:
     """Return the order that vLLM's backends write blocks in: Tandem's name if it has one, else vLLM's own.
 
-    vLLM's name has no difference between its CPU kernels, which read only their own blocks, so theirs is added.
+    vLLM's name has no difference between its CPU kernels, which read only their own blocks, so theirs is added. Raises
+    ModelUnusable where the backend cannot write the model's blocks.
     """
     cache = core.scheduler.kv_cache_config
     runner: Any = core.model_executor.driver_worker.worker.model_runner
@@ -86,7 +88,10 @@ def _order(core: EngineCore) -> str:
     if all(_is_plain(group.kv_cache_spec, runner.dtype) for group in cache.kv_cache_groups):
         spec: Any = cache.kv_cache_groups[0].kv_cache_spec
         shape = BlockShape(1, spec.num_kv_heads, spec.block_size, spec.head_size)
-        order = order_of([layer.kv_cache for layer in attention], [_write_of(layer) for layer in attention], shape)
+        try:
+            order = order_of([layer.kv_cache for layer in attention], [_write_of(layer) for layer in attention], shape)
+        except RuntimeError as error:  # so would the first request's prompt
+            raise ModelUnusable(f"vLLM's attention on this machine cannot store keys of this model: {error}") from error
     return order or "-".join(["vllm", str(cache.kv_cache_layout), *([kernels] if kernels else [])])
 
 

@@ -53,7 +53,7 @@ class Size:
     counted_seconds: float
 
 
-FULL, QUICK = Size("0.1b", 16, 6, 4.0, 12.0), Size("tiny", 4, 2, 0.5, 2.0)
+FULL, QUICK = Size("0.1b", 16, 6, 4.0, 12.0), Size("0.1b", 8, 2, 2.0, 4.0)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Count:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, save; return 1 if a target is missed."""
-    parsing = parser("mixed_engines", __doc__ or "", "a tiny model, two short turns")
+    parsing = parser("mixed_engines", __doc__ or "", "two short turns")
     parsing.add_argument("--exactness", choices=_EXACTNESSES, default="class", help="which workers share KV blocks")
     options = parsing.parse_args(arguments)
     python = os.environ.get("TANDEM_VLLM_PYTHON", "")

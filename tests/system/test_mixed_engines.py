@@ -6,6 +6,7 @@ The tests need TANDEM_VLLM_PYTHON, an interpreter with vLLM.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from control_plane.dispatch.request_stream import RequestStream
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.spaces import model_identity, space_of
-from tests.system.fleet import Fleet, token_request
+from tests.system.fleet import Fleet, token_request, tokens_of
 from tests.system.reference import clear_prompt, greedy
 from tests.system.streams import MODEL
 
@@ -35,13 +36,10 @@ pytestmark = [
 
 
 @asynccontextmanager
-async def fleet_of(
-    folder: Path, exactness: str, *workers: tuple[str, str, tuple[str, ...]], kv: bool = False, **control: Any
-) -> AsyncIterator[Fleet]:
-    """Run workers, each a role, a name and flags, one after another: an engine that loads takes a core."""
-    async with Fleet(folder, **control) as fleet:
-        if kv:
-            fleet.start("kv", "kv-0")
+async def fleet_of(folder: Path, exactness: str, *workers: tuple[str, str, tuple[str, ...]]) -> AsyncIterator[Fleet]:
+    """Run a KV service and workers, each a role, a name and flags."""
+    async with Fleet(folder, hash_grain=16) as fleet:
+        fleet.start("kv", "kv-0")
         for role, name, flags in workers:
             fleet.start(role, name, *flags, "--exactness", exactness)
         await fleet.ready()
@@ -83,16 +81,25 @@ async def lost(fleet: Fleet, folder: Path, victim: str, heir: str) -> None:
     assert stream.usage.num_seams == 1
 
 
+PAIRS = (
+    ("prefill", "prefill-ours", OURS),
+    ("decode", "decode-ours", OURS),
+    ("prefill", "prefill-vllm", VLLM),
+    ("decode", "decode-vllm", VLLM),
+)
+
+
 async def test_under_class_an_answer_stays_with_its_engine_and_goes_on_flagged_when_the_engine_dies(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    folder, seen = checkpoint("demo"), set[str]()
-    workers = ("decode", "ours", OURS), ("decode", "vllm", VLLM)
-    async with fleet_of(tmp_path, "class", *workers) as fleet:
+    folder, seen = checkpoint("demo"), Counter[tuple[str, ...]]()
+    async with fleet_of(tmp_path, "class", *PAIRS) as fleet:
         # 1. one model, two classes: hash roots are equal, blocks are not shared
-        ours, vllm = card(fleet, "ours"), card(fleet, "vllm")
+        ours, vllm = card(fleet, "decode-ours"), card(fleet, "decode-vllm")
         assert ours.fingerprint.numerics_class != vllm.fingerprint.numerics_class
         assert model_identity(ours.fingerprint) == model_identity(vllm.fingerprint)
+        assert space_of(ours) == space_of(card(fleet, "prefill-ours"))
+        assert space_of(vllm) == space_of(card(fleet, "prefill-vllm"))
         assert space_of(ours) != space_of(vllm)
         # 2. both get requests, and no answer is of two classes
         prompt = clear_prompt(folder, 64, NUM_TOKENS)
@@ -100,16 +107,16 @@ async def test_under_class_an_answer_stays_with_its_engine_and_goes_on_flagged_w
             stream, tokens = await answered(fleet, prompt, salt=str(number).encode())
             assert tokens == greedy(folder, prompt, NUM_TOKENS)
             assert not stream.state.history.seams
-            (call,) = stream.state.history.calls
-            seen.add(call.worker_id)
+            seen[tuple(sorted(call.worker_id for call in stream.state.history.calls))] += 1
             if number >= 20 and len(seen) == 2:
                 break
-        assert seen == {"ours", "vllm"}
+        assert set(seen) == {("decode-ours", "prefill-ours"), ("decode-vllm", "prefill-vllm")}
+        await fleet.pools_are_full()
         # 3. either way: the class of an answer dies
-        await lost(fleet, folder, "ours", "vllm")
-        fleet.start("decode", "ours-2", *OURS, "--exactness", "class")
-        await fleet.ready("ours-2")
-        await lost(fleet, folder, "vllm", "ours-2")
+        await lost(fleet, folder, "decode-ours", "decode-vllm")
+        fleet.start("decode", "decode-ours-2", *OURS, "--exactness", "class")
+        await fleet.ready("decode-ours-2")
+        await lost(fleet, folder, "decode-vllm", "decode-ours-2")
         await fleet.pools_are_full()
 
 
@@ -117,14 +124,8 @@ async def test_under_layout_each_engine_goes_on_with_what_the_other_has_computed
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     folder = checkpoint("demo")
-    workers = (
-        ("prefill", "prefill-ours", OURS),
-        ("decode", "decode-ours", OURS),
-        ("prefill", "prefill-vllm", VLLM),
-        ("decode", "decode-vllm", VLLM),
-    )
-    async with fleet_of(tmp_path, "layout", *workers, kv=True, hash_grain=16) as fleet:
-        cards = {name: card(fleet, name) for _, name, _ in workers}
+    async with fleet_of(tmp_path, "layout", *PAIRS) as fleet:
+        cards = {name: card(fleet, name) for _, name, _ in PAIRS}
         assert len({space_of(each) for each in cards.values()}) == 1
         assert {cards["decode-ours"].block_size, cards["decode-vllm"].block_size} == {16, 32}
         orders = {each.layout.groups[0].order for each in cards.values()}
@@ -148,4 +149,13 @@ async def test_under_layout_each_engine_goes_on_with_what_the_other_has_computed
                 # the first token is of prefill's class, and the answer says so
                 (seam,) = stream.state.history.seams
                 assert (seam.before.worker_id, seam.after.worker_id) == (ours, theirs), what
+        await fleet.pools_are_full()
+        # what the store has of one engine is never read as the other's, and what a pool has is found again
+        for first, second in ("ours", "vllm"), ("vllm", "ours"):
+            prompt = clear_prompt(folder, 150, NUM_TOKENS, first_seed=1000)
+            for prefill, decode in ((first, second), (second, first), (first, first), (second, second)):
+                request = token_request(MODEL, prompt, NUM_TOKENS, account=f"from {first}")
+                dispatcher = fleet.dispatcher(f"decode-{decode}", f"prefill-{prefill}")
+                (tokens,) = await tokens_of(dispatcher, request)
+                assert tokens == greedy(folder, prompt, NUM_TOKENS), f"{prefill} to {decode}, first {first}"
         await fleet.pools_are_full()

@@ -156,7 +156,7 @@ class VllmCore:
         """Whether a step would do anything. A wait for blocks that only a command can free is not work."""
         if self._early_outputs or self._next_blocked() is not None:
             return True
-        if self._hand_over is not None and self._hand_over.publisher.is_copying:
+        if self._hand_over is not None and (self._hand_over.publisher.is_copying or self._hand_over.is_loading):
             return True
         return self._engine.has_work and self._num_empty_steps < _MAX_EMPTY_STEPS
 
@@ -206,10 +206,14 @@ class VllmCore:
         """Run one step and emit its events, those of requests that failed in it included."""
         started = time.monotonic_ns()
         self._admit_blocked()
+        if self._hand_over is not None:
+            self._hand_over.begin_step()
         outputs, self._early_outputs = self._early_outputs, []
         step = self._engine.step() if self._engine.has_work else EngineStep()
         self._num_steps += 1
         self._num_empty_steps = 0 if step.runs else self._num_empty_steps + 1
+        if self._hand_over is not None:
+            self._hand_over.end_step(is_empty=not step.runs)
         self._ledger.count("steps")
         failed = {failure.request_id for failure in step.failures}
         is_answer_among_them = self._count_runs(step.runs)
@@ -313,13 +317,13 @@ class VllmCore:
         if self._hand_over is not None and request.mode != "decode":
             self._hand_over.bring_prefix(request)
         self._engine.add(request)
+        self._num_empty_steps = 0
 
     def _admit_blocked(self) -> None:
         """Give prefills to vLLM in order, while all of those that it has, and this one, have room to their end."""
         while (request := self._next_blocked()) is not None:
             del self._blocked[request.request_id]
             self._give(request)
-            self._num_empty_steps = 0
 
     def _next_blocked(self) -> Request | None:
         if not self._blocked or self._hand_over is None:

@@ -53,7 +53,7 @@ class Size:
     counted_seconds: float
 
 
-FULL, QUICK = Size("0.1b", 16, 6, 4.0, 12.0), Size("0.1b", 8, 2, 2.0, 4.0)
+FULL, QUICK = Size("0.1b", 16, 5, 4.0, 12.0), Size("0.1b", 8, 2, 2.0, 4.0)
 
 
 @dataclass

@@ -35,6 +35,7 @@ from tests.system.fleet import Fleet, token_request
 MIN_RATIO = 0.95
 _NUM_PROMPT_TOKENS, _NUM_TOKENS = 32, 64
 _OURS, _VLLM = "ours", "vllm"
+_START_SECONDS = 240.0
 _EXACTNESSES = ("class", "layout")
 _SMALL = (
     *("--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024", "--max-num-seqs", "64"),
@@ -98,7 +99,7 @@ async def _fleet(model: Path, folder: Path, python: str, exactness: str, progres
         for name, engine in ((_OURS, ()), (_VLLM, ("--engine", "vllm", "--vllm-python", python))):
             progress(f"starting {name}")
             fleet.start("decode", name, *flags, *engine)
-        await fleet.ready()
+        await fleet.ready(seconds=_START_SECONDS)
         pin_engines([fleet.services[name].process.pid for name in (_OURS, _VLLM)])
         yield fleet
 

@@ -26,6 +26,8 @@ NUM_TOKENS = 12
 LONG = 200
 """Answer tokens: enough that a worker dies in the middle, not behind the end."""
 SMALL = ("--num-threads", "1", "--num-kv-blocks", "128", "--max-model-len", "1024", "--dtype", "float32")
+START_SECONDS = 240.0
+"""Of two processes with vLLM at once, on a machine with other work."""
 OURS = (*SMALL, "--block-size", "16")
 VLLM = (*SMALL, "--engine", "vllm", "--vllm-python", PYTHON)
 
@@ -42,7 +44,7 @@ async def fleet_of(folder: Path, exactness: str, *workers: tuple[str, str, tuple
         fleet.start("kv", "kv-0")
         for role, name, flags in workers:
             fleet.start(role, name, *flags, "--exactness", exactness)
-        await fleet.ready()
+        await fleet.ready(seconds=START_SECONDS)
         yield fleet
 
 
@@ -115,7 +117,7 @@ async def test_under_class_an_answer_stays_with_its_engine_and_goes_on_flagged_w
         # 3. either way: the class of an answer dies
         await lost(fleet, folder, "decode-ours", "decode-vllm")
         fleet.start("decode", "decode-ours-2", *OURS, "--exactness", "class")
-        await fleet.ready("decode-ours-2")
+        await fleet.ready("decode-ours-2", seconds=START_SECONDS)
         await lost(fleet, folder, "decode-vllm", "decode-ours-2")
         await fleet.pools_are_full()
 

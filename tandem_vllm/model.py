@@ -97,7 +97,8 @@ def _order(core: EngineCore) -> str:
     attention = [context[name] for group in cache.kv_cache_groups for name in group.layer_names]
     kernels = "+".join(sorted({str(layer.isa) for layer in attention if hasattr(layer, "isa")}))
     order = None
-    if all(_is_plain(group.kv_cache_spec, runner.dtype) for group in cache.kv_cache_groups):
+    can_write = all(hasattr(layer.impl, "do_kv_cache_update") for layer in attention)
+    if can_write and all(_is_plain(group.kv_cache_spec, runner.dtype) for group in cache.kv_cache_groups):
         spec: Any = cache.kv_cache_groups[0].kv_cache_spec
         shape = BlockShape(1, spec.num_kv_heads, spec.block_size, spec.head_size)
         try:

@@ -40,7 +40,7 @@ def make_exchange(core: EngineCore, config: EngineConfig, shape: LayoutInfo) -> 
     num_slots = num_staging_slots(config.kv_staging_bytes, pool.num_gpu_blocks - 1, shape.bytes_per_block)
     slots = Slots(num_slots, shape.bytes_per_block)
     try:
-        memory = BlockMemory(config.region_id, [layers[name] for name in layer_names(core)], slots)
+        memory = BlockMemory(config.region_id, [layers[name] for name in layer_names(core)], slots, shape)
     except ValueError as error:
         raise ModelUnusable(str(error)) from error
     if config.verify_kv:

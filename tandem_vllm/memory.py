@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from tandem_engine.core import RegionError
+from tandem_engine.execution.block_converter import BlockConverter
+from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.execution.kv_cache import Slots
 from tandem_engine.execution.mapped_regions import MappedRegions
+from tandem_engine.execution.pool_views import views_of_layers
 from tandem_engine.execution.regions import Bytes
 from tandem_engine.extents import BlockPart, ExtentRef
-from tandem_engine.layout import SourceLayout
+from tandem_engine.layout import LayoutInfo, SourceLayout
 from tandem_engine.messages import MapRegion
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 class BlockMemory:
     """Implements `tandem_vllm.blocks.Memory`, and `tandem_engine.staging.SlotMemory` for the slots of a region."""
 
-    def __init__(self, region_id: str, layers: Sequence[torch.Tensor], slots: Slots) -> None:
-        """`layers`: [num_blocks, ...] each, in the order of the model's layers."""
+    def __init__(self, region_id: str, layers: Sequence[torch.Tensor], slots: Slots, layout: LayoutInfo) -> None:
+        """`layers`: [num_blocks, ...] each, in the order of the model's layers. Raises ValueError."""
         self.region_id = region_id
         self.num_slots = slots.num_slots
         self.generations = slots.generations
@@ -41,6 +44,8 @@ class BlockMemory:
         self._layers = [_rows(layer) for layer in layers]  # uint8 [num_blocks, bytes of a block in this layer]
         self._ends = np.cumsum([rows.shape[1] for rows in self._layers]).tolist()
         self._num_copied = 0
+        self._order = layout.order
+        self._converter = _converter(layers, layout, self.regions)
 
     @property
     def bytes_per_block(self) -> int:
@@ -84,7 +89,16 @@ class BlockMemory:
     def convert_blocks(
         self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
     ) -> int:
-        raise RegionError(f"KV blocks of the order {layout.order} cannot be converted to vLLM's")
+        if self._converter is None:
+            raise RegionError(
+                f"KV blocks of another layout cannot be converted to the order {self._order}: it is vLLM's alone; give "
+                'this model exactness "class", then its workers exchange blocks with their like only'
+            )
+        content = self._converter.read(extents, layout)
+        if self.checksums_of is not None:
+            self.checksums_of.verify_copies(list(content), extents)
+        self._converter.write(content, layout, parts)
+        return content.size
 
     def read(self, block: int) -> Bytes:
         content: Bytes = torch.cat([rows[block] for rows in self._layers]).cpu().numpy()
@@ -110,3 +124,11 @@ def _rows(layer: torch.Tensor) -> torch.Tensor:
             "over as they are; choose another attention backend with --engine-args"
         )
     return layer.view(torch.uint8).view(len(layer), -1)
+
+
+def _converter(layers: Sequence[torch.Tensor], layout: LayoutInfo, regions: MappedRegions) -> BlockConverter | None:
+    """Return what writes blocks of other layouts into the pool; None: its order has no name that others know."""
+    if layout.order.startswith("vllm-"):
+        return None
+    shape = BlockShape(layout.num_layers, layout.num_kv_heads, layout.tokens_per_block, layout.k_head_size)
+    return BlockConverter(views_of_layers(layers, layout.order, shape), regions)

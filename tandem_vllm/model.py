@@ -12,12 +12,18 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from tandem_engine.errors import ModelUnusable
+from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.layout import GroupInfo, LayoutInfo
 from tandem_engine.messages import ModelInfo
 from tandem_engine.models.card import Numerics, describe
 from tandem_engine.models.checkpoint import Checkpoint
 from tandem_engine.models.digest import DigestCache
 from tandem_engine.scheduling.numerics import BATCH_DEPENDENT
+from tandem_vllm.block_order import Write, order_of
+
+_PLAIN_SPECS = {"FullAttentionSpec", "SlidingWindowSpec"}
+"""vLLM's descriptions of layers whose blocks have keys and values of every token."""
 
 
 def describe_model(
@@ -50,13 +56,12 @@ def _have_windows(specs: list[Any]) -> bool:
 
 
 def layout(core: EngineCore) -> LayoutInfo:
-    """Return the layout of vLLM's pool.
+    """Return the layout of vLLM's pool, as a block of all layers one after another has it.
 
-    The order is vLLM's own, LBHNC on a CPU: one tensor per layer, [block, head, token, key and value]. So a block of
-    ours is as many pieces as there are layers.
+    An order with a name of `tandem_engine.execution.block_order` is converted by engines with other orders; one with
+    vLLM's name is read by vLLM's engines alone.
     """
     groups: list[Any] = core.scheduler.kv_cache_config.kv_cache_groups
-    cache = core.scheduler.kv_cache_config
     numbers = {name: index for index, name in enumerate(name for group in groups for name in group.layer_names)}
     spec = groups[0].kv_cache_spec
     head_size = getattr(spec, "head_size", 0)
@@ -67,7 +72,7 @@ def layout(core: EngineCore) -> LayoutInfo:
         k_head_size=head_size,
         v_head_size=getattr(spec, "head_size_v", head_size),
         dtype=str(getattr(spec, "dtype", "")).removeprefix("torch."),
-        order=f"vllm-{cache.kv_cache_layout}",
+        order=_order(core),
         bytes_per_block=spec.page_size_bytes * len(groups[0].layer_names),
         groups=[]
         if len(groups) == 1
@@ -78,6 +83,42 @@ def layout(core: EngineCore) -> LayoutInfo:
             for group in groups
         ],
     )
+
+
+def _order(core: EngineCore) -> str:
+    """Return the order that vLLM's backends write blocks in: Tandem's name if it has one, else vLLM's own.
+
+    vLLM's name has no difference between its CPU kernels, which read only their own blocks, so theirs is added. Raises
+    ModelUnusable where the backend cannot write the model's blocks.
+    """
+    cache = core.scheduler.kv_cache_config
+    runner: Any = core.model_executor.driver_worker.worker.model_runner
+    context: dict[str, Any] = runner.compilation_config.static_forward_context
+    attention = [context[name] for group in cache.kv_cache_groups for name in group.layer_names]
+    kernels = "+".join(sorted({str(layer.isa) for layer in attention if hasattr(layer, "isa")}))
+    order = None
+    can_write = all(hasattr(layer.impl, "do_kv_cache_update") for layer in attention)
+    if can_write and all(_is_plain(group.kv_cache_spec, runner.dtype) for group in cache.kv_cache_groups):
+        spec: Any = cache.kv_cache_groups[0].kv_cache_spec
+        shape = BlockShape(1, spec.num_kv_heads, spec.block_size, spec.head_size)
+        try:
+            order = order_of([layer.kv_cache for layer in attention], [_write_of(layer) for layer in attention], shape)
+        except RuntimeError as error:  # so would the first request's prompt
+            raise ModelUnusable(f"vLLM's attention on this machine cannot store keys of this model: {error}") from error
+    return order or "-".join(["vllm", str(cache.kv_cache_layout), *([kernels] if kernels else [])])
+
+
+def _is_plain(spec: Any, dtype: torch.dtype) -> bool:
+    """Whether blocks have keys and values of one size, in the dtype that the model computes them in."""
+    head_size = getattr(spec, "head_size", 0)
+    return bool(spec.__class__.__name__ in _PLAIN_SPECS and head_size == spec.head_size_v and spec.dtype == dtype)
+
+
+def _write_of(layer: Any) -> Write:
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+
+    return write
 
 
 def _numerics_class(config: VllmConfig, device: torch.device, tag: str) -> str:

@@ -226,6 +226,14 @@ class CostModel:
         own = self._measured_rate(worker)
         return self._typical_rate(worker.info.card.model_id, worker.role) if own is None else own
 
+    def answer_tokens_per_second(self, worker: Worker) -> float:
+        """Return the tokens that a decode worker samples per second of its steps; the mean of its peers before that."""
+        if (own := _answer_rate(worker)) is not None:
+            return own
+        peers = (each for each in self._registry.workers(worker.role) if each.serves(worker.info.card.model_id))
+        rates = [rate for peer in peers if (rate := _answer_rate(peer)) is not None]
+        return fmean(rates) if rates else 1000.0 / ASSUMED_STEP_MS
+
     def _typical_rate(self, model_id: str, role: pb.WorkerRole.ValueType) -> float:
         """Return the recent mean rate of a model's workers of that role, else of its prefill workers."""
         rate, until = self._typical_rates.get((model_id, role), (0.0, 0.0))
@@ -287,6 +295,12 @@ def step_ms(worker: Worker) -> float | None:
     """Return the mean duration of a step over the worker's life; None before its first."""
     num_steps = worker.load.counters.get("steps", 0.0)
     return 1000.0 * worker.load.counters.get("step_seconds", 0.0) / num_steps if num_steps > 0 else None
+
+
+def _answer_rate(worker: Worker) -> float | None:
+    counters = worker.load.counters
+    num_tokens, seconds = counters.get("tokens_generated", 0.0), counters.get("step_seconds", 0.0)
+    return num_tokens / seconds if num_tokens > 0 and seconds > 0 else None
 
 
 def _fetch_ms(source: Worker, store: Worker, num_bytes: float) -> float:

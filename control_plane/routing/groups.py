@@ -5,7 +5,8 @@ exactness is "layout". A prompt that a prefill worker computes goes to a decode 
 upgrade, and on mixed hardware, a model has several groups.
 
 The group of a new request is drawn at random, in proportion to free capacity. A group's capacity is the smaller of its
-share of the model's prefill speed and its share of the model's KV pools; without prefill workers, the latter.
+share of the model's prefill speed and its share of the model's KV pools; without prefill workers, the latter. It counts
+times the speed that one more answer would get there: engines of different speeds have about as many answers each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import fmean
 
 from control_plane.fleet.registry import Worker
 from control_plane.routing.cost_model import CostModel, InFlight, RoutingRequest
@@ -75,7 +77,7 @@ def free_capacities(groups: Sequence[Group], costs: CostModel, in_flight: InFlig
     speeds = [sum(_free_speed(worker, costs) for worker in group.prefills) for group in groups]
     tokens = [sum(_free_tokens(worker, in_flight) for worker in group.decodes) for group in groups]
     weights = [
-        min(speed, share) if group.prefills else share
+        (min(speed, share) if group.prefills else share) * _answer_speed(group, costs, in_flight)
         for group, speed, share in zip(groups, _shares(speeds), _shares(tokens), strict=True)
     ]
     return weights if sum(weights) > 0 else [1.0] * len(groups)
@@ -85,6 +87,16 @@ def _free_speed(worker: Worker, costs: CostModel) -> float:
     """Return prompt tokens per second; a queue of a second halves them."""
     rate = costs.tokens_per_second(worker)
     return rate / (1 + costs.num_queued(worker) / rate)
+
+
+def _answer_speed(group: Group, costs: CostModel, in_flight: InFlight) -> float:
+    """Return the tokens per second that one more answer would get at a worker, if all answers there get as many."""
+
+    def of_worker(worker: Worker) -> float:
+        num_answers = max(in_flight.answers[worker.incarnation], worker.load.num_running + worker.load.num_waiting)
+        return costs.answer_tokens_per_second(worker) / (1 + num_answers)
+
+    return fmean(of_worker(worker) for worker in group.decodes)
 
 
 def _free_tokens(worker: Worker, in_flight: InFlight) -> float:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tandem_engine.core import RegionError
 from tandem_engine.execution.block_order import BlockShape, keys_and_values
-from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.mapped_regions import MappedRegions
+from tandem_engine.execution.pool_views import PoolViews
 from tandem_engine.execution.thread_pool import parallel_for
 from tandem_engine.extents import BlockPart, ExtentRef
 from tandem_engine.layout import SourceLayout
@@ -33,8 +34,8 @@ Content = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 class BlockConverter:
     """Writes parts of one pool's blocks from blocks of other layouts."""
 
-    def __init__(self, cache: PagedKVCache, regions: MappedRegions) -> None:
-        self._cache = cache
+    def __init__(self, pool: PoolViews, regions: MappedRegions) -> None:
+        self._pool = pool
         self._regions = regions
         self._staging = torch.empty(0, dtype=torch.uint8)
         """As large as the largest call so far: the engine imports pieces of a few megabytes, or one block."""
@@ -66,38 +67,36 @@ class BlockConverter:
 
     def write(self, content: Content, layout: SourceLayout, parts: Sequence[Sequence[BlockPart]]) -> None:
         """Convert blocks that `read` returned; `parts` has those of our blocks that each of them fills."""
-        pool, order = self._cache.pool, self._cache.geometry.order
-        rows = torch.from_numpy(content).to(self._cache.device).view(self._dtype(layout))
-        ours = BlockShape(pool.num_layers, pool.num_kv_heads, pool.block_size, pool.head_dim)
+        rows = torch.from_numpy(content).to(self._pool.device).view(self._dtype(layout))
         try:
-            sources = keys_and_values(rows, layout.order, self._shape(layout))
-            targets = keys_and_values(pool.rows, order, ours)
+            keys, values = keys_and_values(rows, layout.order, self._shape(layout))
         except ValueError as error:
             raise RegionError(f"KV blocks cannot be converted: {error}") from error
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for of_source, blocks, part in _copies(parts):
             theirs = slice(part.source_first, part.source_first + part.num_tokens)
             here = slice(part.first, part.first + part.num_tokens)
-            for source, target in zip(sources, targets, strict=True):
-                copies += _cut(target[blocks, :, :, here], source[of_source, :, :, theirs], self._most_numbers)
+            for views in self._pool.parts:
+                for source, target in ((keys, views.keys), (values, views.values)):
+                    numbers = source[of_source, views.layers, :, theirs]
+                    copies += _cut(target[blocks, :, :, here], numbers, self._most_numbers)
 
         def convert(start: int, end: int) -> None:
             for target, source in copies[start:end]:
                 target.copy_(source)
                 self._check_range(target, layout)
 
-        if self._cache.device.type == "cpu":
+        if self._pool.device.type == "cpu":
             parallel_for(convert, len(copies), content.size // max(1, len(copies)))
         else:
             convert(0, len(copies))
 
     @property
     def _most_numbers(self) -> int:
-        return _SERIAL_NUMBERS if self._cache.device.type == "cpu" else sys.maxsize
+        return _SERIAL_NUMBERS if self._pool.device.type == "cpu" else sys.maxsize
 
     def _shape(self, layout: SourceLayout) -> BlockShape:
-        pool = self._cache.pool
-        return BlockShape(pool.num_layers, pool.num_kv_heads, layout.tokens_per_block, pool.head_dim)
+        return replace(self._pool.shape, token=layout.tokens_per_block)
 
     def _dtype(self, layout: SourceLayout) -> torch.dtype:
         if (dtype := _DTYPES.get(layout.dtype)) is None:

@@ -20,6 +20,7 @@ from tandem_engine.execution.input_batch import BatchBuilder, Stretch
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.model import Model
+from tandem_engine.execution.pool_views import views_of_pool
 from tandem_engine.execution.sampler import Draw, sample
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
@@ -64,7 +65,7 @@ class ModelRunner:
         self._masks = masks or GrammarMasks(no_guide)
         self._batches = BatchBuilder(cache.geometry.block_size, cache.device)
         self._regions = MappedRegions(partial(Driver, cache.ordinal))
-        self._converter = BlockConverter(cache, self._regions)
+        self._converter = BlockConverter(views_of_pool(cache), self._regions)
         self.generations = cache.generations
 
     def prepare(self, request: Request) -> bool:

@@ -36,10 +36,15 @@ def layout_family(layout: pb.KvLayout) -> bytes:
 
 
 def common_part(layout: pb.KvLayout) -> pb.KvLayout:
-    """Return the fields of a layout that all layouts of its family have in common."""
+    """Return the fields of a layout that all layouts of its family have in common.
+
+    An order without dimensions is the name of one that its own engine alone can read: nobody converts such blocks.
+    """
     family = pb.KvLayout()
     family.CopyFrom(layout)
     for group in family.groups:
+        if group.order and "," not in group.order:
+            continue
         for name in ("dtype", "order", "tokens_per_block", "bytes_per_block"):
             group.ClearField(name)
     return family

@@ -172,7 +172,7 @@ class Fleet:
         self.services[worker_id] = service
         return service
 
-    async def ready(self, *worker_ids: str) -> None:
+    async def ready(self, *worker_ids: str, seconds: float = START_SECONDS) -> None:
         """Wait until these workers (all, if none is named) may be given requests."""
         wanted = worker_ids or tuple(self.services)
 
@@ -186,7 +186,7 @@ class Fleet:
             )
             return has_kv and all(worker is not None and worker.is_usable for worker in found)
 
-        await until(all_ready, START_SECONDS, lambda: self.tails(wanted))
+        await until(all_ready, seconds, lambda: self.tails(wanted))
         await self.gateway.catalog.prefetch()
 
     async def proven(self) -> None:

@@ -108,6 +108,31 @@ def test_the_scarcer_half_of_a_group_is_its_capacity() -> None:
     assert 240 <= fleet.draws(1_000, UNCACHED)["d-new"] <= 330, "min(1/2, 1/5) against min(1/2, 4/5): 2/7"
 
 
+def test_a_group_whose_engine_is_slow_gets_as_many_answers_at_once_as_the_other() -> None:
+    """Answers end in proportion to the speeds; each that ends is followed by another."""
+    fleet, speeds, chance = Fleet(), {"d-old": 4_000.0, "d-new": 1_000.0}, random.Random(3)
+    for name, numerics_class in (("d-old", OLD), ("d-new", NEW)):
+        counters = {"tokens_generated": speeds[name], "step_seconds": 1.0, "steps": 100.0}
+        fleet.add(name, DECODE, numerics_class, load={"counters": counters})
+    answers = fleet.router.in_flight.answers
+    answers.update({"d-old": 8, "d-new": 8})
+    seen = Counter[str]()
+    for _ in range(5_000):
+        busy = [name for name in speeds if answers[name]]
+        (ended,) = chance.choices(busy, [speeds[name] for name in busy])
+        answers[ended] -= 1
+        answers[fleet.router.choose(UNCACHED).decode_id] += 1
+        seen.update(answers)
+    assert 0.4 <= seen["d-new"] / seen.total() <= 0.6, "half of the answers; by pools alone it would be nearly all"
+
+
+def test_a_group_whose_speed_is_not_known_yet_counts_as_the_others() -> None:
+    fleet = Fleet()
+    fleet.add("d-old", DECODE, load={"counters": {"tokens_generated": 5_000.0, "step_seconds": 1.0, "steps": 9.0}})
+    fleet.add("d-new", DECODE, NEW, load={"counters": {}})
+    assert 400 <= fleet.draws(1_000, UNCACHED)["d-new"] <= 600
+
+
 def test_a_group_without_prefill_counts_by_its_pools_and_computes_prompts_itself() -> None:
     fleet = Fleet()
     fleet.router = Router(fleet.registry, "auto", rng=random.Random(1))

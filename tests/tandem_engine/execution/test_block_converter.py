@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from tandem_engine.core import CorruptBlock, RegionError
+from tandem_engine.execution.block_converter import BlockConverter
+from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache
+from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.model_runner import ModelRunner
+from tandem_engine.execution.pool_views import views_of_layers
 from tandem_engine.extents import BlockPart, ExtentRef
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import MapRegion
@@ -22,7 +26,9 @@ from tandem_engine.ops.torch_ops import TorchOps
 TRANSPOSED = "layer,(key:head,dim,token|value:head,token,dim)"
 PLAIN = "layer,kv,head,token,dim"
 TOKEN_MAJOR = "layer,kv,token,head,dim"
-ORDERS = (TRANSPOSED, PLAIN, TOKEN_MAJOR)
+VLLM = "layer,head,(key:dim,token|value:token,dim)"
+"""Of vLLM's pool on a CPU."""
+ORDERS = (TRANSPOSED, PLAIN, TOKEN_MAJOR, VLLM)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (8, 16, 32)
 LAYERS, HEADS, DIM = 3, 2, 4
@@ -102,6 +108,9 @@ def to_block(keys: np.ndarray, values: np.ndarray, order: str) -> np.ndarray:
     for key, value in zip(keys, values, strict=True):
         if order == TRANSPOSED:
             layers += [key.transpose(1, 2, 0).ravel(), value.transpose(1, 0, 2).ravel()]
+        elif order == VLLM:
+            for head in range(HEADS):
+                layers += [key[:, head].T.ravel(), value[:, head].ravel()]
         elif order == PLAIN:
             layers += [key.transpose(1, 0, 2).ravel(), value.transpose(1, 0, 2).ravel()]
         else:
@@ -135,6 +144,10 @@ def read_pool(cache: PagedKVCache, table: Sequence[int]) -> np.ndarray:
         numbers = np.frombuffer(cache.read_block(block), kind).reshape(LAYERS, 2, -1)
         if shape.order == TOKEN_MAJOR:
             keys, values = numbers.reshape(LAYERS, 2, shape.block_size, HEADS, DIM).transpose(1, 0, 2, 3, 4)
+        elif shape.order == VLLM:
+            of_heads = numbers.reshape(LAYERS, HEADS, 2, -1)
+            keys = of_heads[:, :, 0].reshape(LAYERS, HEADS, DIM, shape.block_size).transpose(0, 3, 1, 2)
+            values = of_heads[:, :, 1].reshape(LAYERS, HEADS, shape.block_size, DIM).transpose(0, 2, 1, 3)
         else:
             values = numbers[:, 1].reshape(LAYERS, HEADS, shape.block_size, DIM).transpose(0, 2, 1, 3)
             if shape.order == TRANSPOSED:
@@ -195,6 +208,30 @@ def test_converted_blocks_are_those_of_the_reference(
             untouched = to_bits(np.array([7], np.float32), dtype)
             assert (found[:, :, :start] == untouched).all(), "tokens that were here were written"
             assert (found[:, :, NUM_TOKENS:] == untouched).all(), "tokens behind the prompt were written"
+
+
+@pytest.mark.parametrize(
+    ("source_dtype", "source_order", "source_size"), [(torch.float32, TRANSPOSED, 16), (torch.bfloat16, VLLM, 32)]
+)
+def test_a_pool_with_one_tensor_per_layer_gets_what_one_with_all_layers_gets(
+    source_dtype: torch.dtype, source_order: str, source_size: int
+) -> None:
+    here = pair(geometry(source_dtype, source_order, source_size), geometry(torch.float32, VLLM, 32))
+    slots, table = list(range(-(-NUM_TOKENS // source_size))), [7, 2, 5]
+    write_source(here.source, some_kv(), slots)
+    parts = parts_of(16, NUM_TOKENS, source_size, table, 32)
+    extents = [here.extent(slot) for slot in slots[16 // source_size :]]
+    here.runner.convert_blocks(parts, extents, here.layout)
+    layers = [torch.zeros(24, HEADS, 32, 2 * DIM) for _ in range(LAYERS)]  # as vLLM has them
+    regions = MappedRegions()
+    regions.map(
+        MapRegion("source", here.source.region.num_bytes, 12, here.source.generations_offset), here.source.region.fd
+    )
+    converter = BlockConverter(views_of_layers(layers, VLLM, BlockShape(LAYERS, HEADS, 32, DIM)), regions)
+    converter.write(converter.read(extents, here.layout), here.layout, parts)
+    joined = torch.cat([layer.reshape(24, -1) for layer in layers], dim=1)
+    assert torch.equal(joined, here.pool.pool.rows)
+    assert joined[table].count_nonzero() > 0
 
 
 def test_rounding_is_torchs_and_there_and_back_is_lossless_where_it_can_be() -> None:

@@ -13,10 +13,16 @@ from tandem_runtime.kv.spaces import fold, layout_family, model_identity, space_
 
 
 def _card(
-    *, numerics_class: str = "cpp", dtype: str = "float32", block: int = 16, heads: int = 2, exactness: str = ""
+    *,
+    numerics_class: str = "cpp",
+    dtype: str = "float32",
+    block: int = 16,
+    heads: int = 2,
+    exactness: str = "",
+    order: str = "layer,kv,head,token,dim",
 ) -> pb.ModelCard:
     group = pb.KvGroup(
-        kind=pb.KV_GROUP_KIND_FULL, layers=[0, 1], tokens_per_block=block, num_kv_heads=heads, dtype=dtype
+        kind=pb.KV_GROUP_KIND_FULL, layers=[0, 1], tokens_per_block=block, num_kv_heads=heads, dtype=dtype, order=order
     )
     return pb.ModelCard(
         fingerprint=pb.Fingerprint(weights_digest="w", kv_dtype=dtype, numerics_class=numerics_class),
@@ -25,7 +31,9 @@ def _card(
     )
 
 
-@pytest.mark.parametrize("change", [{"numerics_class": "torch"}, {"dtype": "bfloat16"}, {"block": 32}])
+@pytest.mark.parametrize(
+    "change", [{"numerics_class": "torch"}, {"dtype": "bfloat16"}, {"block": 32}, {"order": "layer,token,head,kv,dim"}]
+)
 def test_a_class_shares_nothing_with_another_class_or_layout_and_a_family_shares_both(
     change: dict[str, object],
 ) -> None:
@@ -38,6 +46,14 @@ def test_a_class_shares_nothing_with_another_class_or_layout_and_a_family_shares
 def test_blocks_with_other_heads_belong_to_another_family() -> None:
     assert layout_family(_card(heads=4).layout) != layout_family(_card().layout)
     assert space_of(_card(heads=4, exactness="layout")) != space_of(_card(exactness="layout"))
+
+
+def test_blocks_in_an_order_that_one_engine_alone_can_read_belong_to_a_family_of_their_own() -> None:
+    named = _card(exactness="layout", order="layer,head,(key:dim,token|value:token,dim)")
+    packed = [_card(exactness="layout", order=order) for order in ("vllm-LBHNC-amx", "vllm-LBHNC-rvv")]
+    assert space_of(named) == space_of(_card(exactness="layout"))
+    assert len({space_of(card) for card in (named, *packed)}) == 3
+    assert space_of(packed[0]) == space_of(_card(exactness="layout", order="vllm-LBHNC-amx", numerics_class="torch"))
 
 
 def test_the_identity_is_that_of_weights_quantization_and_tokenizer() -> None:

@@ -1,0 +1,1 @@
+"""Measures a fleet of two engines under one model name."""

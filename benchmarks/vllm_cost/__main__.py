@@ -1,0 +1,169 @@
+"""Measures what Tandem costs beside vLLM's own server, with the same build, settings and core.
+
+    TANDEM_VLLM_PYTHON=build/vllm/bin/python python -m benchmarks.vllm_cost [--only adapter|throughput] [--quick]
+
+`throughput`: `vllm serve` and Tandem (gateway and one worker with vLLM) are up together and take turns; each engine
+has the first core, everything else the other one. A round is 1, 8 or 32 streams at once of /v1/completions.
+`adapter`: CPU time in the engine's process that is not vLLM's, per step, for three kinds of sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.ab.ratios import median_of_ratios
+from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
+from benchmarks.lib.prompts import prompts
+from benchmarks.lib.random_model import made
+from benchmarks.lib.report import Rows
+from benchmarks.lib.stats import percentile
+from benchmarks.lib.streaming import new_client
+from benchmarks.vllm_cost.adapter import measure_adapter
+from benchmarks.vllm_cost.servers import Server, pin, tandem, vllm_alone
+
+_ROUNDS = {1: 6, 8: 5, 32: 4}
+_NUM_TOKENS = 32
+_NUM_PROMPT_TOKENS = 16
+_MIN_RATIO = 0.95
+_MAX_SHARE = 0.15
+_PARTS = ("adapter", "throughput")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, save; return 1 if a target is missed."""
+    parsing = parser("vllm_cost", __doc__ or "", "a tiny model, two rounds")
+    parsing.add_argument("--only", choices=_PARTS, help="measures this part alone")
+    parsing.add_argument("--turn", type=Path, help="hold this file's lock while measuring: for machines in turns")
+    options = parsing.parse_args(arguments)
+    python = os.environ.get("TANDEM_VLLM_PYTHON", "")
+    if not python:
+        raise SystemExit("TANDEM_VLLM_PYTHON must name the interpreter of an environment with vLLM")
+
+    async def measure(outcome: Outcome, folder: Path, progress: Progress) -> None:
+        model = made(folder, "tiny" if options.quick else "qwen")
+        rounds = dict.fromkeys(_ROUNDS, 2) if options.quick else _ROUNDS
+        if options.only != "throughput":
+            progress("adapter: one engine process")
+            await _adapter(outcome, python, model, folder)
+        if options.only != "adapter":
+            await _throughput(outcome, python, model, folder, rounds, options.turn, progress)
+
+    return run("vllm_cost", options, {"tokens": f"{_NUM_PROMPT_TOKENS} + {_NUM_TOKENS}"}, measure)
+
+
+async def _adapter(outcome: Outcome, python: str, model: Path, folder: Path) -> None:
+    rows: Rows = []
+    for (sampling, batch), busy in (await measure_adapter(python, model, folder, tuple(_ROUNDS), _NUM_TOKENS)).items():
+        step, own, draw = (1e3 * seconds / busy.steps for seconds in (busy.cpu, busy.own, busy.draw))
+        rows.append((sampling, str(batch), f"{step:.2f}", f"{own:.3f}", f"{draw:.3f}", f"{busy.share:.3f}"))
+        name = f"adapter.{sampling}.{batch}"
+        outcome.figures |= {f"{name}.step_ms": step, f"{name}.own_ms": own, f"{name}.share": busy.share}
+        text = f"{name}: Tandem's CPU time is {busy.share:.3f} of a step, {_MAX_SHARE} at most"
+        outcome.targets.append(Target(text, busy.share <= _MAX_SHARE))
+    head = ("sampling", "requests", "ms per step", "Tandem's", "of it the draw", "share")
+    outcome.sheets.append(Sheet("CPU time of the engine's thread", head, rows))
+
+
+async def _throughput(
+    outcome: Outcome,
+    python: str,
+    model: Path,
+    folder: Path,
+    rounds: dict[int, int],
+    turn: Path | None,
+    progress: Progress,
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    rows: Rows = []
+    async with AsyncExitStack() as stack:
+        sides: dict[str, Server] = {}
+        for name, start in (("vllm serve", vllm_alone), ("tandem", tandem)):
+            progress(f"throughput: starting {name}")
+            sides[name] = await stack.enter_async_context(start(python, model, folder))
+            pin(sides[name], cores[0], cores[-1])
+        os.sched_setaffinity(0, {cores[-1]})
+        clients = {name: await stack.enter_async_context(new_client(side.base_url)) for name, side in sides.items()}
+        texts = prompts(model, _NUM_PROMPT_TOKENS)
+        with _holding(turn):
+            for batch, num_rounds in rounds.items():
+                rates: dict[str, list[float]] = {name: [] for name in sides}
+                for number in range(num_rounds + 1):
+                    progress(f"throughput: {batch} streams, round {number} of {num_rounds}")
+                    for name in sides if number % 2 else reversed(sides):
+                        asked = list(islice(texts, batch))
+                        rates[name].append(await _rate(clients[name], sides[name].model, asked))
+                rows.append(_row(outcome, batch, {name: each[1:] for name, each in rates.items()}))
+    head = ("streams", "vllm serve, tokens/s", "Tandem, tokens/s", "ratio", "95 % interval")
+    outcome.sheets.append(Sheet("throughput, engines on one core", head, rows))
+
+
+def _row(outcome: Outcome, batch: int, rates: dict[str, list[float]]) -> tuple[str, ...]:
+    alone, ours = rates["vllm serve"], rates["tandem"]
+    ratio = median_of_ratios(alone, ours, is_time=False)
+    name = f"throughput.{batch}"
+    medians = [percentile(each, 50) for each in (alone, ours)]
+    outcome.figures |= {
+        f"{name}.vllm_serve": medians[0],
+        f"{name}.tandem": medians[1],
+        f"{name}.ratio": ratio.value,
+        f"{name}.low": ratio.low,
+        f"{name}.high": ratio.high,
+    }
+    text = f"{name}: {ratio.value:.3f} of vllm serve ({ratio.low:.3f} to {ratio.high:.3f}), {_MIN_RATIO} wanted"
+    outcome.targets.append(Target(text, ratio.value >= _MIN_RATIO))
+    numbers = (f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{ratio.value:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}")
+    return (str(batch), *numbers)
+
+
+async def _rate(client: httpx.AsyncClient, model: str, texts: Sequence[str]) -> float:
+    """Return the tokens per second of these streams, all at once."""
+    started = time.perf_counter()
+    numbers = await asyncio.gather(*(_stream(client, model, text) for text in texts))
+    return sum(numbers) / (time.perf_counter() - started)
+
+
+async def _stream(client: httpx.AsyncClient, model: str, text: str) -> int:
+    asked: dict[str, Any] = {
+        "model": model,
+        "prompt": text,
+        "max_tokens": _NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    usage: dict[str, int] | None = None
+    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+        if not answer.is_success:
+            raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and '"usage":{' in line.replace(" ", ""):
+                usage = json.loads(line[6:])["usage"]
+    assert usage is not None and usage["completion_tokens"] == _NUM_TOKENS, f"an answer of {usage}"
+    return usage["completion_tokens"]
+
+
+@contextmanager
+def _holding(turn: Path | None) -> Iterator[None]:
+    if turn is None:
+        yield
+        return
+    with turn.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

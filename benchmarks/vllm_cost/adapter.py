@@ -61,7 +61,7 @@ async def measure_adapter(
 
 
 def _request(name: str, sampling: str, num_tokens: int, chance: random.Random) -> AddRequest:
-    prompt = [chance.randrange(3, 30_000) for _ in range(_NUM_PROMPT_TOKENS)]
+    prompt = [chance.randrange(3, 3000) for _ in range(_NUM_PROMPT_TOKENS)]
     base = SAMPLINGS[sampling]
     taken = {each: getattr(base, each) for each in base.__struct_fields__}
     return AddRequest(name, prompt, len(prompt), SamplingParams(**{**taken, "max_tokens": num_tokens}))

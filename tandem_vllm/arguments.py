@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -104,6 +105,10 @@ def engine_args(config: EngineConfig, folder: str, is_cpu: bool, facts: Mapping[
     args.max_num_batched_tokens = config.max_num_batched_tokens
     args.block_size = block_size(config, is_cpu)
     args.logits_processors = ["tandem_vllm.sampling:TandemDraw"]
+    if args.enable_prefix_caching is not False:
+        args.kv_transfer_config = KVTransferConfig(
+            kv_connector="TandemConnector", kv_connector_module_path="tandem_vllm.connector", kv_role="kv_both"
+        )
     args.additional_config = dict(facts)
     _set_pool(args, config, is_cpu)
     _set_length(args, config)

@@ -22,6 +22,7 @@ from tandem_vllm.arguments import engine_args
 from tandem_vllm.core import VllmCore
 from tandem_vllm.drawing import EXTRA_ARGS_KEY
 from tandem_vllm.engine import VllmEngine
+from tandem_vllm.exchange import can_hand_over, make_exchange, with_region
 from tandem_vllm.model import describe_model, layout
 
 
@@ -56,7 +57,11 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     engine = VllmEngine(core)
     shape = layout(core)
     scheduler = _scheduler_config(config, info, shape, engine.pool.num_total)
-    return VllmCore(scheduler, engine), _ready(config, info, shape, scheduler.num_blocks, numa_node), []
+    if not can_hand_over(core):
+        return VllmCore(scheduler, engine), _ready(config, info, shape, scheduler.num_blocks, numa_node), []
+    exchange, slots = make_exchange(core, config, shape)
+    ready = _ready(config, info, shape, scheduler.num_blocks, numa_node)
+    return VllmCore(scheduler, engine, exchange=exchange), with_region(ready, slots), list(slots.fds)
 
 
 def _is_cpu(config: EngineConfig) -> bool:
@@ -81,7 +86,7 @@ def _scheduler_config(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, 
 
 
 def _ready(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks: int, numa_node: int | None) -> Ready:
-    """Return the event that the engine serves; it has no region, because nobody may read vLLM's pool yet."""
+    """Return the event that the engine serves, without a region."""
     return Ready(
         model=info,
         layout=shape,

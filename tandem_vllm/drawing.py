@@ -35,6 +35,8 @@ class RowRequest(msgspec.Struct, frozen=True):
     request_id: str
     num_prompt_tokens: int
     sampling: SamplingParams
+    choice_seeds: tuple[int, ...] = ()
+    """A prefill's: one first token is drawn per seed; empty: one, with `sampling.seed`."""
 
 
 class RowUpdate(msgspec.Struct, frozen=True):
@@ -53,6 +55,8 @@ class Drawn:
     """The tokens of one step."""
 
     sampled: dict[str, Sampled] = field(default_factory=dict)
+    choices: dict[str, Sequence[Sampled]] = field(default_factory=dict)
+    """All tokens of the requests that have several; `sampled` has the first of them."""
     failures: list[RequestFailed] = field(default_factory=list)
     """Requests without a token: their logits are not numbers, or their grammar has no continuation."""
 
@@ -99,7 +103,8 @@ class Drawer:
                 drawn.failures += [_failure(error, request_id) for request_id in error.request_ids]
                 rows = [each for each in rows if each[1].request.request_id not in error.request_ids]
                 continue
-            drawn.sampled |= {request_id: token for request_id, (token,) in found.items()}
+            drawn.sampled |= {request_id: tokens[0] for request_id, tokens in found.items()}
+            drawn.choices |= {request_id: tokens for request_id, tokens in found.items() if len(tokens) > 1}
             token_ids = [drawn.sampled[row.request.request_id].token_id for _, row in rows]
             logits[[index for index, _ in rows], token_ids] = torch.inf
             break
@@ -121,7 +126,13 @@ class _Row:
     """One request of the batch; `request` has all of its tokens after `read_output`."""
 
     def __init__(self, request: RowRequest, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self.request = Request(request.request_id, list(prompt), request.num_prompt_tokens, request.sampling)
+        self.request = Request(
+            request.request_id,
+            list(prompt),
+            request.num_prompt_tokens,
+            request.sampling,
+            choice_seeds=request.choice_seeds,
+        )
         self._output = output
         self.may_be_constrained = request.sampling.grammar is not None or request.sampling.thinking is not None
 
@@ -138,7 +149,7 @@ def _draw(request: Request, masks: Mapping[str, Sequence[Any]]) -> Draw:
     return Draw(
         request.request_id,
         request.sampling,
-        (request.sampling.seed,),
+        request.choice_seeds,
         request.token_ids,
         request.num_prompt_tokens,
         allowed=masks.get(request.request_id, ()),

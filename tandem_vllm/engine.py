@@ -13,11 +13,17 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
 
 from tandem_engine.scheduling.request import Request
 from tandem_vllm.core import EngineStep, Pool, Run
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
+from tandem_vllm.keys import pool_key
 from tandem_vllm.sampling import TandemDraw
+
+_BEFORE_ALL = 1 << 40
+"""Requests that have their blocks go before those that wait for blocks: else both could wait for ever."""
 
 
 class VllmEngine:
@@ -29,15 +35,23 @@ class VllmEngine:
         self._executor = core.model_executor
         self._draw = _draw_of(core)
         self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._block_size = int(self._scheduler.block_size)
+        self._prefills: set[str] = set()
 
     def prepare(self, request: Request) -> bool:
         return self._draw.masks.prepare(request)
 
     def add(self, request: Request) -> None:
-        asked, _ = self._core.preprocess_add_request(_vllm_request(request))
-        self._core.add_request(asked)
+        def new_keys(asked: Any) -> list[Any]:
+            indices = range(len(asked.block_hashes), asked.num_tokens // self._block_size)
+            return [pool_key(request, index, self._block_size, asked.all_token_ids) for index in indices]
+
+        if request.mode == "prefill":
+            self._prefills.add(request.request_id)
+        self._core.add_request(VllmRequest.from_engine_core_request(_vllm_request(request), new_keys))
 
     def abort(self, request_id: str) -> None:
+        self._prefills.discard(request_id)
         self._core.abort_requests([request_id])
 
     @property
@@ -48,6 +62,10 @@ class VllmEngine:
     @property
     def num_running(self) -> int:
         return len(self._scheduler.running)
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(each.status == RequestStatus.PREEMPTED for each in self._scheduler.waiting)
 
     @property
     def pool(self) -> Pool:
@@ -76,47 +94,50 @@ class VllmEngine:
             drawn.sampled,
             drawn.failures,
             frozenset(each.request_id for each in emitted if each.finish_reason is not None),
+            drawn.choices,
         )
 
     def _run(self, request_id: str, num_tokens: int) -> Run:
         """Return what was scheduled; vLLM has counted these tokens as computed already."""
-        return Run(request_id, self._scheduler.requests[request_id].num_computed_tokens - num_tokens, num_tokens)
+        end = self._scheduler.requests[request_id].num_computed_tokens
+        first = end - num_tokens
+        if request_id not in self._prefills and first // self._block_size == end // self._block_size:
+            return Run(request_id, first, num_tokens)
+        (table,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return Run(request_id, first, num_tokens, table)
 
     def _samples(self, run: Run) -> bool:
         return bool(run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens)
 
 
 def _vllm_request(request: Request) -> EngineCoreRequest:
-    """Return a request as vLLM takes it: greedy, and with nothing that our draw does.
-
-    A prefix cache without bounds is vLLM's only kind: where ours has a bound, this request finds nothing; where what it
-    leaves has one, or it has no key, its blocks have a key that no other request has.
-    """
+    """Return a request as vLLM takes it: greedy, and with nothing that our draw does."""
     sampling, num_answer_tokens = request.sampling, request.num_tokens - request.num_prompt_tokens
-    leaves = request.hash_root is not None and request.max_left_blocks is None
-    finds = leaves and request.max_found_blocks is None
+    has_blocks = request.mode == "decode"
     return EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=list(request.token_ids),
         mm_features=None,
         sampling_params=SamplingParams(
             temperature=0.0,
-            max_tokens=sampling.max_tokens - num_answer_tokens,
+            max_tokens=1 if request.mode == "prefill" else sampling.max_tokens - num_answer_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
-            skip_reading_prefix_cache=not finds,
-            extra_args={
-                EXTRA_ARGS_KEY: encode_row_request(RowRequest(request.request_id, request.num_prompt_tokens, sampling))
-            },
+            extra_args={EXTRA_ARGS_KEY: encode_row_request(_row_request(request))},
         ),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,
-        cache_salt=request.hash_root.hex() if leaves and request.hash_root is not None else f"of {request.request_id}",
+        cache_salt=None,  # the blocks have keys of ours
         data_parallel_rank=None,
-        priority=-request.priority,
+        priority=-request.priority - (_BEFORE_ALL if has_blocks else 0),
     )
+
+
+def _row_request(request: Request) -> RowRequest:
+    seeds = request.choice_seeds if request.mode == "prefill" else ()
+    return RowRequest(request.request_id, request.num_prompt_tokens, request.sampling, seeds)
 
 
 def _draw_of(core: EngineCore) -> TandemDraw:

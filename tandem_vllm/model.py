@@ -8,6 +8,7 @@ import torch
 import vllm
 from msgspec.structs import replace
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.engine.core import EngineCore
 
 from tandem_engine.layout import GroupInfo, LayoutInfo
@@ -28,6 +29,12 @@ def describe_model(
     numerics = Numerics(_numerics_class(config, device, numerics_tag), architecture, model.dtype, device)
     info = describe(checkpoint, model.hf_text_config, context_length, numerics, digests)
     return replace(info, quantization=str(model.quantization or ""), kv_dtype=_kv_dtype(config))
+
+
+def layer_names(core: EngineCore) -> list[str]:
+    """Return the names of the layers in one group, in the order of the model."""
+    (group,) = core.scheduler.kv_cache_config.kv_cache_groups
+    return sorted(group.layer_names, key=extract_layer_index)
 
 
 def layout(core: EngineCore) -> LayoutInfo:

@@ -85,7 +85,6 @@ def main(file: Path) -> None:
     import vllm
 
     from tandem_vllm.assembly import assemble
-    from tandem_vllm.drawing import encode_row_request
     from tandem_vllm.sampling import TandemDraw, _row_update
 
     step: dict[str, Any] = {}
@@ -94,10 +93,7 @@ def main(file: Path) -> None:
     def recorded_update(draw: TandemDraw, batch_update: Any) -> None:
         if batch_update is not None:
             changes = _row_update(batch_update)
-            added = [
-                [index, row.request_id, len(prompt), list(output), encode_row_request(row).hex()]
-                for index, row, prompt, output in changes.added
-            ]
+            added = [[index, row.request_id, len(prompt), list(output)] for index, row, prompt, output in changes.added]
             step.setdefault("updates", []).append(
                 [added, list(changes.removed), [list(each) for each in changes.moved]]
             )
@@ -119,7 +115,7 @@ def main(file: Path) -> None:
     def recorded_step() -> Any:
         step.clear()
         found = run()
-        step["runs"] = [list(each) for each in found.runs]
+        step["runs"] = [list(each[:3]) for each in found.runs]
         step["sampled"] = {name: token.token_id for name, token in found.sampled.items()}
         step["finished"] = sorted(found.finished)
         step["pool"], step["num_running"], step["has_work"] = list(engine.pool), engine.num_running, engine.has_work

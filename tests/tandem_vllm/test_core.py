@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tandem_engine.messages import (
     AbortRequest,
     AddRequest,
+    EngineEvent,
     EngineStats,
     ExtentRef,
     ImportSlab,
@@ -58,6 +59,10 @@ class RecordedEngine:
         return 1
 
     @property
+    def num_preempted(self) -> int:
+        return 0
+
+    @property
     def pool(self) -> Pool:
         return Pool(8, 5, 1, 2)
 
@@ -69,6 +74,12 @@ def core_with(*steps: EngineStep) -> tuple[VllmCore, RecordedEngine]:
     engine = RecordedEngine(steps)
     times = iter(range(1000, 10000))
     return VllmCore(CONFIG, engine, clock=lambda: next(times)), engine
+
+
+def handle(core: VllmCore, command: Any) -> Sequence[EngineEvent]:
+    events = core.handle_some(command)
+    assert events is not None, "there is no slab to go on with"
+    return events
 
 
 def request(
@@ -99,7 +110,7 @@ def test_an_answer_is_counted_from_its_chunks_to_its_stop_token() -> None:
         EngineStep([Run("a", 35, 5)], {"a": Sampled(4)}),
         EngineStep([Run("a", 40, 1)], {"a": Sampled(9)}, finished=frozenset({"a"})),
     )
-    assert core.handle_some(request("a", 40)) == [Reserved("a", 0)]
+    assert handle(core, request("a", 40)) == [Reserved("a", 0)]
     events = run_all(core)
     first, last = outputs_of(events)
     assert (first.token_ids, first.position, first.finish_reason, first.is_last) == ([4], 40, None, False)
@@ -116,7 +127,7 @@ def test_an_answer_that_moved_here_ends_with_its_whole_length() -> None:
     core, _ = core_with(
         EngineStep([Run("a", 0, 12)], {"a": Sampled(4)}), EngineStep([Run("a", 12, 1)], {"a": Sampled(4)})
     )
-    core.handle_some(request("a", 12, answer=2))
+    handle(core, request("a", 12, answer=2))
     first, last = outputs_of(run_all(core))
     assert (first.finish_reason, last.finish_reason) == (None, "length")
     assert (last.num_computed_tokens, last.num_generated_tokens) == (10, 2)
@@ -128,7 +139,7 @@ def test_a_preempted_request_counts_its_prompt_once() -> None:
         EngineStep([Run("a", 32, 9)], {"a": Sampled(4)}),  # preempted, then 32 tokens were found
         EngineStep([Run("a", 41, 1)], {"a": Sampled(9)}),
     )
-    core.handle_some(request("a", 40))
+    handle(core, request("a", 40))
     events = run_all(core)
     last = outputs_of(events)[-1]
     assert (last.num_preemptions, last.num_computed_tokens, last.num_cached_tokens) == (1, 40, 0)
@@ -138,8 +149,8 @@ def test_a_preempted_request_counts_its_prompt_once() -> None:
 def test_a_request_that_fails_ends_alone() -> None:
     failure = RequestFailed("b", "the grammar has no continuation", is_callers_fault=True)
     core, engine = core_with(EngineStep([Run("a", 0, 5), Run("b", 0, 5)], {"a": Sampled(4)}, [failure]))
-    core.handle_some(request("a", 5))
-    core.handle_some(request("b", 5))
+    handle(core, request("a", 5))
+    handle(core, request("b", 5))
     events = run_all(core)
     assert [output.request_id for output in outputs_of(events)] == ["a"]
     assert events[-1] == failure and engine.aborted == ["b"]
@@ -148,29 +159,29 @@ def test_a_request_that_fails_ends_alone() -> None:
 
 def test_an_abort_reports_what_was_done_and_an_unknown_request_is_nothing() -> None:
     core, engine = core_with(EngineStep([Run("a", 0, 5)], {"a": Sampled(4)}))
-    core.handle_some(request("a", 5))
+    handle(core, request("a", 5))
     run_all(core)
-    aborted, done = core.handle_some(AbortRequest("a"))
+    aborted, done = handle(core, AbortRequest("a"))
     assert aborted == RequestAborted("a", num_computed_tokens=5, num_generated_tokens=1)
     assert isinstance(done, StepDone) and done.stats.num_tokens_in_flight == 0
     assert engine.aborted == ["a"]
-    assert core.handle_some(AbortRequest("a"))[0] == RequestAborted("a")
+    assert handle(core, AbortRequest("a"))[0] == RequestAborted("a")
 
 
 def test_refusals_name_their_reason_and_leave_nothing() -> None:
     core, engine = core_with()
     refused = [
-        core.handle_some(request("long", 101)),
-        core.handle_some(request("empty", 0)),
-        core.handle_some(request("pf", 5, mode="prefill")),
-        core.handle_some(request("dc", 5, mode="decode")),
+        handle(core, request("long", 101)),
+        handle(core, request("empty", 0)),
+        handle(core, request("pf", 5, mode="prefill")),
+        handle(core, request("dc", 5, mode="decode")),
     ]
     reasons = [event.reason for (event,) in refused if isinstance(event, Refused)]
     assert reasons == ["context", "invalid", "unsupported", "unsupported"]
     for name in "abc":
-        assert isinstance(core.handle_some(request(name, 5))[0], Reserved)
-    (full,) = core.handle_some(request("d", 5))
-    (twice,) = core.handle_some(request("a", 5))
+        assert isinstance(handle(core, request(name, 5))[0], Reserved)
+    (full,) = handle(core, request("d", 5))
+    (twice,) = handle(core, request("a", 5))
     assert isinstance(full, Refused) and full.reason == "queue_full" and "--max-num-waiting" in full.message
     assert isinstance(twice, Refused) and twice.reason == "invalid"
     assert engine.queued == ["a", "b", "c"]
@@ -179,9 +190,9 @@ def test_refusals_name_their_reason_and_leave_nothing() -> None:
 def test_a_request_waits_for_its_grammar_outside_of_vllm() -> None:
     core, engine = core_with()
     engine.is_ready = False
-    core.handle_some(request("a", 5))
-    core.handle_some(request("b", 5))
-    core.handle_some(AbortRequest("b"))
+    handle(core, request("a", 5))
+    handle(core, request("b", 5))
+    handle(core, AbortRequest("b"))
     core.begin_turn()
     assert core.is_held() and not engine.queued and not engine.aborted
     engine.is_ready = True
@@ -192,9 +203,9 @@ def test_a_request_waits_for_its_grammar_outside_of_vllm() -> None:
 def test_blocks_of_others_are_let_go_and_never_read() -> None:
     core, _ = core_with()
     extent = ExtentRef("region", 0, 0, 1, 1)
-    core.handle_some(request("a", 40, prefix=[PrefixBlock(0, extent)]))
-    _, done = core.handle_some(AbortRequest("x"))
+    handle(core, request("a", 40, prefix=[PrefixBlock(0, extent)]))
+    _, done = handle(core, AbortRequest("x"))
     assert isinstance(done, StepDone) and done.admitted == ["a"]
-    (imported,) = core.handle_some(ImportSlab("a", 3, 0, [extent]))
+    (imported,) = handle(core, ImportSlab("a", 3, 0, [extent]))
     assert isinstance(imported, SlabImported) and imported.error and imported.slab_index == 3
-    assert core.handle_some(Ping()) == [Pong()]
+    assert handle(core, Ping()) == [Pong()]

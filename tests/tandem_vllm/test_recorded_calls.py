@@ -22,7 +22,7 @@ from tandem_engine.messages import AddRequest, RequestOutput, StepDone
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_vllm.core import EngineStep, Pool, Run, VllmCore
-from tandem_vllm.drawing import Drawer, RowUpdate, decode_row_request
+from tandem_vllm.drawing import Drawer, RowRequest, RowUpdate
 from tandem_worker.vllm_program import vllm_program
 from tests.tandem_vllm import recorder
 
@@ -60,6 +60,10 @@ class ReplayedEngine:
     @property
     def num_running(self) -> int:
         return int(self._last["num_running"])
+
+    @property
+    def num_preempted(self) -> int:
+        return 0
 
     @property
     def pool(self) -> Pool:
@@ -101,11 +105,12 @@ def test_the_draw_follows_the_batch_of_vllm_through_chunks_preemptions_and_ends(
     for step in recorder.load(FILE).steps:
         for added, removed, moved in step.get("updates", ()):
             changes = []
-            for index, name, num_tokens, output, encoded in added:
+            for index, name, num_tokens, output in added:
                 request = REQUESTS[name]
                 answers[name] = list(output)
                 assert num_tokens == len(request.token_ids), "vLLM keeps prompt and output apart"
-                changes.append((index, decode_row_request(bytes.fromhex(encoded)), request.token_ids, answers[name]))
+                row = RowRequest(name, request.num_prompt_tokens, request.sampling)
+                changes.append((index, row, request.token_ids, answers[name]))
             drawer.update(RowUpdate(changes, removed, [tuple(each) for each in moved]))
             kinds = {
                 "added": kinds["added"] + len(added),

@@ -1,0 +1,272 @@
+"""Hands blocks of vLLM's pool over: reserves and fills those of decode requests, announces those of prefills.
+
+    decode    blocks taken when added ─▶ slabs imported ─▶ registered, brought to vLLM (`Arrivals`) with token one
+    prefill   blocks held as they fill ─▶ copied to slots, announced ─▶ let go of with ReleaseHeld
+    all       full blocks computed here are copied to slots for caches; blocks that caches have are loaded
+
+A request's `block_table` has the blocks that Tandem holds for it, not those of vLLM's request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tandem_engine.core import CorruptBlock, RegionError
+from tandem_engine.messages import ExtentRef, FilledBlocks, ImportSlab, MapRegion, SealedBlocks, SlabImported
+from tandem_engine.publisher import Publisher
+from tandem_engine.scheduling.admission import RequestRefused, max_kv_tokens
+from tandem_engine.scheduling.copy_budget import CopyBudget, pieces
+from tandem_engine.scheduling.hand_over import (
+    ImportRefused,
+    conversion_targets,
+    import_targets,
+    num_ready_tokens,
+)
+from tandem_engine.scheduling.ledger import Ledger
+from tandem_engine.scheduling.request import Request, RequestState
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_vllm.arrivals import Arrivals
+from tandem_vllm.blocks import Blocks, Memory
+from tandem_vllm.keys import num_shared_blocks, pool_key, shared_key
+
+log = logging.getLogger(__name__)
+
+_NO_WINDOW = 0
+
+
+class _Import:
+    """A slab on its way into the pool; `copy` copies a range of its extents and returns the bytes."""
+
+    def __init__(self, extents: Sequence[ExtentRef], copy: Callable[[slice], int]) -> None:
+        self.num_blocks = len(extents)
+        self.copy = copy
+        self.pieces: Iterator[slice] = pieces(extents)
+        self.num_bytes = 0
+
+
+class Exchange(NamedTuple):
+    """vLLM's pool, as far as Tandem exchanges blocks with it."""
+
+    blocks: Blocks
+    memory: Memory
+    publisher: Publisher
+    arrivals: Arrivals
+
+
+class HandOver:
+    """The only writer of `block_table`, and of what Tandem holds in vLLM's pool."""
+
+    def __init__(self, config: SchedulerConfig, exchange: Exchange, ledger: Ledger, budget: CopyBudget) -> None:
+        self._blocks, self._memory, self.publisher, self._arrivals = exchange
+        self._config = config
+        self._size = config.block_size
+        self._ledger = ledger
+        self._budget = budget
+        self._import: _Import | None = None
+        self._held: Counter[int] = Counter()
+        self._admitted: list[str] = []
+        self._sealed: list[SealedBlocks] = []
+        self._filled: list[FilledBlocks] = []
+
+    # --------------------------------------------------------------------------------------------------- decode
+
+    def reserve(self, request: Request, num_live: int, num_preempted: int) -> None:
+        """Take the blocks of a decode request's prompt and first token; raises RequestRefused.
+
+        One block per live request is left, so that running requests can grow. While preempted requests wait for
+        blocks, no new request overtakes them.
+        """
+        num_tokens = min(request.num_tokens + 1, max_kv_tokens(request, self._config))
+        limit = min(request.num_tokens // self._size, num_shared_blocks(request))
+        found = self._blocks.find(pool_key(request, index, self._size) for index in range(int(limit)))
+        num_new = self._num_blocks(num_tokens) - len(found)
+        num_taken = num_new + sum(not self._blocks.num_references(block) for block in found)
+        if num_preempted or num_taken + num_live > self._blocks.num_available:
+            raise RequestRefused(
+                "kv_full",
+                f"{num_taken} KV blocks are needed and one for each of {num_live} live requests, "
+                f"{self._blocks.num_available} of {self._config.num_blocks} are available, {num_preempted} preempted "
+                "requests wait; try again later or another worker",
+            )
+        self._blocks.hold(found)
+        request.block_table = [*found, *self._blocks.take(num_new)]
+        request.num_found_blocks = request.num_registered_blocks = len(found)
+        request.num_computed_tokens = len(found) * self._size
+        request.state = RequestState.IMPORTING
+        self._ledger.found(request, request.num_computed_tokens)
+
+    def import_slab(self, request: Request | None, command: ImportSlab) -> SlabImported | None:
+        """Copy blocks of a slab within the copy budget; None: some are left, call again with the same command."""
+        if not self._budget.has_left:
+            return None
+        try:
+            slab, self._import = self._import or self._begin_import(request, command), None
+            if not self._copy(slab):
+                self._import = slab
+                return None
+        except (ImportRefused, RegionError) as error:
+            if isinstance(error, CorruptBlock):
+                log.error("a slab is corrupt: %s", error)
+                self._ledger.count("blocks_corrupt")
+            return SlabImported(command.request_id, command.slab_index, 0, str(error))
+        assert request is not None, "it waits for this slab"
+        indices = range(command.first_block, command.first_block + len(command.extents))
+        request.imported_blocks.update((command.group, index) for index in indices)
+        request.imported_block_size = command.layout.tokens_per_block if command.layout else self._size
+        self._ledger.count("blocks_imported", slab.num_blocks)
+        self._ledger.count("bytes_imported", slab.num_bytes)
+        return SlabImported(command.request_id, command.slab_index, slab.num_bytes)
+
+    def bring(self, request: Request) -> None:
+        """Give the blocks of a decode request to vLLM's request of the same id, which follows."""
+        num_ready = num_ready_tokens(request, self._size, _NO_WINDOW)
+        full = request.block_table[: num_ready // self._size]
+        self._blocks.register(full, [pool_key(request, index, self._size) for index in range(len(full))])
+        self._arrivals.bring_table(request.request_id, request.block_table, num_ready)
+        request.block_table = []
+        request.num_registered_blocks = len(full)
+        request.num_computed_tokens = num_ready
+
+    # -------------------------------------------------------------------------------------- prefill and aggregated
+
+    def bring_prefix(self, request: Request) -> None:
+        """Load the blocks of `request.prefix` once vLLM's scheduler reaches the request."""
+        if request.prefix:
+            self._arrivals.bring_prefix(request.request_id, partial(self._load, request))
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Count the blocks that a prefill may still take from the pool."""
+        return self._num_blocks(request.num_tokens) - len(request.block_table)
+
+    def computed(self, request: Request, first: int, end: int, table: Sequence[int]) -> None:
+        """Note that the KV of tokens [first, end) was computed, into the blocks of `table`."""
+        if request.mode == "prefill":
+            self._seal(request, end, table)
+        self._fill(request, first, end, table)
+
+    def hold(self, request: Request) -> None:
+        """Count a finished prefill's blocks as held until `forget`."""
+        request.state = RequestState.HELD
+        self._held.update(request.block_table)
+
+    # ----------------------------------------------------------------------------------------------------- all
+
+    def map_region(self, command: MapRegion, fds: Sequence[int]) -> None:
+        """Map a region; a region that cannot be mapped fails only the imports that need it."""
+        try:
+            self._memory.map_region(command, *fds)
+        except (RegionError, OSError) as error:
+            log.warning("region %s cannot be mapped: %s", command.region_id, error)
+
+    def unmap_region(self, region_id: str) -> None:
+        self._memory.unmap_region(region_id)
+
+    def forget(self, request: Request) -> None:
+        """Let go of all that is held for a request, in whatever state."""
+        if request.state is RequestState.HELD:
+            self._held.subtract(request.block_table)
+            self._held = +self._held
+        self._arrivals.forget(request.request_id)
+        self._blocks.let_go(request.block_table)
+        request.block_table = []
+        request.imported_blocks.clear()
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Used blocks that only finished prefills keep."""
+        return sum(self._blocks.num_references(block) == count for block, count in self._held.items())
+
+    @property
+    def num_available_blocks(self) -> int:
+        return self._blocks.num_available
+
+    def publish(self) -> None:
+        """Start to copy what was sealed and filled to slots, as far as there are slots."""
+        sealed, filled = self._sealed, self._filled
+        self._sealed, self._filled = [], []
+        self.publisher.publish(sealed, filled)
+
+    def take_admitted(self) -> list[str]:
+        """Return, once, the requests whose prefix is not needed any more."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    # ------------------------------------------------------------------------------------------------- helpers
+
+    def _begin_import(self, request: Request | None, command: ImportSlab) -> _Import:
+        memory, layout = self._memory, command.layout
+        if layout is not None:
+            parts, extents = conversion_targets(request, command, layout.tokens_per_block, self._size)
+            return _Import(extents, lambda piece: memory.convert_blocks(parts[piece], extents[piece], layout))
+        blocks, extents = import_targets(request, command, self._size)
+        return _Import(extents, lambda piece: memory.import_blocks(blocks[piece], extents[piece]))
+
+    def _copy(self, slab: _Import) -> bool:
+        while self._budget.has_left:
+            if (piece := next(slab.pieces, None)) is None:
+                return True
+            slab.num_bytes += self._budget.timed(partial(slab.copy, piece))
+        return False
+
+    def _load(self, request: Request, num_found_tokens: int) -> Sequence[int]:
+        """Load the blocks of `prefix` behind those that vLLM has: all that follow without a gap, or none."""
+        prefix, request.prefix = request.prefix, {}
+        self._admitted.append(request.request_id)
+        limit = min((request.num_tokens - 1) // self._size, num_shared_blocks(request))
+        first = num_found_tokens // self._size
+        indices = range(first, next((i for i in range(first, int(limit)) if (0, i) not in prefix), int(limit)))
+        if not indices or len(indices) > self._blocks.num_available:
+            return []
+        blocks = self._blocks.take(len(indices))
+        try:
+            extents = [prefix[0, index] for index in indices]
+            self._budget.timed(partial(self._memory.import_blocks, blocks, extents))
+        except RegionError as error:
+            if isinstance(error, CorruptBlock):
+                log.error("a cached prefix is corrupt: %s", error)
+                self._ledger.count("blocks_corrupt")
+            log.info("a cached prefix is gone: %s", error)
+            self._blocks.let_go(blocks)
+            return []
+        self._blocks.register(blocks, [pool_key(request, index, self._size) for index in indices])
+        self._ledger.found(request, num_found_tokens)
+        self._ledger.loaded(request, indices.stop * self._size)
+        return blocks
+
+    def _seal(self, request: Request, end: int, table: Sequence[int]) -> None:
+        """Hold and announce a prefill's blocks that became complete; at its end also the last one."""
+        is_last = end == request.num_tokens
+        first, stop = request.num_sealed_blocks, self._num_blocks(end) if is_last else end // self._size
+        if stop <= first or request.is_release_due:
+            return
+        request.num_sealed_blocks = stop
+        blocks = list(table[first:stop])
+        self._blocks.hold(blocks)
+        request.block_table += blocks
+        self._sealed.append(SealedBlocks(request.request_id, first, blocks, self._stamps(blocks), is_last))
+
+    def _fill(self, request: Request, first: int, end: int, table: Sequence[int]) -> None:
+        """Describe full blocks that others may find by their keys."""
+        if request.hash_root is None:
+            return
+        stop = end // self._size
+        if request.max_left_blocks is not None:
+            stop = min(stop, request.max_left_blocks)
+        start = max(first // self._size, request.num_registered_blocks)
+        if start >= stop:
+            return
+        request.num_registered_blocks = stop
+        parent = shared_key(request, start - 1, self._size).hex() if start else ""
+        keys = [shared_key(request, index, self._size).hex() for index in range(start, stop)]
+        blocks = list(table[start:stop])
+        self._filled.append(FilledBlocks(request.request_id, parent, keys, blocks, self._stamps(blocks)))
+
+    def _stamps(self, blocks: Sequence[int]) -> list[int]:
+        return [self._blocks.generations[block] for block in blocks]
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)

@@ -4,7 +4,8 @@
 
 For each model: `vllm.LLM` answers greedy prompts, and shows how far one log probability differs between two batches.
 Then an engine process of Tandem answers the same prompts, and seeded, penalised and structured ones; each is asked
-again with the first tokens of its answer behind the prompt, as after a migration.
+again with the first tokens of its answer behind the prompt, as after a migration, and of a fleet of a prefill and a
+decode worker (not with `--aggregated`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
 from benchmarks.vllm_parity.checkpoints import MODELS, made
-from benchmarks.vllm_parity.sides import Alone, ask_alone, serving
-from benchmarks.vllm_parity.work import KINDS, prompts, requests
+from benchmarks.vllm_parity.handed_over import HandedOver, answers_by_two
+from benchmarks.vllm_parity.sides import WORKER_FLAGS, Alone, ask_alone, serving
+from benchmarks.vllm_parity.work import KINDS, Asked, prompts, requests
 from tandem_worker.vllm_program import vllm_program
 
 _NUMBERS = {"greedy": 100, "seeded": 50, "penalties": 50, "schema": 50}
@@ -31,6 +33,7 @@ _MIN_MARGIN = 1e-5
 _MIN_EQUAL_SHARE = 0.95
 _HEAD_ALONE = ("model", "answers", "equal to the end", "noise", "margin", "smallest lead", "close calls", "wrong")
 _HEAD_MOVED = ("model", *KINDS, "different")
+_HEAD_HANDED = ("model", *KINDS, "different", "prompts computed again", "bytes pulled")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, save; return 1 if answers differ."""
     parsing = parser("vllm_parity", __doc__ or "", "12 % of the requests")
     parsing.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="(default: all)")
+    parsing.add_argument("--aggregated", action="store_true", help="leave out the fleet of two workers")
     options = parsing.parse_args(arguments)
     python = os.environ.get("TANDEM_VLLM_PYTHON", "")
     if not python:
@@ -55,18 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = _QUICK if options.quick else _NUMBERS
 
     async def measure(outcome: Outcome, folder: Path, progress: Progress) -> None:
-        beside, moved = Sheet("beside vLLM alone, greedy", _HEAD_ALONE, []), Sheet("moved answers", _HEAD_MOVED, [])
-        outcome.sheets += [beside, moved]
+        outcome.sheets += [
+            Sheet("beside vLLM alone, greedy", _HEAD_ALONE, []),
+            Sheet("moved answers", _HEAD_MOVED, []),
+            Sheet("prefill and decode by two workers, beside one", _HEAD_HANDED, []),
+        ]
         for model in options.models:
-            await _compare(outcome, python, model, made(folder, model), folder, numbers, progress)
+            checkpoint = made(folder, model)
+            whole = await _compare(outcome, python, model, checkpoint, folder, numbers, progress)
+            if not options.aggregated:
+                progress(f"{model}: two workers")
+                asked = requests(numbers, _seed(model))
+                place = folder / f"fleet-{model}"
+                place.mkdir()
+                _enter_handed(
+                    outcome, model, asked, whole, await answers_by_two(python, checkpoint, place, asked, WORKER_FLAGS)
+                )
 
     return run("vllm_parity", options, {"requests per model": sum(numbers.values())}, measure, is_timed=False)
 
 
 async def _compare(
     outcome: Outcome, python: str, name: str, model: Path, folder: Path, numbers: Mapping[str, int], progress: Progress
-) -> None:
-    seed = 1000 * MODELS.index(name)
+) -> Mapping[str, Sequence[int]]:
+    """Compare one engine process with vLLM alone and with itself; return its answers by name."""
+    seed = _seed(name)
     asked = requests(numbers, seed)
     progress(f"{name}: vLLM alone")
     alone = await ask_alone(python, model, folder, prompts(numbers["greedy"], seed), numbers["greedy"] // 3)
@@ -81,7 +98,7 @@ async def _compare(
     differing = [each for each in long_enough if whole[each.name][each.cut :] != rest[f"{each.name}-moved"]]
     for each in differing:
         outcome.notes.append(f"{name}: {each.name}, moved behind {each.cut} tokens, goes on differently")
-    beside, moved = (sheet.rows for sheet in outcome.sheets)
+    beside, moved = (sheet.rows for sheet in outcome.sheets[:2])
     _enter(outcome, name, alone, compared, margin, beside)
     kinds = [sum(each.kind == kind for each in long_enough) for kind in KINDS]
     moved.append((name, *(str(number) for number in kinds), str(len(differing))))
@@ -90,6 +107,35 @@ async def _compare(
         Target(f"{name}: {len(differing)} of {len(long_enough)} moved answers differ, 0 wanted", not differing),
         Target(f"{name}: {num_used_blocks} blocks are used after all, 0 wanted", not num_used_blocks),
     ]
+    return whole
+
+
+def _enter_handed(
+    outcome: Outcome,
+    name: str,
+    asked: Sequence[Asked],
+    whole: Mapping[str, Sequence[int]],
+    handed: Mapping[str, HandedOver],
+) -> None:
+    differing = [each.name for each in asked if list(handed[each.name].tokens) != list(whole[each.name])]
+    num_computed = sum(each.num_computed_tokens > 0 for each in handed.values())
+    num_bytes = sum(each.num_bytes_pulled for each in handed.values())
+    outcome.notes += [f"{name}: {each}, handed over, has another answer" for each in differing]
+    kinds = [sum(each.kind == kind for each in asked) for kind in KINDS]
+    cells = (str(len(differing)), str(num_computed), f"{num_bytes:,}")
+    outcome.sheets[2].rows.append((name, *(str(number) for number in kinds), *cells))
+    outcome.figures |= {
+        f"{name}.num_handed_over": len(asked),
+        f"{name}.num_handed_over_different": len(differing),
+        f"{name}.num_handed_over_computed": num_computed,
+        f"{name}.num_bytes_pulled": num_bytes,
+    }
+    text = f"{name}: {len(differing)} of {len(asked)} answers of two workers differ from those of one, 0 wanted"
+    outcome.targets.append(Target(text, not differing))
+
+
+def _seed(name: str) -> int:
+    return 1000 * MODELS.index(name)
 
 
 def compare(alone: Alone, answers: Sequence[Sequence[int]], margin: float) -> Compared:

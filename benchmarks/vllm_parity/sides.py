@@ -20,6 +20,11 @@ _KV_BYTES = 256 << 20
 _MAX_MODEL_LEN = 512
 _MAX_NUM_SEQS = 64
 _MAX_NUM_BATCHED_TOKENS = 512
+WORKER_FLAGS = (
+    *("--dtype", "float32", "--max-model-len", str(_MAX_MODEL_LEN), "--kv-memory-bytes", str(_KV_BYTES)),
+    *("--max-num-seqs", str(_MAX_NUM_SEQS), "--max-num-batched-tokens", str(_MAX_NUM_BATCHED_TOKENS)),
+)
+"""The settings of `serving`, for a worker."""
 
 
 @dataclass(frozen=True)

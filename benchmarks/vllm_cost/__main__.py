@@ -1,10 +1,11 @@
 """Measures what Tandem costs beside vLLM's own server, with the same build, settings and core.
 
-    TANDEM_VLLM_PYTHON=build/vllm/bin/python python -m benchmarks.vllm_cost [--only adapter|throughput] [--quick]
+    TANDEM_VLLM_PYTHON=build/vllm/bin/python python -m benchmarks.vllm_cost [--only adapter|throughput|gap] [--quick]
 
 `throughput`: `vllm serve` and Tandem (gateway and one worker with vLLM) are up together and take turns; each engine
 has the first core, everything else the other one. A round is 1, 8 or 32 streams at once of /v1/completions.
 `adapter`: CPU time in the engine's process that is not vLLM's, per step, for three kinds of sampling.
+`gap`: the time between tokens one and two where a prefill and a decode worker with vLLM answer, beside later gaps.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.lib.report import Rows
 from benchmarks.lib.stats import percentile
 from benchmarks.lib.streaming import new_client
 from benchmarks.vllm_cost.adapter import measure_adapter
+from benchmarks.vllm_cost.gap import measure_gaps
 from benchmarks.vllm_cost.servers import Server, pin, tandem, vllm_alone
 from tandem_engine.demo import checkpoint_path
 
@@ -42,7 +44,9 @@ _MAX_SHARE = 0.15
 _BUILT_IN = "built-in"
 """Judged by no target: its step is shorter than the work of an HTTP server."""
 _MODELS = (_BUILT_IN, "0.5b")
-_PARTS = ("adapter", "throughput")
+_PARTS = ("adapter", "throughput", "gap")
+_MAX_ADDED_SECONDS = 0.010
+_NUM_GAPS = 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,11 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, model in models.items():
             place = folder / name
             place.mkdir()
-            if options.only != "throughput":
+            if options.only in (None, "adapter"):
                 progress(f"{name}: one engine process")
                 await _adapter(outcome, name, python, model, place)
-            if options.only != "adapter":
+            if options.only in (None, "throughput"):
                 await _throughput(outcome, name, python, model, place, rounds, options.turn, progress)
+            if options.only in (None, "gap"):
+                progress(f"{name}: a prefill and a decode worker")
+                with _holding(options.turn):
+                    await _gap(outcome, name, python, model, place)
 
     return run("vllm_cost", options, {"tokens": f"{_NUM_PROMPT_TOKENS} + {_NUM_TOKENS}"}, measure)
 
@@ -119,6 +127,22 @@ async def _throughput(
                 rows.append(_row(outcome, model_name, batch, {name: each[1:] for name, each in rates.items()}))
     head = ("streams", "vllm serve, tokens/s", "Tandem, tokens/s", "ratio", "95 % interval")
     outcome.sheets.append(Sheet(f"{model_name}: throughput, engines on one core", head, rows))
+
+
+async def _gap(outcome: Outcome, name: str, python: str, model: Path, folder: Path) -> None:
+    gaps = await measure_gaps(python, model, folder, _NUM_GAPS)
+    numbers = [1e3 * percentile(each, percent) for each in (gaps.first, gaps.steps) for percent in (50, 95)]
+    outcome.figures |= {
+        f"{name}.gap.first_ms": numbers[0],
+        f"{name}.gap.later_ms": numbers[2],
+        f"{name}.gap.added_ms": 1e3 * gaps.added,
+        f"{name}.gap.num_computed_tokens": gaps.num_computed_tokens,
+    }
+    row = (*(f"{number:.1f}" for number in numbers), f"{1e3 * gaps.added:.1f}", str(gaps.num_computed_tokens))
+    head = ("tokens one to two, ms p50", "p95", "later ones, ms p50", "p95", "added, ms", "prompt tokens computed")
+    outcome.sheets.append(Sheet(f"{name}: the gap of a hand-over", head, [row]))
+    text = f"{name}: the hand-over adds {1e3 * gaps.added:.1f} ms to a step, {1e3 * _MAX_ADDED_SECONDS:.0f} at most"
+    outcome.targets.append(Target(text, gaps.added <= _MAX_ADDED_SECONDS))
 
 
 def _row(outcome: Outcome, model: str, batch: int, rates: dict[str, list[float]]) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 512
 KV_BYTES = 512 << 20
 _START_SECONDS = 240.0
-_ENGINE_NAMES = ("tandem_vllm", "EngineCore")
-"""In the command line of an engine process: ours, and vLLM's."""
+_ENGINE_NAMES = ("tandem_vllm", "VLLM::Worker")
+"""In the command line of the process that computes. `vllm serve` has its scheduler in another one, VLLM::EngineCore."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,327 @@
+"""Tests how blocks of vLLM's pool are reserved, imported, announced and let go of, in blocks of four tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem_engine.layout import SourceLayout
+from tandem_engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineEvent,
+    ExtentRef,
+    ImportSlab,
+    PrefixBlock,
+    Recompute,
+    Refused,
+    ReleaseHeld,
+    RequestAborted,
+    RequestOutput,
+    Reserved,
+    SlabImported,
+    StartDecode,
+    StepDone,
+)
+from tandem_engine.sampling_params import SamplingParams
+from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
+from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_vllm.core import VllmCore
+from tests.tandem_vllm.recorded_pool import (
+    NUM_BLOCKS,
+    SIZE,
+    KeepingPublisher,
+    RecordedBlocks,
+    RecordedMemory,
+    RecordedScheduler,
+    exchange_of,
+)
+
+CONFIG = SchedulerConfig(num_blocks=NUM_BLOCKS, block_size=SIZE, context_length=30, vocab_size=200)
+ROOT = BlockHash(bytes(range(16)))
+
+
+class World:
+    """A core with a recorded vLLM."""
+
+    def __init__(self, chunk: int = 100) -> None:
+        self.blocks, self.memory, self.publisher = RecordedBlocks(), RecordedMemory(), KeepingPublisher()
+        self.vllm = RecordedScheduler(self.blocks, self.memory, chunk)
+        times = iter(range(1000, 100000))
+        exchange = exchange_of(self.vllm, self.memory, self.publisher)
+        self.core = VllmCore(CONFIG, self.vllm, clock=lambda: next(times), exchange=exchange)
+
+    def handle(self, command: Any) -> Sequence[EngineEvent]:
+        self.core.begin_turn()
+        events = self.core.handle_some(command)
+        assert events is not None, "a slab of a few words fits the budget"
+        return events
+
+    def step(self) -> StepDone:
+        events: list[Any] = []
+        self.core.run_step(events.append)
+        done: StepDone = events[0]
+        return done
+
+    def outputs(self) -> list[RequestOutput]:
+        """Run until nothing is left to do."""
+        outputs: list[RequestOutput] = []
+        while self.core.has_work():
+            outputs += self.step().outputs
+        return outputs
+
+    @property
+    def counters(self) -> dict[str, float]:
+        _, done = self.handle(AbortRequest("nobody"))
+        assert isinstance(done, StepDone)
+        return done.stats.counters
+
+    def check_all_is_free(self) -> None:
+        _, done = self.handle(AbortRequest("nobody"))
+        assert isinstance(done, StepDone)
+        stats = done.stats
+        assert (stats.num_used_blocks, stats.num_held_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0, 0)
+        assert self.blocks.num_available == NUM_BLOCKS
+
+
+def request(request_id: str, num_tokens: int, mode: Any = "decode", max_tokens: int = 4, **more: Any) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(9,))
+    return AddRequest(request_id, list(range(10, 10 + num_tokens)), num_tokens, sampling, mode, **more)
+
+
+def extent(slot: int) -> ExtentRef:
+    return ExtentRef("theirs", 0, 100, slot, 1)
+
+
+def slab(request_id: str, *slots: int, first: int = 0, index: int = 0, **more: Any) -> ImportSlab:
+    return ImportSlab(request_id, index, first, [extent(slot) for slot in slots], **more)
+
+
+def hashed(num_tokens: int) -> dict[str, Any]:
+    """The root and the keys of a prompt of `request`."""
+    keys = hash_blocks(ROOT, list(range(10, 10 + num_tokens)), SIZE)
+    return {"hash_root": ROOT.hex(), "block_hashes": [key.hex() for key in keys]}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 10, 12])
+def test_a_decode_request_computes_no_token_of_a_prompt_that_arrived(num_tokens: int) -> None:
+    world = World()
+    num_blocks = -(-num_tokens // SIZE)
+    # 1. its blocks are taken at once, those of its first token included
+    assert world.handle(request("d", num_tokens)) == [Reserved("d", 0)]
+    assert world.blocks.num_available == NUM_BLOCKS - -(-(num_tokens + 1) // SIZE)
+    assert not world.core.has_work()
+    # 2. its slabs arrive
+    for index in range(num_blocks):
+        assert world.handle(slab("d", index, first=index, index=index)) == [SlabImported("d", index, 100)]
+    # 3. it goes on behind token one, and vLLM's request has what arrived
+    world.handle(StartDecode("d", [40]))
+    done = world.step()
+    assert [(output.position, output.num_computed_tokens) for output in done.outputs] == [(num_tokens + 1, 0)]
+    table = world.vllm.tables["d"]
+    assert [world.memory.content[block] for block in table[:num_blocks]] == [f"slot {i}" for i in range(num_blocks)]
+    assert {world.blocks.references[block] for block in table} == {1}, "Tandem holds nothing beside vLLM any more"
+    # 4. it ends, and nothing is left
+    (*_, last) = world.outputs()
+    assert (last.finish_reason, last.num_generated_tokens) == ("length", 3)
+    assert world.counters["blocks_imported"] == num_blocks and world.counters["bytes_imported"] == 100 * num_blocks
+    assert world.counters["reprefill_tokens"] == world.counters["prompt_tokens_computed"] == 0
+    world.check_all_is_free()
+
+
+def test_a_decode_request_that_does_not_fit_is_refused_at_once_and_leaves_nothing() -> None:
+    world = World()
+    assert world.handle(request("a", 20)) == [Reserved("a", 0)]  # six blocks
+    (refused,) = world.handle(request("b", 8))  # three of two
+    assert isinstance(refused, Refused) and refused.reason == "kv_full" and "2 of 8 are available" in refused.message
+    (refused,) = world.handle(request("b", 5))  # two of two, but one must be left for the live one
+    assert isinstance(refused, Refused) and refused.reason == "kv_full"
+    assert world.blocks.num_available == 2
+    world.handle(AbortRequest("a"))
+    assert world.handle(request("b", 8)) == [Reserved("b", 0)]
+    world.vllm.num_preempted = 1
+    (refused,) = world.handle(request("c", 1))
+    assert isinstance(refused, Refused) and "1 preempted" in refused.message
+
+
+def test_blocks_that_the_pool_has_are_not_imported_again() -> None:
+    world = World()
+    world.handle(request("a", 10, "aggregated", 1, **hashed(10)))
+    world.outputs()
+    assert world.handle(request("d", 10, **hashed(10))) == [Reserved("d", 2)]
+    assert world.handle(slab("d", 0, 1, 2)) == [SlabImported("d", 0, 100)]  # the third alone was copied
+    world.handle(StartDecode("d", [40]))
+    assert world.step().outputs[0].num_computed_tokens == 0
+    assert world.counters["blocks_imported"] == 1 and world.counters["prompt_tokens_cached"] == 8
+    world.handle(AbortRequest("d"))
+    world.check_all_is_free()
+
+
+def test_a_stale_or_unexpected_slab_is_an_error_and_recompute_begins_with_the_first_missing_block() -> None:
+    world = World()
+    world.handle(request("d", 10))
+    world.handle(slab("d", 0))
+    world.memory.gone.add(1)
+    (stale,) = world.handle(slab("d", 1, first=1, index=1))
+    assert isinstance(stale, SlabImported) and stale.slab_index == 1 and "used again" in stale.error
+    for wrong in (slab("x", 0), slab("d", 0, first=3), slab("d", 0, group=1)):
+        (refused,) = world.handle(wrong)
+        assert isinstance(refused, SlabImported) and refused.error
+    world.handle(Recompute("d"))
+    first = world.step().outputs[0]
+    assert (first.position, first.num_computed_tokens) == (10, 6)
+    assert world.counters["reprefill_tokens"] == 6
+    assert world.outputs()[-1].finish_reason == "length"
+    world.check_all_is_free()
+
+
+def test_token_one_that_comes_behind_recompute_is_not_drawn_again() -> None:
+    world = World(chunk=4)
+    world.handle(request("d", 10))
+    world.handle(Recompute("d"))
+    assert not world.step().outputs
+    world.handle(StartDecode("d", [40]))
+    outputs = world.outputs()
+    assert [output.position for output in outputs] == [11, 12, 13]
+    world.handle(StartDecode("d", [40]))  # unknown by now
+    world.check_all_is_free()
+
+
+def test_an_answer_that_ends_with_token_one_ends_without_a_step() -> None:
+    world = World()
+    world.handle(request("d", 10))
+    world.handle(StartDecode("d", [9]))
+    (output,) = world.outputs()
+    assert (output.finish_reason, output.is_last, output.token_ids) == ("stop", True, [])
+    assert world.vllm.num_aborted == 0
+    world.check_all_is_free()
+
+
+def test_blocks_of_another_size_are_converted() -> None:
+    world = World()
+    layout = SourceLayout(2, "float32", "layer,head,token,kv,dim", 50)
+    world.handle(request("d", 7))
+    assert world.handle(slab("d", 0, 1, 2, 3, layout=layout)) == [SlabImported("d", 0, 400)]
+    world.handle(StartDecode("d", [40]))
+    assert world.step().outputs[0].num_computed_tokens == 0
+    world.handle(AbortRequest("d"))
+    world.check_all_is_free()
+
+
+def test_a_prefill_announces_blocks_as_they_fill_and_holds_them_until_its_release() -> None:
+    world = World(chunk=6)
+    world.handle(request("p", 10, "prefill", choice_seeds=[1, 2]))
+    (first,) = world.step().sealed
+    assert (first.first_block, len(first.slots), first.is_last) == (0, 1, False)
+    done = world.step()
+    (last,) = done.sealed
+    assert (last.first_block, len(last.slots), last.is_last) == (1, 2, True)
+    assert [(output.choice_index, output.token_ids, output.is_last) for output in done.outputs] == [
+        (0, [51], True),
+        (1, [52], True),
+    ]
+    assert done.outputs[0].num_computed_tokens == 10
+    # vLLM has forgotten the request; its blocks stay as they were announced
+    assert (done.stats.num_held_blocks, done.stats.num_used_blocks, done.stats.num_waiting) == (3, 3, 0)
+    assert [world.blocks.generations[block] for block in last.slots] == last.generations
+    (released,) = world.handle(ReleaseHeld("p"))
+    assert isinstance(released, StepDone) and released.stats.num_held_blocks == 0
+    world.check_all_is_free()
+
+
+def test_a_release_before_the_end_of_a_prefill_frees_its_blocks_at_the_end() -> None:
+    world = World(chunk=6)
+    world.handle(request("p", 10, "prefill"))
+    world.step()
+    world.handle(ReleaseHeld("p"))
+    done = world.step()
+    assert len(done.outputs) == 1 and not done.sealed and done.stats.num_used_blocks == 0
+    world.check_all_is_free()
+
+
+def test_prefills_get_to_vllm_while_all_have_room_to_their_end() -> None:
+    world = World(chunk=4)
+    for name in "abc":
+        world.handle(request(name, 12, "prefill"))  # three blocks each, of eight
+    assert [each.request_id for each in world.vllm.waiting] == ["a", "b"]
+    finished = {output.request_id for output in world.outputs()}
+    assert finished == {"a", "b"} and not world.core.has_work(), "c waits for a release"
+    world.handle(ReleaseHeld("a"))
+    assert world.core.has_work()
+    assert [output.request_id for output in world.outputs()] == ["c"]
+    world.handle(AbortRequest("b"))
+    world.handle(AbortRequest("c"))
+    world.check_all_is_free()
+
+
+def test_filled_blocks_have_our_keys_and_their_bounds() -> None:
+    world = World()
+    keys = hashed(10)["block_hashes"]
+    world.handle(request("a", 10, "aggregated", 4, **hashed(10)))
+    world.outputs()
+    all_tokens = [*range(10, 20), 51, 52, 53, 54]
+    of_answer = hash_blocks(ROOT, all_tokens[:12], SIZE)[2].hex()
+    assert [(each.parent, each.hashes) for each in world.publisher.filled] == [("", keys), (keys[1], [of_answer])]
+    # bounds: others find the first block alone, and this request finds nothing
+    bounded = {**hashed(10), "max_left_blocks": 1, "max_found_blocks": 0}
+    world.handle(request("b", 10, "aggregated", 1, **bounded))
+    (output,) = world.outputs()
+    assert output.num_cached_tokens == 0
+    assert [each.hashes for each in world.publisher.filled[2:]] == [keys[:1]]
+    world.handle(request("c", 10, "aggregated", 1))
+    assert world.outputs()[0].num_cached_tokens == 0 and len(world.publisher.filled) == 3
+
+
+def test_a_prefix_is_loaded_once_and_what_is_gone_is_computed() -> None:
+    world = World()
+    prefix = [PrefixBlock(0, extent(7)), PrefixBlock(1, extent(8))]
+    world.handle(request("a", 10, "aggregated", 1, prefix=prefix, **hashed(10)))
+    events = [world.step(), world.step()]
+    assert [done.admitted for done in events] == [["a"], []]
+    (output,) = events[1].outputs
+    assert (output.num_loaded_tokens, output.num_cached_tokens, output.num_computed_tokens) == (8, 8, 2)
+    world.memory.gone.add(8)
+    other = hashed(10) | {"hash_root": bytes(16).hex(), "block_hashes": ["00" * 16, "01" * 16]}
+    world.handle(request("b", 10, "prefill", 1, prefix=prefix, **other))
+    (output,) = world.outputs()
+    assert (output.num_loaded_tokens, output.num_computed_tokens) == (0, 10)
+    world.handle(ReleaseHeld("b"))
+    world.check_all_is_free()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["aggregated", "prefill"])
+def test_an_abort_after_any_step_leaves_nothing(mode: str, num_steps: int) -> None:
+    world = World(chunk=6)
+    prefix = [PrefixBlock(0, extent(7))]
+    world.handle(request("a", 10, mode, prefix=prefix, **hashed(10)))
+    for _ in range(num_steps):
+        world.step()
+    aborted, _ = world.handle(AbortRequest("a"))
+    assert isinstance(aborted, RequestAborted)
+    if mode == "prefill":
+        assert "a" in world.publisher.forgotten
+    world.check_all_is_free()
+
+
+@pytest.mark.parametrize("num_commands", range(5))
+def test_an_abort_after_any_command_of_a_hand_over_leaves_nothing(num_commands: int) -> None:
+    world = World(chunk=6)
+    commands = [request("d", 10), slab("d", 0), slab("d", 1, 2, first=1, index=1), StartDecode("d", [40])]
+    for command in commands[:num_commands]:
+        world.handle(command)
+    if num_commands == len(commands):
+        world.step()
+    world.handle(AbortRequest("d"))
+    world.check_all_is_free()
+
+
+def test_a_request_that_fails_lets_go_of_its_blocks() -> None:
+    world = World()
+    world.vllm.failing.add("p")
+    world.handle(request("p", 10, "prefill"))
+    assert not world.outputs()
+    assert "p" in world.publisher.forgotten
+    world.check_all_is_free()

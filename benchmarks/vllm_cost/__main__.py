@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsing = parser("vllm_cost", __doc__ or "", "the built-in model alone, two rounds")
     parsing.add_argument("--only", choices=_PARTS, help="measures this part alone")
     parsing.add_argument("--models", nargs="+", choices=_MODELS, default=_MODELS, help="(default: both)")
+    parsing.add_argument(
+        "--streams", nargs="+", type=int, choices=_ROUNDS, default=list(_ROUNDS), help="(default: all)"
+    )
     parsing.add_argument("--turn", type=Path, help="hold this file's lock while measuring: for machines in turns")
     options = parsing.parse_args(arguments)
     if options.quick:
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     async def measure(outcome: Outcome, folder: Path, progress: Progress) -> None:
         models = {name: checkpoint_path() if name == _BUILT_IN else made(folder, "qwen") for name in options.models}
-        rounds = dict.fromkeys(_ROUNDS, 2) if options.quick else _ROUNDS
+        rounds = {batch: 2 if options.quick else _ROUNDS[batch] for batch in options.streams}
         for name, model in models.items():
             place = folder / name
             place.mkdir()
@@ -107,6 +110,8 @@ async def _throughput(
 ) -> None:
     cores = sorted(os.sched_getaffinity(0))
     rows: Rows = []
+    head = ("streams", "vllm serve, tokens/s", "Tandem, tokens/s", "ratio", "95 % interval")
+    outcome.sheets.append(Sheet(f"{model_name}: throughput, engines on one core", head, rows))
     async with AsyncExitStack() as stack:
         sides: dict[str, Server] = {}
         for name, start in (("vllm serve", vllm_alone), ("tandem", tandem)):
@@ -125,8 +130,6 @@ async def _throughput(
                         asked = list(islice(texts, batch))
                         rates[name].append(await _rate(clients[name], sides[name].model, asked))
                 rows.append(_row(outcome, model_name, batch, {name: each[1:] for name, each in rates.items()}))
-    head = ("streams", "vllm serve, tokens/s", "Tandem, tokens/s", "ratio", "95 % interval")
-    outcome.sheets.append(Sheet(f"{model_name}: throughput, engines on one core", head, rows))
 
 
 async def _gap(outcome: Outcome, name: str, python: str, model: Path, folder: Path) -> None:

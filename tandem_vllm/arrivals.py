@@ -15,8 +15,9 @@ from typing import Any
 
 from tandem_vllm.blocks import Blocks, Memory
 
-Load = Callable[[int], Sequence[int]]
-"""Loads blocks behind so many tokens that vLLM has; returns the blocks, registered and held, or none."""
+Load = Callable[[int], bool | None]
+"""Loads blocks behind so many tokens that vLLM has, and registers them. True: vLLM finds more now. False: it does not.
+None: there is more to copy, call it again in the next step."""
 
 
 @dataclass
@@ -28,7 +29,6 @@ class _Arrival:
     tail: Any = None
     """Bytes of the block behind those that vLLM finds."""
     load: Load | None = None
-    loaded: Sequence[int] = ()
 
 
 class Arrivals:
@@ -51,7 +51,7 @@ class Arrivals:
     def forget(self, request_id: str) -> None:
         """Let go of all that is held for a request; unknown ids are ignored."""
         if (arrival := self._arrivals.pop(request_id, None)) is not None:
-            self._blocks.let_go([*arrival.table, *arrival.loaded])
+            self._blocks.let_go(arrival.table)
 
     def num_matched_tokens(self, request_id: str, num_found_tokens: int, num_tokens: int) -> int | None:
         """Return how many tokens behind those that vLLM found arrive with the request; None: ask in the next step.
@@ -61,9 +61,10 @@ class Arrivals:
         if (arrival := self._arrivals.get(request_id)) is None:
             return 0
         if arrival.load is not None:
-            load, arrival.load = arrival.load, None
-            arrival.loaded = load(num_found_tokens)
-            return None if arrival.loaded else 0
+            has_loaded = arrival.load(num_found_tokens)
+            if has_loaded is not None:
+                arrival.load = None
+            return 0 if has_loaded is False else None
         num_missing = min(arrival.num_ready_tokens, num_tokens - 1) - num_found_tokens
         index = num_found_tokens // self._size
         if arrival.tail is None and index < len(arrival.table) and 0 < num_missing < self._size:
@@ -78,4 +79,4 @@ class Arrivals:
             return
         if num_external_tokens:
             self._memory.write(table[len(arrival.table)], arrival.tail)
-        self._blocks.let_go([*arrival.table, *arrival.loaded])
+        self._blocks.let_go(arrival.table)

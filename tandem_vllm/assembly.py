@@ -24,11 +24,13 @@ from tandem_vllm.core import VllmCore
 from tandem_vllm.drawing import EXTRA_ARGS_KEY
 from tandem_vllm.engine import VllmEngine
 from tandem_vllm.exchange import can_hand_over, make_exchange, with_region
-from tandem_vllm.model import describe_model, layout
+from tandem_vllm.model import describe_model, layout, window_of_all
 
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> tuple[Core, object, list[int]]:
     """Load the model with vLLM; raises ModelUnusable, whose message names the remedy."""
+    if config.kv_region == "device":
+        raise ModelUnusable("--kv-region device is for Tandem's own engine; leave it out, vLLM's blocks are staged")
     torch.set_num_threads(num_threads(config))
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     is_cpu = _is_cpu(config)
@@ -59,7 +61,7 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
         ) from error
     engine = VllmEngine(core)
     shape = layout(core)
-    scheduler = _scheduler_config(config, info, shape, engine.pool.num_total)
+    scheduler = _scheduler_config(config, info, shape, engine.pool.num_total, window_of_all(core))
     if not can_hand_over(core):
         return VllmCore(scheduler, engine), _ready(config, info, shape, scheduler.num_blocks, numa_node), []
     exchange, slots = make_exchange(core, config, shape)
@@ -86,7 +88,9 @@ def _is_cpu(config: EngineConfig) -> bool:
     return bool(ours == "cpu")
 
 
-def _scheduler_config(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks: int) -> SchedulerConfig:
+def _scheduler_config(
+    config: EngineConfig, info: ModelInfo, shape: LayoutInfo, num_blocks: int, window: int | None
+) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=num_blocks // shape.num_groups,  # groups of layers share vLLM's blocks
         block_size=shape.tokens_per_block,
@@ -95,6 +99,7 @@ def _scheduler_config(config: EngineConfig, info: ModelInfo, shape: LayoutInfo, 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_waiting=config.max_num_waiting,
+        window=window,
     )
 
 

@@ -7,8 +7,8 @@ engine: refusals, the end of an answer, the ledger. This module imports neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tandem_engine.messages import (
     AbortRequest,
@@ -24,7 +24,6 @@ from tandem_engine.messages import (
     ReleaseHeld,
     ReleaseSlabs,
     RequestAborted,
-    RequestFailed,
     RequestOutput,
     Reserved,
     SlabImported,
@@ -39,72 +38,10 @@ from tandem_engine.scheduling.ledger import Ledger
 from tandem_engine.scheduling.request import Request, RequestState, Sampled
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_vllm.hand_over import Exchange, HandOver
-
-
-class Run(NamedTuple):
-    """Tokens [first_position, first_position + num_tokens) of one request, computed in one step."""
-
-    request_id: str
-    first_position: int
-    num_tokens: int
-    table: Sequence[int] = ()
-    """The request's blocks, if the run completes one, or is a part of a prefill."""
-
-
-class EngineStep(NamedTuple):
-    """What vLLM did in one step."""
-
-    runs: Sequence[Run] = ()
-    sampled: Mapping[str, Sampled] = {}
-    """The next token of each request whose run ended with its last known token, but for those that failed."""
-    failures: Sequence[RequestFailed] = ()
-    finished: frozenset[str] = frozenset()
-    """Requests that vLLM has finished by itself, and forgotten."""
-    choices: Mapping[str, Sequence[Sampled]] = {}
-    """The first tokens of prefills with more than one choice."""
-
-
-class Pool(NamedTuple):
-    """Blocks of vLLM's pool: total = free + cached + used."""
-
-    num_total: int
-    num_free: int
-    num_cached: int
-    """At least so many have content that can be found, and no user."""
-    num_used: int
-
-
-class Engine(Protocol):
-    """vLLM."""
-
-    def prepare(self, request: Request) -> bool:
-        """Start to compile a request's grammar; return whether it is ready."""
-        ...
-
-    def add(self, request: Request) -> None:
-        """Queue a request that is prepared."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request, in whatever state."""
-        ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_preempted(self) -> int:
-        """Requests that vLLM has preempted, and that wait for blocks."""
-        ...
-
-    @property
-    def pool(self) -> Pool: ...
-
-    def step(self) -> EngineStep: ...
-
+from tandem_vllm.steps import Engine as Engine
+from tandem_vllm.steps import EngineStep as EngineStep
+from tandem_vllm.steps import Pool as Pool
+from tandem_vllm.steps import Run as Run
 
 _NO_EXCHANGE = (
     "this vLLM engine cannot hand blocks over, because its pool is not in this process or its prefix cache is off; "
@@ -156,7 +93,7 @@ class VllmCore:
         """Whether a step would do anything. A wait for blocks that only a command can free is not work."""
         if self._early_outputs or self._next_blocked() is not None:
             return True
-        if self._hand_over is not None and self._hand_over.publisher.is_copying:
+        if self._hand_over is not None and (self._hand_over.publisher.is_copying or self._hand_over.is_loading):
             return True
         return self._engine.has_work and self._num_empty_steps < _MAX_EMPTY_STEPS
 
@@ -206,10 +143,14 @@ class VllmCore:
         """Run one step and emit its events, those of requests that failed in it included."""
         started = time.monotonic_ns()
         self._admit_blocked()
+        if self._hand_over is not None:
+            self._hand_over.begin_step()
         outputs, self._early_outputs = self._early_outputs, []
         step = self._engine.step() if self._engine.has_work else EngineStep()
         self._num_steps += 1
         self._num_empty_steps = 0 if step.runs else self._num_empty_steps + 1
+        if self._hand_over is not None:
+            self._hand_over.end_step(is_empty=not step.runs)
         self._ledger.count("steps")
         failed = {failure.request_id for failure in step.failures}
         is_answer_among_them = self._count_runs(step.runs)
@@ -253,12 +194,21 @@ class VllmCore:
         if command.mode != "aggregated" and self._hand_over is None:
             raise RequestRefused("unsupported", f"mode {command.mode}: {_NO_EXCHANGE}")
         request = build_request(command, self._config, arrival=self._num_arrivals, added_ns=self._clock())
+        if request.mode == "prefill" and self._config.window is not None:
+            self._find_nothing(request)
         if request.mode == "decode":
             self._reserve(request)
         else:
             waiting = [each for each in self._requests.values() if each.state is RequestState.WAITING]
             self._check_places(self._config.max_num_waiting, waiting, request)
         return request
+
+    def _find_nothing(self, request: Request) -> None:
+        """Compute a prompt as a whole: of a prefix that vLLM finds it has only the window, and all is handed over."""
+        request.max_found_blocks = 0
+        if request.prefix:
+            request.prefix = {}
+            self._admitted.append(request.request_id)
 
     def _reserve(self, request: Request) -> None:
         assert self._hand_over is not None, "checked by the caller"
@@ -313,13 +263,13 @@ class VllmCore:
         if self._hand_over is not None and request.mode != "decode":
             self._hand_over.bring_prefix(request)
         self._engine.add(request)
+        self._num_empty_steps = 0
 
     def _admit_blocked(self) -> None:
         """Give prefills to vLLM in order, while all of those that it has, and this one, have room to their end."""
         while (request := self._next_blocked()) is not None:
             del self._blocked[request.request_id]
             self._give(request)
-            self._num_empty_steps = 0
 
     def _next_blocked(self) -> Request | None:
         if not self._blocked or self._hand_over is None:

@@ -48,6 +48,16 @@ class _Import:
         self.num_bytes = 0
 
 
+class _Loading(NamedTuple):
+    """A prefix on its way into the pool."""
+
+    request: Request
+    indices: range
+    blocks: Sequence[int]
+    extents: Sequence[ExtentRef]
+    pieces: Iterator[slice]
+
+
 class Exchange(NamedTuple):
     """vLLM's pool, as far as Tandem exchanges blocks with it."""
 
@@ -67,6 +77,8 @@ class HandOver:
         self._ledger = ledger
         self._budget = budget
         self._import: _Import | None = None
+        self._loading: _Loading | None = None
+        self._may_load = True
         self._held: Counter[int] = Counter()
         self._admitted: list[str] = []
         self._sealed: list[SealedBlocks] = []
@@ -138,6 +150,20 @@ class HandOver:
         if request.prefix:
             self._arrivals.bring_prefix(request.request_id, partial(self._load, request))
 
+    def begin_step(self) -> None:
+        """Called before vLLM's scheduler may reach requests with a prefix."""
+        self._may_load = True
+
+    def end_step(self, *, is_empty: bool) -> None:
+        """Give up a load that vLLM's scheduler did not reach in an empty step: others may wait for its blocks."""
+        if is_empty and self._may_load and self._loading is not None:
+            self._cancel_load(self._loading.request)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load goes on with the next step."""
+        return self._loading is not None
+
     def num_missing_blocks(self, request: Request) -> int:
         """Count the blocks that a prefill may still take from the pool."""
         return self._num_blocks(request.num_tokens) - len(request.block_table)
@@ -170,6 +196,7 @@ class HandOver:
         if request.state is RequestState.HELD:
             self._held.subtract(request.block_table)
             self._held = +self._held
+        self._cancel_load(request)
         self._arrivals.forget(request.request_id)
         self._blocks.let_go(request.block_table)
         request.block_table = []
@@ -212,30 +239,63 @@ class HandOver:
             slab.num_bytes += self._budget.timed(partial(slab.copy, piece))
         return False
 
-    def _load(self, request: Request, num_found_tokens: int) -> Sequence[int]:
-        """Load the blocks of `prefix` behind those that vLLM has: all that follow without a gap, or none."""
-        prefix, request.prefix = request.prefix, {}
-        self._admitted.append(request.request_id)
-        limit = min((request.num_tokens - 1) // self._size, num_shared_blocks(request))
-        first = num_found_tokens // self._size
-        indices = range(first, next((i for i in range(first, int(limit)) if (0, i) not in prefix), int(limit)))
-        if not indices or len(indices) > self._blocks.num_available:
-            return []
-        blocks = self._blocks.take(len(indices))
+    def _load(self, request: Request, num_found_tokens: int) -> bool | None:
+        """Go on with the load of a request's prefix; loads of other requests wait, and may find the blocks then.
+
+        Copies one piece in each step even if imports have spent the budget: they could do so in every step.
+        """
+        if self._loading is not None and self._loading.request is not request:
+            return None
+        if self._loading is None:
+            self._loading = self._begin_load(request, num_found_tokens)
+        loading = self._loading
+        if loading is None:
+            return False
         try:
-            extents = [prefix[0, index] for index in indices]
-            self._budget.timed(partial(self._memory.import_blocks, blocks, extents))
+            while self._may_load or self._budget.has_left:
+                self._may_load = False
+                if (piece := next(loading.pieces, None)) is None:
+                    self._loaded(loading, num_found_tokens)
+                    return True
+                copy = partial(self._memory.import_blocks, loading.blocks[piece], loading.extents[piece])
+                self._budget.timed(copy)
         except RegionError as error:
             if isinstance(error, CorruptBlock):
                 log.error("a cached prefix is corrupt: %s", error)
                 self._ledger.count("blocks_corrupt")
             log.info("a cached prefix is gone: %s", error)
-            self._blocks.let_go(blocks)
-            return []
+            self._cancel_load(request)
+            return False
+        return None
+
+    def _begin_load(self, request: Request, num_found_tokens: int) -> _Loading | None:
+        """Take blocks for all that follows without a gap what vLLM has; None: there is nothing, or no room."""
+        prefix, request.prefix = request.prefix, {}
+        limit = min((request.num_tokens - 1) // self._size, num_shared_blocks(request))
+        first = num_found_tokens // self._size
+        indices = range(first, next((i for i in range(first, int(limit)) if (0, i) not in prefix), int(limit)))
+        if not indices or len(indices) > self._blocks.num_available:
+            self._admitted.append(request.request_id)
+            return None
+        blocks, extents = self._blocks.take(len(indices)), [prefix[0, index] for index in indices]
+        return _Loading(request, indices, blocks, extents, pieces(extents))
+
+    def _loaded(self, loading: _Loading, num_found_tokens: int) -> None:
+        """Leave the blocks in vLLM's prefix cache: the request finds them in the next step, and nobody holds them."""
+        request, indices, blocks = loading.request, loading.indices, loading.blocks
+        self._loading = None
+        self._admitted.append(request.request_id)
         self._blocks.register(blocks, [pool_key(request, index, self._size) for index in indices])
-        self._ledger.found(request, num_found_tokens)
+        self._ledger.found(request, min(num_found_tokens, indices.start * self._size))
         self._ledger.loaded(request, indices.stop * self._size)
-        return blocks
+        self._blocks.let_go(blocks)
+
+    def _cancel_load(self, request: Request) -> None:
+        """Let go of the blocks of a load that is not complete, if the request has one."""
+        if (loading := self._loading) is not None and loading.request is request:
+            self._loading = None
+            self._admitted.append(request.request_id)
+            self._blocks.let_go(loading.blocks)
 
     def _seal(self, request: Request, end: int, table: Sequence[int]) -> None:
         """Hold and announce a prefill's blocks that became complete; at its end also the last one."""

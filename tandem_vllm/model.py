@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tandem_engine.layout import GroupInfo, LayoutInfo
 from tandem_engine.messages import ModelInfo
@@ -35,6 +36,17 @@ def layer_names(core: EngineCore) -> list[str]:
     """Return the names of the layers in one group, in the order of the model."""
     (group,) = core.scheduler.kv_cache_config.kv_cache_groups
     return sorted(group.layer_names, key=extract_layer_index)
+
+
+def window_of_all(core: EngineCore) -> int | None:
+    """Return the window behind which vLLM frees blocks of all layers; None: it keeps all blocks of a request."""
+    groups: list[Any] = core.scheduler.kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    return max((spec.sliding_window for spec in specs), default=None) if _have_windows(specs) else None
+
+
+def _have_windows(specs: list[Any]) -> bool:
+    return all(isinstance(spec, SlidingWindowSpec) for spec in specs)
 
 
 def layout(core: EngineCore) -> LayoutInfo:

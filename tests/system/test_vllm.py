@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import TokenRequest
+from tandem_engine.demo import checkpoint_path
 from tests.system.bit_flips import engine_pid
 from tests.system.fleet import Fleet, token_request, tokens_of, until
 
@@ -188,3 +193,73 @@ async def _is_stored(fleet: Fleet, num_blocks: int) -> bool:
 
 async def _has_computed(fleet: Fleet, name: str, before: float) -> bool:
     return (await fleet.stats(name)).counters["prompt_tokens_computed"] > before
+
+
+async def test_pools_and_a_region_that_are_too_small_only_cost_time(fleet: Fleet, tmp_path: Path) -> None:
+    """32 blocks in each pool and 6 slots in the region, for prompts and answers of 13 blocks each."""
+    bytes_per_block = (await fleet.stats("decode-a")).kv.bytes_per_block
+    prompts = [prompt_of(200 + 11 * index, seed=index) for index in range(10)]
+    expected = [tokens(await run(fleet, _plain(prompt, 200), None)) for prompt in prompts]
+    small = (*FLAGS, "--num-kv-blocks", "64", "--kv-staging-bytes", str(6 * bytes_per_block))
+    async with Fleet(tmp_path) as tight:
+        tight.start("kv", "kv-a")
+        tight.start("prefill", "prefill-a", *small)
+        tight.start("decode", "decode-a", *small)
+        await tight.ready()
+        await tight.handed_over(MODEL, "prefill-a", "decode-a")
+        routes = ("prefill-a", None) * 5
+        asks = [run(tight, _plain(prompt, 200), route) for prompt, route in zip(prompts, routes, strict=True)]
+        assert [tokens(answer) for answer in await asyncio.gather(*asks)] == expected
+        stats = await tight.stats("decode-a")
+        assert stats.counters["preemptions"] > 0, "or the pool was not too small"
+        assert (await tight.stats("prefill-a")).counters["staging_slots"] == 6
+        await tight.pools_are_full()
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+async def test_models_with_windows_hand_over_and_find_their_prompts(kind: str, tmp_path: Path) -> None:
+    """A window of 48 tokens in all layers, or in five of six."""
+    folder = make_windows(tmp_path / kind, kind)
+    flags = (*ENGINE, "--model", str(folder), "--num-kv-blocks", "160")
+    async with Fleet(tmp_path) as fleet:
+        fleet.start("kv", "kv-a")
+        fleet.start("prefill", "prefill-a", *flags)
+        fleet.start("decode", "decode-a", *flags)
+        await fleet.ready()
+        await fleet.handed_over(kind, "prefill-a", "decode-a")
+        for num_tokens in (40, 64, 70, 300):
+            prompt = prompt_of(num_tokens)
+            alone = tokens(await run(fleet, token_request(kind, prompt, 40, cacheable=False), None))
+            for _ in range(3):  # decode, and in the second model prefill, find blocks from the second time on
+                handed = await run(fleet, token_request(kind, prompt, 40))
+                assert tokens(handed) == alone and ledger(handed).num_computed_tokens == 0, f"{num_tokens} tokens"
+            again = await run(fleet, token_request(kind, prompt, 40), None)
+            assert tokens(again) == alone and again.usage.num_cached_tokens == (num_tokens - 1) // BLOCK * BLOCK
+        await fleet.pools_are_full()
+
+
+def make_windows(folder: Path, kind: str) -> Path:
+    """Write a random checkpoint with large weights, so that every token depends on its whole window."""
+    torch.manual_seed(1)
+    shape: dict[str, Any] = {
+        "vocab_size": 3072,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "sliding_window": 48,
+        "initializer_range": 0.1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    config = (
+        MistralConfig(**shape, num_hidden_layers=2)
+        if kind == "mistral"
+        else Gemma3TextConfig(**shape, num_hidden_layers=6, query_pre_attn_scalar=32)
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint_path() / name, folder / name)
+    return folder

@@ -118,6 +118,8 @@ class RecordedScheduler:
         self.waiting: list[Request] = []
         self.tables: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.num_tokens: dict[str, int] = {}
+        """vLLM has its own copy of a request's tokens."""
         self.running: list[Request] = []
         self.num_aborted = 0
         self.num_preempted = 0
@@ -130,6 +132,7 @@ class RecordedScheduler:
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
+        self.num_tokens[request.request_id] = request.num_tokens
 
     def abort(self, request_id: str) -> None:
         self.num_aborted += 1
@@ -157,7 +160,7 @@ class RecordedScheduler:
             return EngineStep()
         request = self.running.pop(0)
         name, first = request.request_id, self.computed[request.request_id]
-        end = min(request.num_tokens, first + self._chunk)
+        end = min(self.num_tokens[name], first + self._chunk)
         table = self.tables[name]
         table += self.blocks.take(-(-end // SIZE) - len(table))
         full = end // SIZE
@@ -165,11 +168,12 @@ class RecordedScheduler:
         self.computed[name] = end
         self.running.append(request)
         runs = [Run(name, first, end - first, tuple(table))]
-        if end < request.num_tokens:
+        if end < self.num_tokens[name]:
             return EngineStep(runs)
         if name in self.failing:
             return EngineStep(runs, {}, [RequestFailed(name, "its logits are no numbers")])
         self._answer += 1
+        self.num_tokens[name] += 1
         choices = {}
         if request.mode == "prefill":
             self.abort(name)  # it ends with its first token
@@ -178,22 +182,26 @@ class RecordedScheduler:
         return EngineStep(runs, {name: Sampled(self._answer)}, choices=choices)
 
     def _admit(self) -> None:
-        if not self.waiting:
+        """Admit the first request that fits to its end; one that does not fit is not overtaken."""
+        for request in sorted(self.waiting, key=lambda each: each.rank):
+            name = request.request_id
+            num_full = (request.num_tokens - 1) // SIZE
+            found = self.blocks.find(pool_key(request, index, SIZE) for index in range(num_full))
+            num_found = len(found) * SIZE
+            external = self.arrivals.num_matched_tokens(name, num_found, request.num_tokens)
+            if external is None:
+                continue
+            num_unused = sum(not self.blocks.references[block] for block in found)
+            if -(-request.num_tokens // SIZE) - len(found) + num_unused > self.blocks.num_available:
+                return
+            self.waiting.remove(request)
+            self.blocks.hold(found)
+            end = num_found + external
+            self.tables[name] = [*found, *self.blocks.take(-(-(end + 1) // SIZE) - len(found))]
+            self.arrivals.placed(name, self.tables[name], external)
+            self.computed[name] = end
+            self.running.append(request)
             return
-        request, name = self.waiting[0], self.waiting[0].request_id
-        num_full = (request.num_tokens - 1) // SIZE
-        found = self.blocks.find(pool_key(request, index, SIZE) for index in range(num_full))
-        num_found = len(found) * SIZE
-        external = self.arrivals.num_matched_tokens(name, num_found, request.num_tokens)
-        if external is None:
-            return
-        del self.waiting[0]
-        self.blocks.hold(found)
-        end = num_found + external
-        self.tables[name] = [*found, *self.blocks.take(-(-(end + 1) // SIZE) - len(found))]
-        self.arrivals.placed(name, self.tables[name], external)
-        self.computed[name] = end
-        self.running.append(request)
 
 
 class KeepingPublisher(PoolPublisher):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from tandem_engine.messages import (
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.scheduling.block_hash import BlockHash, hash_blocks
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_vllm.arrivals import Arrivals
 from tandem_vllm.core import VllmCore
 from tests.tandem_vllm.recorded_pool import (
     NUM_BLOCKS,
@@ -46,12 +49,17 @@ ROOT = BlockHash(bytes(range(16)))
 class World:
     """A core with a recorded vLLM."""
 
-    def __init__(self, chunk: int = 100) -> None:
+    def __init__(self, chunk: int = 100, ms_per_look: int = 0, window: int | None = None) -> None:
+        """`ms_per_look`: how far the clock of the copy budget goes with each look at it."""
         self.blocks, self.memory, self.publisher = RecordedBlocks(), RecordedMemory(), KeepingPublisher()
         self.vllm = RecordedScheduler(self.blocks, self.memory, chunk)
         times = iter(range(1000, 100000))
         exchange = exchange_of(self.vllm, self.memory, self.publisher)
-        self.core = VllmCore(CONFIG, self.vllm, clock=lambda: next(times), exchange=exchange)
+        looks = count(step=1_000_000 * ms_per_look)
+        config = replace(CONFIG, window=window)
+        self.core = VllmCore(
+            config, self.vllm, clock=lambda: next(times), exchange=exchange, monotonic=lambda: next(looks)
+        )
 
     def handle(self, command: Any) -> Sequence[EngineEvent]:
         self.core.begin_turn()
@@ -185,6 +193,7 @@ def test_token_one_that_comes_behind_recompute_is_not_drawn_again() -> None:
     world.handle(StartDecode("d", [40]))
     outputs = world.outputs()
     assert [output.position for output in outputs] == [11, 12, 13]
+    assert world.vllm.num_tokens["d"] == 14, "vLLM knows token one too"
     world.handle(StartDecode("d", [40]))  # unknown by now
     world.check_all_is_free()
 
@@ -324,4 +333,50 @@ def test_a_request_that_fails_lets_go_of_its_blocks() -> None:
     world.handle(request("p", 10, "prefill"))
     assert not world.outputs()
     assert "p" in world.publisher.forgotten
+    world.check_all_is_free()
+
+
+def test_a_load_that_nobody_goes_on_with_holds_no_blocks() -> None:
+    """A request of a higher class comes while a prefix is loaded, and needs what the load has taken."""
+    world = World(ms_per_look=20)  # a piece takes longer than a step may copy
+    big = ExtentRef("theirs", 0, 5 << 20, 7, 1)
+    prefix = [PrefixBlock(0, big), PrefixBlock(1, big)]
+    world.handle(request("a", 10, "aggregated", 1, prefix=prefix, **hashed(10)))
+    world.step()
+    assert world.blocks.num_available == NUM_BLOCKS - 2 and world.core.has_work()
+    world.handle(request("b", 30, "aggregated", 1, priority=5))  # all eight blocks
+    assert not world.step().outputs
+    assert [output.request_id for output in world.outputs()] == ["b", "a"]
+    world.check_all_is_free()
+
+
+def test_the_last_block_is_written_into_whatever_block_vllm_allocates() -> None:
+    blocks, memory = RecordedBlocks(), RecordedMemory()
+    arrivals = Arrivals(blocks, memory, SIZE)
+    table = blocks.take(2)
+    memory.content = {table[0]: "first", table[1]: "tail"}
+    blocks.register(table[:1], [ROOT])
+    arrivals.bring_table("d", table, 6)
+    assert arrivals.num_matched_tokens("d", 4, 7) == 2
+    assert arrivals.num_matched_tokens("d", 4, 7) == 2, "vLLM had no seat, and asks again"
+    others = blocks.take(1)
+    memory.content[others[0]] = "overwritten"
+    mine = blocks.take(1)
+    blocks.hold(table[:1])
+    arrivals.placed("d", [table[0], *mine], 2)
+    assert memory.content[mine[0]] == "tail" and memory.content[others[0]] == "overwritten"
+    assert [blocks.num_references(block) for block in (table[0], *others, *mine)] == [1, 1, 1]
+    assert arrivals.num_matched_tokens("d", 4, 7) == 0, "it is placed"
+
+
+def test_a_prefill_of_a_model_with_a_window_hands_over_blocks_that_vllm_would_not_keep() -> None:
+    world = World(window=6)
+    prefix = [PrefixBlock(0, extent(7))]
+    for name in ("a", "b"):
+        world.handle(request(name, 10, "prefill", prefix=prefix, **hashed(10)))
+        done = world.step()
+        assert done.outputs[0].num_computed_tokens == 10 and len(done.sealed[0].slots) == 3
+        assert done.admitted == [name]
+        world.handle(ReleaseHeld(name))
+    assert [each.hashes for each in world.publisher.filled] == [hashed(10)["block_hashes"]] * 2
     world.check_all_is_free()

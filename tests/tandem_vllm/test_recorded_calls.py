@@ -21,8 +21,9 @@ from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.messages import AddRequest, RequestOutput, StepDone
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
-from tandem_vllm.core import EngineStep, Pool, Run, VllmCore
+from tandem_vllm.core import VllmCore
 from tandem_vllm.drawing import Drawer, RowRequest, RowUpdate
+from tandem_vllm.steps import EngineStep, Pool, Run
 from tandem_worker.vllm_program import vllm_program
 from tests.tandem_vllm import recorder
 

@@ -12,7 +12,7 @@ import sys
 from tandem_engine.process import Core, Report, main
 from tandem_engine.settings import EngineConfig
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the steps run in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the worker's settings choose the cores
     "VLLM_NO_USAGE_STATS": "1",
@@ -29,7 +29,7 @@ def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tu
 
 
 if __name__ == "__main__":
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     code = main(assemble=_assemble)
     sys.stderr.flush()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
@@ -40,6 +41,8 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
         ).create_engine_config()
     except ValueError as error:
         raise ModelUnusable(f"vLLM refuses this model or its settings: {error}") from error
+    if is_cpu:
+        _check_heads(vllm_config.model_config)
     context_length = vllm_config.model_config.max_model_len - 1
     digests = DigestCache(
         Path(config.state_dir).expanduser() if config.state_dir else None, lambda what: report(what, 0.1)
@@ -64,6 +67,16 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     exchange, slots = make_exchange(core, config, shape)
     ready = _ready(config, info, shape, scheduler.num_blocks, numa_node)
     return VllmCore(scheduler, engine, exchange=exchange), with_region(ready, slots), list(slots.fds)
+
+
+def _check_heads(model: Any) -> None:
+    """Refuse heads that vLLM's attention on CPUs has no code for: it would only fail in the first step."""
+    size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model.use_mla and size not in sizes:
+        raise ModelUnusable(
+            f"this model's attention heads have {size} dimensions, and those of vLLM on a CPU must have one of "
+            f"{', '.join(map(str, sizes))}; start the worker with --engine tandem"
+        )
 
 
 def _is_cpu(config: EngineConfig) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -67,6 +68,7 @@ class Drawer:
         self._masks = masks
         self._sample_op = sample_op
         self._rows: dict[int, _Row] = {}
+        self._ordered: list[tuple[int, _Row]] = []
 
     def update(self, changes: RowUpdate) -> None:
         """Follow vLLM's batch."""
@@ -81,6 +83,7 @@ class Drawer:
                 rows[target] = moved
             if replaced is not None and is_swap:
                 rows[source] = replaced
+        self._ordered = sorted(rows.items(), key=itemgetter(0))
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, samples: Collection[str]) -> Drawn:
@@ -89,36 +92,33 @@ class Drawer:
         Makes the drawn token the largest of its row, so that vLLM's greedy choice is this token. Rows of other
         requests are prompts that are not complete: vLLM drops their tokens.
         """
-        rows = {row.request.request_id: (index, row.request) for index, row in self._rows_of(samples)}
+        rows = self._rows_of(samples)
         drawn = Drawn()
         while rows:
             try:
                 masks = self._masks_of(rows)
-                indices = [index for index, _ in rows.values()]
-                draws = [_draw(request, masks) for _, request in rows.values()]
-                found = sample(_selected(logits, indices), draws, self._sample_op)
+                draws = [_draw(row.request, masks) for _, row in rows]
+                found = sample(_selected(logits, [index for index, _ in rows]), draws, self._sample_op)
             except RequestsFailed as error:  # try again with the others, which have lost nothing
                 drawn.failures += [_failure(error, request_id) for request_id in error.request_ids]
-                for request_id in error.request_ids:
-                    del rows[request_id]
+                rows = [each for each in rows if each[1].request.request_id not in error.request_ids]
                 continue
-            for request_id, (index, _) in rows.items():
-                drawn.sampled[request_id] = found[request_id][0]
-                if len(found[request_id]) > 1:
-                    drawn.choices[request_id] = found[request_id]
-                logits[index, drawn.sampled[request_id].token_id] = torch.inf
+            drawn.sampled |= {request_id: tokens[0] for request_id, tokens in found.items()}
+            drawn.choices |= {request_id: tokens for request_id, tokens in found.items() if len(tokens) > 1}
+            token_ids = [drawn.sampled[row.request.request_id].token_id for _, row in rows]
+            logits[[index for index, _ in rows], token_ids] = torch.inf
             break
         return drawn
 
     def _rows_of(self, samples: Collection[str]) -> list[tuple[int, _Row]]:
-        rows = [(index, row) for index, row in sorted(self._rows.items()) if row.request.request_id in samples]
+        rows = [each for each in self._ordered if each[1].request.request_id in samples]
         assert len(rows) == len(samples), f"{len(samples)} requests sample, {len(rows)} have rows in vLLM's batch"
         for _, row in rows:
             row.read_output()
         return rows
 
-    def _masks_of(self, rows: Mapping[str, tuple[int, Request]]) -> Mapping[str, Sequence[Any]]:
-        self._masks.begin([_run(request) for _, request in rows.values()])
+    def _masks_of(self, rows: Sequence[tuple[int, _Row]]) -> Mapping[str, Sequence[Any]]:
+        self._masks.begin([_run(row.request) for _, row in rows if row.may_be_constrained])
         return self._masks.take()
 
 
@@ -134,6 +134,7 @@ class _Row:
             choice_seeds=request.choice_seeds,
         )
         self._output = output
+        self.may_be_constrained = request.sampling.grammar is not None or request.sampling.thinking is not None
 
     def read_output(self) -> None:
         request = self.request
@@ -156,7 +157,9 @@ def _draw(request: Request, masks: Mapping[str, Sequence[Any]]) -> Draw:
 
 
 def _selected(logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    return logits if indices == list(range(len(logits))) else logits[indices]
+    """Return these rows of the logits, without a copy if they follow one another."""
+    first, num = indices[0], len(indices)
+    return logits[first : first + num] if indices[-1] == first + num - 1 else logits[indices]
 
 
 def _failure(error: RequestsFailed, request_id: str) -> RequestFailed:

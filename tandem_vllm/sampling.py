@@ -6,6 +6,8 @@ the token that the processor made the largest.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +20,12 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.grammar.matcher import Compile, GrammarFailed
+from tandem_engine.execution.sampler import SampleOp
+from tandem_engine.ops import plain_sampling
+from tandem_engine.ops.cpu import KernelsUnavailable
+from tandem_engine.ops.cpu.library import load_kernels, set_num_threads
+from tandem_engine.ops.cpu.sampling import Sampler
+from tandem_engine.ops.device_sampling import DeviceSampler
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, Drawer, Drawn, RowRequest, RowUpdate, decode_row_request
 
 _LLGUIDANCE = "1.9."
@@ -29,8 +37,9 @@ class TandemDraw(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         facts: dict[str, Any] = vllm_config.additional_config[EXTRA_ARGS_KEY]
-        self.masks = GrammarMasks(lambda: _guide(facts))
-        self._drawer = Drawer(self.masks)
+        library = _library()
+        self.masks = GrammarMasks(lambda: _guide(facts, library))
+        self._drawer = Drawer(self.masks, _sample_op(device, library))
         self._samples: Collection[str] = ()
         self._drawn = Drawn()
 
@@ -67,7 +76,23 @@ def _row_request(params: SamplingParams) -> RowRequest:
     return decode_row_request(params.extra_args[EXTRA_ARGS_KEY])
 
 
-def _guide(facts: dict[str, Any]) -> Compile:
+def _library() -> ctypes.CDLL | None:
+    """Return the C++ library that draws and computes masks; None: numpy and Python do, which is slower."""
+    try:
+        kernels = load_kernels()
+    except KernelsUnavailable as error:
+        logging.getLogger(__name__).warning("without C++ sampling, a row takes 8 to 25 ms of a step: %s", error)
+        return None
+    set_num_threads(kernels.library, torch.get_num_threads())
+    return kernels.library
+
+
+def _sample_op(device: torch.device, library: ctypes.CDLL | None) -> SampleOp:
+    on_host = plain_sampling.sample if library is None else Sampler(library).sample
+    return on_host if device.type == "cpu" else DeviceSampler(device, on_host).sample
+
+
+def _guide(facts: dict[str, Any], library: ctypes.CDLL | None) -> Compile:
     path, eos_token_ids = facts["tokenizer_path"], facts["eos_token_ids"]
     if not path or not eos_token_ids:
         missing = "tokenizer.json" if not path else "token that ends an answer"
@@ -80,6 +105,6 @@ def _guide(facts: dict[str, Any]) -> Compile:
     from tandem_engine.execution.grammar.guided import Guide  # llguidance, some megabytes
 
     try:
-        return Guide(Path(path), facts["vocab_size"], eos_token_ids)
+        return Guide(Path(path), facts["vocab_size"], eos_token_ids, library)
     except ValueError as error:
         raise GrammarFailed(f"llguidance cannot read the tokenizer of this model: {error}") from error

@@ -32,6 +32,19 @@ SHAPE_M: dict[str, Any] = {
 }
 """Shape M of the engine's measurements: 507 million parameters."""
 
+SHAPE_QWEN: dict[str, Any] = {
+    **_ALL_SHAPES,
+    "tie_word_embeddings": True,
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+"""494 million parameters, in the shape of Qwen2.5 0.5B, whose vocabulary is large for its size."""
+
 SHAPE_S: dict[str, Any] = {
     **_ALL_SHAPES,
     "vocab_size": 32_000,
@@ -83,7 +96,7 @@ LONG: dict[str, Any] = {
 }
 """17 million parameters and 1 KiB of KV per token; each token depends on the prompt, because the weights are large."""
 
-SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
+SHAPES = {"1b": SHAPE_L, "0.5b": SHAPE_M, "qwen": SHAPE_QWEN, "0.1b": SHAPE_S, "tiny": TINY, "long": LONG}
 
 _SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
 

@@ -68,6 +68,12 @@ class Served:
         """What the services call the model; known once entered."""
         return self._model
 
+    @property
+    def pid(self) -> int:
+        """The process of `tandem up`; known once entered."""
+        assert self._process is not None, "started before"
+        return self._process.pid
+
     async def __aenter__(self) -> Served:
         self._folder.mkdir()
         with self._log.open("wb") as log:

@@ -11,6 +11,9 @@ from tandem_engine.execution.grammar.guided import Guide
 from tandem_engine.execution.grammar.masks import GrammarMasks
 from tandem_engine.execution.sampler import Draw, sample
 from tandem_engine.grammar import Grammar
+from tandem_engine.ops.cpu import KernelsUnavailable
+from tandem_engine.ops.cpu.library import load_kernels
+from tandem_engine.ops.cpu.sampling import Sampler
 from tandem_engine.sampling_params import SamplingParams
 from tandem_vllm.drawing import Drawer, RowRequest, RowUpdate, decode_row_request, encode_row_request
 
@@ -87,6 +90,26 @@ def test_rows_follow_the_batch_as_it_shrinks_swaps_and_reuses_places() -> None:
     ]
     assert drawn.sampled["greedy"].logprobs is None
     assert drawn.sampled["logprobs"].logprobs is not None and len(drawn.sampled["logprobs"].logprobs.top) == 3
+
+
+@pytest.mark.parametrize("samples", [("greedy", "min_tokens"), ("sampled", "penalties"), ("penalties",)])
+def test_the_cpp_sampler_draws_the_same_from_rows_in_any_place(samples: tuple[str, ...]) -> None:
+    """Rows that follow one another are not copied; others, between prompts that are not complete, are."""
+    try:
+        op = Sampler(load_kernels().library).sample
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    names = list(KINDS)
+    found = []
+    for ours in (drawer(), Drawer(GrammarMasks(no_guide), op)):
+        ours.update(RowUpdate([(index, row(name), PROMPT, []) for index, name in enumerate(names)]))
+        logits = torch.stack([logits_of(len(PROMPT))] * len(names))
+        drawn = ours.draw(logits, set(samples))
+        found.append({name: token.token_id for name, token in drawn.sampled.items()})
+        assert sorted(logits.isinf().nonzero().tolist()) == sorted(
+            [names.index(name), token_id] for name, token_id in found[-1].items()
+        )
+    assert found[0] == found[1] == {name: expected(name, PROMPT) for name in samples}
 
 
 def test_a_prompt_that_is_not_complete_draws_nothing() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem_engine.client import EngineClient
@@ -14,6 +15,7 @@ from tandem_engine.messages import AbortRequest, AddRequest, EngineFailed, Ready
 from tandem_engine.sampling_params import SamplingParams
 from tandem_engine.settings import EngineConfig
 from tandem_worker.vllm_program import vllm_program
+from tests.checkpoints import make_checkpoint
 
 PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 PROMPT = list(range(20, 90))
@@ -95,3 +97,16 @@ async def test_what_breaks_a_promise_or_cannot_be_served_is_refused_by_name(
     finally:
         await client.stop()
     assert isinstance(failed, EngineFailed) and failed.kind == "unsupported" and named in failed.message
+
+
+async def test_heads_that_vllm_has_no_code_for_are_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    made = make_checkpoint(tmp_path, "llama")  # its heads have 16 dimensions
+    client = await EngineClient.start(
+        msgspec.structs.replace(config(max_model_len=500), model=str(made)), vllm_program(PYTHON, tmp_path)
+    )
+    try:
+        failed = await next_of(client.events(), EngineFailed, Ready)
+    finally:
+        await client.stop()
+    assert isinstance(failed, EngineFailed) and failed.kind == "unsupported"
+    assert "16 dimensions" in failed.message and "--engine tandem" in failed.message

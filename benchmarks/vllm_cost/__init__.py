@@ -1,0 +1,1 @@
+"""Measures what Tandem's adapter costs beside vLLM."""

@@ -1,0 +1,1 @@
+"""Compares tokens of Tandem with vLLM inside with those of vLLM alone."""

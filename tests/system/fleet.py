@@ -189,6 +189,21 @@ class Fleet:
         await until(all_ready, seconds, lambda: self.tails(wanted))
         await self.gateway.catalog.prefetch()
 
+    async def heard(self, num_heartbeats: int = 4) -> None:
+        """Wait until each worker has sent so many heartbeats: the first may have waited here for too long."""
+        last = dict.fromkeys(self.services, 0.0)
+        missing = dict.fromkeys(self.services, num_heartbeats + 1)  # what was there before is not counted
+
+        def all_heard() -> bool:
+            for name in missing:
+                worker = self.worker(name)
+                if worker is not None and worker.last_heartbeat > last[name]:
+                    last[name] = worker.last_heartbeat
+                    missing[name] -= 1
+            return all(num <= 0 for num in missing.values())
+
+        await until(all_heard, START_SECONDS, lambda: f"{missing}\n{self.tails(self.services)}")
+
     async def proven(self) -> None:
         """Wait until the control plane's own probe has gone the whole way."""
 

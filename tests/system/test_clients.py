@@ -152,8 +152,8 @@ async def test_langchain_gets_the_errors(demo_fleet: Fleet) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def worker(demo_fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
-    with example_worker(demo_fleet.gateway.http_address) as url:
+async def worker(started_demo_fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    with example_worker(started_demo_fleet.gateway.http_address) as url:
         async with httpx.AsyncClient(base_url=url, timeout=60) as http:
             yield http
 

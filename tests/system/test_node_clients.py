@@ -60,10 +60,12 @@ async def test_cloudflare_for_node_runs_streams_and_lists(demo_fleet: Fleet) -> 
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def libraries(demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+async def libraries(
+    started_demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[httpx.AsyncClient]:
     """A Worker in stock workerd that calls env.AI through libraries."""
     folder: Path = bundled_worker(tmp_path_factory.mktemp("worker"))
-    with example_worker(demo_fleet.gateway.http_address, folder) as url:
+    with example_worker(started_demo_fleet.gateway.http_address, folder) as url:
         async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
             yield http
 
@@ -119,10 +121,12 @@ async def test_a_worker_finds_the_models(libraries: httpx.AsyncClient) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def wrangler(demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
+async def wrangler(
+    started_demo_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[httpx.AsyncClient]:
     """wrangler's dev server over an ordinary project, without Tandem in its code."""
     home = tmp_path_factory.mktemp("wrangler")
-    with wrangler_dev(f"{demo_fleet.base_url}/client/v4", "acc1", home) as log:
+    with wrangler_dev(f"{started_demo_fleet.base_url}/client/v4", "acc1", home) as log:
         await until(lambda: url_in(log) is not None, 60, log.read_text)
         async with httpx.AsyncClient(base_url=str(url_in(log)), timeout=60, trust_env=False) as http:
             yield http

@@ -7,7 +7,7 @@ engine: refusals, the end of an answer, the ledger. This module imports neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tandem_engine.messages import (
@@ -91,8 +91,15 @@ class Engine(Protocol):
 class VllmCore:
     """Implements `tandem_engine.process.Core` for aggregated requests."""
 
-    def __init__(self, config: SchedulerConfig, engine: Engine, clock: Callable[[], int] = time.time_ns) -> None:
-        """`clock` returns nanoseconds since 1970."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        engine: Engine,
+        clock: Callable[[], int] = time.time_ns,
+        adapters: Collection[str] = (),
+    ) -> None:
+        """`clock` returns nanoseconds since 1970; `adapters` are the names that requests may have."""
+        self._adapters = adapters
         self._config = config
         self._engine = engine
         self._clock = clock
@@ -174,7 +181,13 @@ class VllmCore:
         if command.mode != "aggregated":
             message = f"mode {command.mode} is not built with vLLM; start decode workers alone, which prefill too"
             raise RequestRefused("unsupported", message)
-        request = build_request(command, self._config, arrival=self._num_arrivals, added_ns=self._clock())
+        request = build_request(
+            command,
+            self._config,
+            arrival=self._num_arrivals,
+            added_ns=self._clock(),
+            adapters=self._adapters,
+        )
         waiting = [each for each in self._requests.values() if each.state is RequestState.WAITING]
         num_of_key = sum(each.fairness_key == request.fairness_key for each in waiting)
         check_places(self._config.max_num_waiting, len(waiting), num_of_key, request)

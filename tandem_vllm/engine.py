@@ -8,12 +8,16 @@ The step here is the same four calls. It reads which tokens were scheduled, and 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
+from tandem_engine.adapters import AdapterFiles
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.scheduling.request import Request
 from tandem_vllm.core import EngineStep, Pool, Run
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
@@ -23,18 +27,20 @@ from tandem_vllm.sampling import TandemDraw
 class VllmEngine:
     """Implements `tandem_vllm.core.Engine`."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, adapters: Sequence[AdapterFiles] = ()) -> None:
+        """Load the adapters; raises ModelUnusable naming one that does not fit the model."""
         self._core = core
         self._scheduler: Any = core.scheduler
         self._executor = core.model_executor
         self._draw = _draw_of(core)
         self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._adapters = _loaded(core, adapters)
 
     def prepare(self, request: Request) -> bool:
         return self._draw.masks.prepare(request)
 
     def add(self, request: Request) -> None:
-        asked, _ = self._core.preprocess_add_request(_vllm_request(request))
+        asked, _ = self._core.preprocess_add_request(_vllm_request(request, self._adapters.get(request.adapter)))
         self._core.add_request(asked)
 
     def abort(self, request_id: str) -> None:
@@ -86,7 +92,7 @@ class VllmEngine:
         return bool(run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens)
 
 
-def _vllm_request(request: Request) -> EngineCoreRequest:
+def _vllm_request(request: Request, adapter: LoRARequest | None = None) -> EngineCoreRequest:
     """Return a request as vLLM takes it: greedy, and with nothing that our draw does.
 
     A prefix cache without bounds is vLLM's only kind: where ours has a bound, this request finds nothing; where what it
@@ -112,11 +118,24 @@ def _vllm_request(request: Request) -> EngineCoreRequest:
         ),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=request.hash_root.hex() if leaves and request.hash_root is not None else f"of {request.request_id}",
         data_parallel_rank=None,
         priority=-request.priority,
     )
+
+
+def _loaded(core: EngineCore, adapters: Sequence[AdapterFiles]) -> Mapping[str, LoRARequest]:
+    """Load the adapters into memory, where vLLM keeps them all: their files are not read again."""
+    asked = {each.name: LoRARequest(each.name, index, str(each.folder)) for index, each in enumerate(adapters, 1)}
+    for name, adapter in asked.items():
+        try:
+            is_loaded = core.add_lora(adapter)
+        except (ValueError, RuntimeError, LookupError) as error:
+            raise ModelUnusable(f"vLLM refuses adapter {name}: {error}") from error
+        if not is_loaded:
+            raise ModelUnusable(f"vLLM has not loaded adapter {name}; its log names the reason")
+    return asked
 
 
 def _draw_of(core: EngineCore) -> TandemDraw:

@@ -31,7 +31,6 @@ _REASONS = {
     "401": "The token is missing or not valid.",
     "403": "The token does not permit this request.",
     "404": "The model or the path does not exist.",
-    "405": "Adapters (lora) are not supported.",
     "408": "The body came too slowly. Outside /v1 also: the request took longer than its deadline.",
     "413": "The body is too large.",
     "414": "The URL is too long.",

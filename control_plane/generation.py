@@ -111,6 +111,14 @@ def _parse(entry: str) -> tuple[str, CachePolicy]:
     return account, CachePolicy.of(mode, int(bound) if has_bound else None)
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter of a model."""
+
+    name: str
+    digest: str
+    """Hex, of its files. The roots of block hashes include it: no cached block is of two adapters."""
+
+
 class TokenIds(Sequence[int]):
     """Token ids in four bytes each. Equal to any sequence of the same ids; a slice is packed, too."""
 
@@ -200,6 +208,8 @@ class TokenRequest:
     reject_if_busy: bool = False
     is_probe: bool = False
     """A readiness probe: it passes every phase at any cost, and is never quarantined."""
+    adapter: Adapter | None = None
+    """None: the model itself."""
     wire: WirePrompt | None = None
     """The same prompt, ready for the wire; None: the dispatcher computes it."""
     history: History = field(default_factory=History, compare=False, repr=False)
@@ -428,6 +438,10 @@ class ModelDescription:
     """Of the tokenizer's files and the chat template."""
     hash_grain: int = DEFAULT_GRAIN
     """Tokens per hash of a prompt."""
+    adapters: tuple[Adapter, ...] = ()
+    """That its workers have loaded, sorted by name."""
+    adapter: Adapter | None = None
+    """That the caller asked for; None: the model itself."""
 
     @property
     def text_key(self) -> str:
@@ -448,6 +462,7 @@ class ModelDescription:
             self.task,
             self.encoder,
             self.hash_grain,
+            self.adapter,
         )
 
 
@@ -465,6 +480,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     task: ModelTask = "text-generation"
     encoder: EncoderFacts | None = None
     hash_grain: int = DEFAULT_GRAIN
+    adapter: Adapter | None = None
 
     @property
     def facts(self) -> ModelFacts:

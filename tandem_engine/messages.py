@@ -74,6 +74,8 @@ class AddRequest(Message, frozen=True):
     prefix: list[PrefixBlock] = msgspec.field(default_factory=list)
     """Not in decode mode: blocks of the prompt that the KV service has. The engine copies them when the request leaves
     the queue, as far as this pool lacks them and every generation still matches. The engine computes the rest."""
+    adapter: str = ""
+    """Name of a LoRA adapter of ModelInfo; its digest is in the root of the hashes. Empty: the model itself."""
     choice_seeds: list[int] = msgspec.field(default_factory=list)
     """prefill only: one first token is sampled per seed; empty: one token, with `sampling.seed`."""
     priority: int = 0
@@ -166,6 +168,14 @@ class LoadProgress(Message, frozen=True):
     fraction: float
 
 
+class AdapterInfo(_Part, frozen=True):
+    """A LoRA adapter that the engine has loaded."""
+
+    name: str
+    digest: str
+    """Hex, of its files."""
+
+
 class ModelInfo(_Part, frozen=True):
     model_id: str
     architecture: str
@@ -185,6 +195,8 @@ class ModelInfo(_Part, frozen=True):
     numerics_class: str
     asset_paths: dict[str, str]
     """Name -> path of tokenizer.json and tokenizer_config.json."""
+    adapters: list[AdapterInfo] = msgspec.field(default_factory=list)
+    """Sorted by name."""
 
 
 class Ready(Message, frozen=True):

@@ -89,6 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Whether the process serves an encoder, with the messages of `tandem_engine.encoder.messages`."""
     engine_args: tuple[str, ...] = ()
     """Flags for vLLM, where it is the engine (`tandem_vllm`); our own engine has none."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters for vLLM, each NAME=PATH of a folder in the format of peft; our own engine has none."""
     kv_region: Literal["host", "device"] = "host"
     """Where the memory is that readers map: shared host memory, or device memory by a descriptor of its driver."""
     region_id: str = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from vllm.config import KVTransferConfig
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tandem_engine.adapters import AdapterFiles
 from tandem_engine.errors import ModelUnusable
 from tandem_engine.settings import EngineConfig
 from tandem_machine.memory import usable_memory
@@ -32,6 +34,10 @@ _OWNED: Mapping[str, str] = {
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "max_num_seqs": "--max-num-seqs",
     "max_num_queued_reqs": "--max-num-waiting",
+    "enable_lora": "--adapters",
+    "max_loras": "--adapters",
+    "max_cpu_loras": "--adapters",
+    "max_lora_rank": "--adapters",
 }
 """vLLM's name -> the worker's own flag."""
 
@@ -79,12 +85,22 @@ _BROKEN: Mapping[str, str] = {
 """vLLM's name -> the promise that another value breaks."""
 
 
+_RANKS: tuple[Any, ...] = get_args(MaxLoRARanks)
+"""The ranks that vLLM has buffers for."""
+
+
 class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ModelUnusable(f"--engine-args: vLLM refuses them: {message}")
 
 
-def engine_args(config: EngineConfig, folder: str, is_cpu: bool, facts: Mapping[str, Any]) -> EngineArgs:
+def engine_args(
+    config: EngineConfig,
+    folder: str,
+    is_cpu: bool,
+    facts: Mapping[str, Any],
+    adapters: Sequence[AdapterFiles] = (),
+) -> EngineArgs:
     """Return vLLM's arguments; raises ModelUnusable, which names the flag and why it is refused.
 
     `folder` has the checkpoint, `facts` is for `tandem_vllm.sampling`.
@@ -112,6 +128,7 @@ def engine_args(config: EngineConfig, folder: str, is_cpu: bool, facts: Mapping[
     args.additional_config = dict(facts)
     _set_pool(args, config, is_cpu)
     _set_length(args, config)
+    _set_adapters(args, adapters)
     return args
 
 
@@ -149,6 +166,17 @@ def _set_pool(args: EngineArgs, config: EngineConfig, is_cpu: bool) -> None:
     if is_cpu and config.kv_memory_bytes is None:
         limits = [int(_CPU_SHARE * usable_memory().available_bytes), config.kv_memory_limit_bytes]
         args.kv_cache_memory_bytes = min(limit for limit in limits if limit is not None)
+
+
+def _set_adapters(args: EngineArgs, adapters: Sequence[AdapterFiles]) -> None:
+    """Let vLLM keep all adapters at once; their ranks decide the size of its buffers."""
+    if not adapters:
+        return
+    longest = max(adapter.rank for adapter in adapters)
+    rank = min((each for each in _RANKS if each >= longest), default=None)
+    if rank is None:
+        raise ModelUnusable(f"--adapters: an adapter has rank {longest}, vLLM takes up to {max(_RANKS)}")
+    args.enable_lora, args.max_loras, args.max_cpu_loras, args.max_lora_rank = True, len(adapters), len(adapters), rank
 
 
 def _set_length(args: EngineArgs, config: EngineConfig) -> None:

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
+from tandem_engine.adapters import find_adapters
 from tandem_engine.cores import num_threads
 from tandem_engine.errors import ModelUnusable
-from tandem_engine.messages import LayoutInfo, ModelInfo, Ready
+from tandem_engine.messages import AdapterInfo, LayoutInfo, ModelInfo, Ready
 from tandem_engine.models.checkpoint import Progress, find_checkpoint
 from tandem_engine.models.digest import DigestCache
 from tandem_engine.process import Core
@@ -34,10 +36,11 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     torch.set_num_threads(num_threads(config))
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     is_cpu = _is_cpu(config)
+    adapters = find_adapters(config.adapters)
     facts: dict[str, Any] = {"tokenizer_path": checkpoint.assets.get("tokenizer.json", "")}
     try:
         vllm_config = engine_args(
-            config, str(checkpoint.folder), is_cpu, {EXTRA_ARGS_KEY: facts}
+            config, str(checkpoint.folder), is_cpu, {EXTRA_ARGS_KEY: facts}, adapters
         ).create_engine_config()
     except ValueError as error:
         raise ModelUnusable(f"vLLM refuses this model or its settings: {error}") from error
@@ -49,6 +52,7 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
     )
     report("computing the weights' digest", 0.1)
     info = describe_model(checkpoint, vllm_config, context_length, config.numerics_tag, digests)
+    info = replace(info, adapters=[AdapterInfo(each.name, each.digest) for each in adapters])
     facts |= {"vocab_size": info.vocab_size, "eos_token_ids": info.eos_token_ids}
     vllm_config.additional_config[EXTRA_ARGS_KEY] = facts
     report(f"reading {checkpoint.num_weight_bytes / 1e6:,.0f} MB of weights", 0.2)
@@ -59,14 +63,16 @@ def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> t
             f"vLLM refuses this model or its settings: {error} (--kv-memory-bytes and --num-kv-blocks of the worker "
             "set the pool, --max-model-len the context)"
         ) from error
-    engine = VllmEngine(core)
+    engine = VllmEngine(core, adapters)
     shape = layout(core)
+    names = frozenset(each.name for each in adapters)
     scheduler = _scheduler_config(config, info, shape, engine.pool.num_total, window_of_all(core))
     if not can_hand_over(core):
-        return VllmCore(scheduler, engine), _ready(config, info, shape, scheduler.num_blocks, numa_node), []
+        ready = _ready(config, info, shape, scheduler.num_blocks, numa_node)
+        return VllmCore(scheduler, engine, adapters=names), ready, []
     exchange, slots = make_exchange(core, config, shape)
     ready = _ready(config, info, shape, scheduler.num_blocks, numa_node)
-    return VllmCore(scheduler, engine, exchange=exchange), with_region(ready, slots), list(slots.fds)
+    return VllmCore(scheduler, engine, exchange=exchange, adapters=names), with_region(ready, slots), list(slots.fds)
 
 
 def _check_heads(model: Any) -> None:

@@ -7,7 +7,7 @@ engine: refusals, the end of an answer, the ledger. This module imports neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tandem_engine.messages import (
@@ -62,8 +62,13 @@ class VllmCore:
         clock: Callable[[], int] = time.time_ns,
         exchange: Exchange | None = None,
         monotonic: Callable[[], int] = time.monotonic_ns,
+        adapters: Collection[str] = (),
     ) -> None:
-        """`clock` returns nanoseconds since 1970. Without `exchange` all requests must be aggregated."""
+        """`clock` returns nanoseconds since 1970; `adapters` are the names that requests may have.
+
+        Without `exchange` all requests must be aggregated.
+        """
+        self._adapters = adapters
         self._config = config
         self._engine = engine
         self._clock = clock
@@ -193,7 +198,9 @@ class VllmCore:
             raise RequestRefused("invalid", f"request {command.request_id} is here already")
         if command.mode != "aggregated" and self._hand_over is None:
             raise RequestRefused("unsupported", f"mode {command.mode}: {_NO_EXCHANGE}")
-        request = build_request(command, self._config, arrival=self._num_arrivals, added_ns=self._clock())
+        request = build_request(
+            command, self._config, arrival=self._num_arrivals, added_ns=self._clock(), adapters=self._adapters
+        )
         if request.mode == "prefill" and self._config.window is not None:
             self._find_nothing(request)
         if request.mode == "decode":

@@ -8,14 +8,18 @@ The step here is the same four calls. It reads which tokens were scheduled, and 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
+from tandem_engine.adapters import AdapterFiles
+from tandem_engine.errors import ModelUnusable
 from tandem_engine.scheduling.request import Request
 from tandem_vllm.core import EngineStep, Pool, Run
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
@@ -29,7 +33,8 @@ _BEFORE_ALL = 1 << 40
 class VllmEngine:
     """Implements `tandem_vllm.core.Engine`."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, adapters: Sequence[AdapterFiles] = ()) -> None:
+        """Load the adapters; raises ModelUnusable naming one that does not fit the model."""
         self._core = core
         self._scheduler: Any = core.scheduler
         self._executor = core.model_executor
@@ -37,6 +42,7 @@ class VllmEngine:
         self._pool = self._scheduler.kv_cache_manager.block_pool
         self._block_size = int(self._scheduler.block_size)
         self._prefills: set[str] = set()
+        self._adapters = _loaded(core, adapters)
 
     def prepare(self, request: Request) -> bool:
         return self._draw.masks.prepare(request)
@@ -48,7 +54,8 @@ class VllmEngine:
 
         if request.mode == "prefill":
             self._prefills.add(request.request_id)
-        self._core.add_request(VllmRequest.from_engine_core_request(_vllm_request(request), new_keys))
+        asked = _vllm_request(request, self._adapters.get(request.adapter))
+        self._core.add_request(VllmRequest.from_engine_core_request(asked, new_keys))
 
     def abort(self, request_id: str) -> None:
         self._prefills.discard(request_id)
@@ -110,7 +117,7 @@ class VllmEngine:
         return bool(run.first_position + run.num_tokens == self._scheduler.requests[run.request_id].num_tokens)
 
 
-def _vllm_request(request: Request) -> EngineCoreRequest:
+def _vllm_request(request: Request, adapter: LoRARequest | None = None) -> EngineCoreRequest:
     """Return a request as vLLM takes it: greedy, and with nothing that our draw does."""
     sampling, num_answer_tokens = request.sampling, request.num_tokens - request.num_prompt_tokens
     has_blocks = request.mode == "decode"
@@ -128,7 +135,7 @@ def _vllm_request(request: Request) -> EngineCoreRequest:
         ),
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=adapter,
         cache_salt=None,  # the blocks have keys of ours
         data_parallel_rank=None,
         priority=-request.priority - (_BEFORE_ALL if has_blocks else 0),
@@ -138,6 +145,19 @@ def _vllm_request(request: Request) -> EngineCoreRequest:
 def _row_request(request: Request) -> RowRequest:
     seeds = request.choice_seeds if request.mode == "prefill" else ()
     return RowRequest(request.request_id, request.num_prompt_tokens, request.sampling, seeds)
+
+
+def _loaded(core: EngineCore, adapters: Sequence[AdapterFiles]) -> Mapping[str, LoRARequest]:
+    """Load the adapters into memory, where vLLM keeps them all: their files are not read again."""
+    asked = {each.name: LoRARequest(each.name, index, str(each.folder)) for index, each in enumerate(adapters, 1)}
+    for name, adapter in asked.items():
+        try:
+            is_loaded = core.add_lora(adapter)
+        except (ValueError, RuntimeError, LookupError) as error:
+            raise ModelUnusable(f"vLLM refuses adapter {name}: {error}") from error
+        if not is_loaded:
+            raise ModelUnusable(f"vLLM has not loaded adapter {name}; its log names the reason")
+    return asked
 
 
 def _draw_of(core: EngineCore) -> TandemDraw:

@@ -85,6 +85,7 @@ def add_request(
         chain=chain,
         max_found_blocks=submit.max_found_blocks if submit.HasField("max_found_blocks") else None,
         max_left_blocks=submit.max_left_blocks if submit.HasField("max_left_blocks") else None,
+        adapter=submit.adapter.name,
         choice_seeds=list(submit.choice_seeds),
         priority=submit.priority,
         fairness_key=submit.fairness_key,

@@ -38,6 +38,7 @@ def model_card(ready: messages.Ready, exactness: Exactness = "class") -> pb.Mode
         task="text-generation",
         exactness=exactness,
         takes_spaces=True,
+        adapters=[pb.Adapter(name=adapter.name, digest=adapter.digest) for adapter in model.adapters],
     )
 
 
@@ -115,6 +116,17 @@ def check_model(card: pb.ModelCard, requested: pb.ModelRef) -> None:
             f"the request was made for fingerprint {requested.fingerprint.hex()} of {card.model_id!r}, "
             f"this worker has {card.fingerprint.digest.hex()}; ask the next worker",
             field="model.fingerprint",
+        )
+
+
+def check_adapter(card: pb.ModelCard, requested: pb.Adapter) -> None:
+    """Raise FingerprintMismatch unless this worker has the adapter, with the same files."""
+    if requested not in card.adapters:
+        names = ", ".join(adapter.name for adapter in card.adapters) or "none"
+        raise FingerprintMismatch(
+            f"the request names adapter {requested.name!r} with digest {requested.digest}, this worker's adapters with "
+            f"such digests are: {names}; ask the next worker",
+            field="adapter",
         )
 
 

@@ -131,6 +131,11 @@ class WorkerSettings(EngineSettings):
         "flags for vLLM, as in a shell: --engine-args='--quantization fp8'; those that break a promise of Tandem are "
         "refused",
     )
+    adapters: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters that vLLM loads, each NAME=PATH of a folder in peft's format; clients write MODEL:NAME, or send "
+        "the name as lora",
+    )
     route: Literal["auto", "lean", "transformers"] = setting(
         "auto",
         "implementation of the model: Tandem's own (lean) or transformers; auto: lean if it has the model family",
@@ -211,6 +216,10 @@ class WorkerSettings(EngineSettings):
         if self.engine == "tandem":
             if self.engine_args:
                 raise ValueError("--engine-args is for vLLM, the engine is tandem; leave it out or take --engine vllm")
+            if self.adapters:
+                raise ValueError(
+                    "--adapters is for vLLM, the engine is tandem, without LoRA; leave it out or take --engine vllm"
+                )
         elif not Path(self.vllm_python).is_file():
             raise ValueError(
                 f"--engine vllm needs the Python interpreter of vLLM's virtual environment, and --vllm-python "

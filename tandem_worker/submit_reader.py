@@ -7,7 +7,7 @@ from tandem_engine.messages import ChainEnd
 from tandem_runtime.errors import FingerprintMismatch
 from tandem_runtime.kv.layout import layout_digest
 from tandem_runtime.kv.spaces import space_of
-from tandem_worker.model_card import check_model
+from tandem_worker.model_card import check_adapter, check_model
 from tandem_worker.prompt_keys import take_hashes
 
 
@@ -26,6 +26,8 @@ class SubmitReader:
         FingerprintMismatch, InvalidRequest.
         """
         check_model(self._card, submit.model)
+        if submit.HasField("adapter"):
+            check_adapter(self._card, submit.adapter)
         chain = take_hashes(submit, self.space, self._card.block_size)
         if submit.HasField("handle"):
             self._check_handle(submit)

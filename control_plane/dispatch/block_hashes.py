@@ -87,12 +87,14 @@ def hash_prompt(
     account_tag: bytes = b"",
     num_public_tokens: int = 0,
     grain: int = DEFAULT_GRAIN,
+    adapter: str = "",
 ) -> PromptHashes:
     """Hash a prompt whose first `num_public_tokens` tokens are a public text.
 
-    `identity`: the model's. For a worker of release 0.2, `identity` is its fingerprint and `grain` its block size.
+    `adapter`: the digest of the LoRA adapter, if any. `identity`: the model's. For a worker of release 0.2, `identity`
+    is its fingerprint and `grain` its block size.
     """
-    root, hashes, num_public = hash_packed(identity, grain, packed(token_ids), salt, num_public_tokens)
+    root, hashes, num_public = hash_packed(identity, grain, packed(token_ids), salt, num_public_tokens, adapter)
     blocks = BlockHashes(hashes)
     wire = wire_hashes(blocks)
     return PromptHashes(
@@ -101,19 +103,19 @@ def hash_prompt(
 
 
 def hash_packed(
-    identity: bytes, grain: int, token_ids: bytes, salt: bytes, num_public_tokens: int
+    identity: bytes, grain: int, token_ids: bytes, salt: bytes, num_public_tokens: int, adapter: str = ""
 ) -> tuple[bytes, bytes, int]:
     """Return the root, the joined hashes and the number of public blocks of a prompt of packed token ids."""
-    root = hash_root(identity, grain, "", salt)
+    root = hash_root(identity, grain, adapter, salt)
     hashes = hash_packed_blocks(root, token_ids, grain)
     num_public = max(0, min(num_public_tokens // grain, len(hashes) // NUM_HASH_BYTES - 1))
-    public_root = hash_root(identity, grain, "", _PUBLIC_SALT)
+    public_root = hash_root(identity, grain, adapter, _PUBLIC_SALT)
     public = hash_packed_blocks(public_root, token_ids[: num_public * grain * 4], grain)
     return root, public + hashes[len(public) :], num_public
 
 
 def wire_prompt(
-    token_ids: TokenIds, *, identity: bytes, grain: int, salt: bytes | None, num_public_tokens: int
+    token_ids: TokenIds, *, identity: bytes, grain: int, salt: bytes | None, num_public_tokens: int, adapter: str = ""
 ) -> WirePrompt:
     """Return a prompt in the form in which workers receive it; without hashes if `salt` is None.
 
@@ -122,7 +124,7 @@ def wire_prompt(
     ids = wire_ids(token_ids)
     if salt is None:
         return WirePrompt(ids, b"")
-    root, hashes, num_public = hash_packed(identity, grain, token_ids.packed(), salt, num_public_tokens)
+    root, hashes, num_public = hash_packed(identity, grain, token_ids.packed(), salt, num_public_tokens, adapter)
     return WirePrompt(ids, root, hashes, num_public, wire_hashes(BlockHashes(hashes)))
 
 
@@ -173,7 +175,7 @@ class PromptHasher:
         if (
             wire is None
             or not wire.hash_root
-            or wire.hash_root != hash_root(model_identity(card.fingerprint), self._grain, "", salt)
+            or wire.hash_root != hash_root(model_identity(card.fingerprint), self._grain, _adapter(request), salt)
         ):
             return None
         blocks = BlockHashes(wire.hashes)
@@ -194,10 +196,15 @@ class PromptHasher:
         """Hash a prompt of this request."""
         tag, identity = account_tag(self._secret, request.account), model_identity(card.fingerprint)
         salt, num_public_tokens = self._salt(request), _num_public_tokens(request)
-        return hash_prompt(identity, request.token_ids, salt, tag, num_public_tokens, self._grain)
+        return hash_prompt(identity, request.token_ids, salt, tag, num_public_tokens, self._grain, _adapter(request))
 
     def _salt(self, request: TokenRequest) -> bytes:
         return cache_salt(self._secret, request.account) + request.salt
+
+
+def _adapter(request: TokenRequest) -> str:
+    """Return what stands for the request's adapter in the roots of its hashes."""
+    return request.adapter.digest if request.adapter is not None else ""
 
 
 def _num_public_tokens(request: TokenRequest) -> int:

@@ -26,7 +26,7 @@ from control_plane.generation import DEFAULT_GRAIN, AccountPolicies, TokenReques
 from control_plane.routing.router import Router
 from control_plane.secrets import handle_signer
 from tandem.v1 import types_pb2 as pb
-from tandem_runtime.errors import TandemError
+from tandem_runtime.errors import ModelNotFound, TandemError
 from tandem_runtime.tasks import TaskSet
 from tandem_runtime.tracing import current_traceparent
 
@@ -98,6 +98,7 @@ class Dispatcher:
         self.quarantine.check(request)
         self.budget.earn()
         card = self._cards.card(request.model_id)
+        _check_adapter(request, card)
         hashes = await self._hasher.hashes(request, card)
         self._check_stopped()
         state = RequestState(
@@ -165,3 +166,11 @@ class Dispatcher:
         self._feedback.closed(state)
         self._starter.abandon(state)
         self.queue.release_next(state.request.model_id)
+
+
+def _check_adapter(request: TokenRequest, card: pb.ModelCard) -> None:
+    """Raise ModelNotFound for an adapter that the model's workers have lost since the prompt was prepared."""
+    adapter = request.adapter
+    if adapter is not None and pb.Adapter(name=adapter.name, digest=adapter.digest) not in card.adapters:
+        message = f"the workers of {card.model_id} have adapter {adapter.name!r} no longer; send the request again"
+        raise ModelNotFound(message, field="model")

@@ -327,6 +327,8 @@ def _base_submit(state: RequestState, worker: Worker) -> pb.Submit:
         priority=request.priority,
         fairness_key=request.fairness_key,
     )
+    if request.adapter is not None:
+        submit.adapter.CopyFrom(pb.Adapter(name=request.adapter.name, digest=request.adapter.digest))
     if card.takes_spaces:
         submit.space = worker.space
     if hashes is not None:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, cast, get_args
 from control_plane.fleet.model_files import BrokenFile, ModelFiles, TooLarge
 from control_plane.fleet.model_variants import Variant
 from control_plane.fleet.registry import RESTART_SECONDS, Worker, WorkerRegistry
-from control_plane.generation import DEFAULT_GRAIN, EncoderFacts, ModelDescription, ModelTask
+from control_plane.generation import DEFAULT_GRAIN, Adapter, EncoderFacts, ModelDescription, ModelTask
 from control_plane.kept_bytes import DEFAULT_BYTES, KeptBytes
 from control_plane.pauses import Pauses
 from tandem.v1 import types_pb2 as pb
@@ -151,12 +151,33 @@ class ModelCatalog:
         raise ModelNotFound(f"no model {name!r} here; served: {', '.join(served)}", field="model")
 
     async def get(self, name: str) -> ModelDescription:
+        if (found := self._with_adapter(name)) is not None:
+            known, adapter = found
+            return replace(await self._describe_once(known), adapter=adapter)
         known, is_fallback = self._known_or_fallback(name)
         model = await self._describe_once(known)
         if not is_fallback:
             return model
         requested = self._models.describes(name)  # its clients parse the answers, so the wire format stays
         return replace(model, is_fallback=True, wire_format=(requested and requested.wire_format) or "native")
+
+    def _with_adapter(self, name: str) -> tuple[_Known, Adapter] | None:
+        """Return model and adapter of a name "model:adapter"; None if no served model has that name before a colon.
+
+        Raises ModelNotFound for an adapter that the model's workers do not have. A whole name takes precedence.
+        """
+        base, colon, asked = name.rpartition(":")
+        if not colon or not base or self._knows(name) or not self._knows(base):
+            return None
+        known = self._find(base)
+        return known, adapter_named(asked, known.card.model_id, adapters_of(known.card))
+
+    def _knows(self, name: str) -> bool:
+        try:
+            self._find(name)
+        except (ModelNotFound, Unavailable):
+            return False
+        return True
 
     def _known_or_fallback(self, name: str) -> tuple[_Known, bool]:
         try:
@@ -366,7 +387,22 @@ class ModelCatalog:
             encoder=encoder_facts(card),
             tokenizer_config=special_tokens,
             text_digest=_text_digest(card),
+            adapters=adapters_of(card),
         )
+
+
+def adapters_of(card: pb.ModelCard) -> tuple[Adapter, ...]:
+    """Return the LoRA adapters that a worker with this card has loaded."""
+    return tuple(Adapter(adapter.name, adapter.digest) for adapter in card.adapters)
+
+
+def adapter_named(name: str, model_id: str, adapters: Sequence[Adapter]) -> Adapter:
+    """Return one of a model's adapters; raises ModelNotFound, which names them."""
+    for adapter in adapters:
+        if adapter.name == name:
+            return adapter
+    names = ", ".join(adapter.name for adapter in adapters) or "none; start its workers with --adapters"
+    raise ModelNotFound(f"no adapter {name!r} of {model_id} here; its adapters: {names}", field="model")
 
 
 def task_of(card: pb.ModelCard) -> ModelTask:

@@ -33,6 +33,7 @@ _SHARED_FIELDS = (
     "vocab_size",
     "aliases",
     "encoder",
+    "adapters",
 )
 """The fields of a card by which prompts are rendered, tokenized and hashed. Context lengths may differ.
 
@@ -124,7 +125,8 @@ def variant_of(card: pb.ModelCard, grain: int) -> Variant:
     values = (identity, assets, card.chat_template, list(card.eos_token_ids), card.vocab_size)
     encoder = card.task, card.encoder.SerializeToString(deterministic=True)
     block_size = _digest(card.block_size) if card.block_size % grain else _FITS
-    return (block_size, *(_digest(value) for value in (*values, sorted(card.aliases), encoder)))
+    adapters = sorted((adapter.name, adapter.digest) for adapter in card.adapters)
+    return (block_size, *(_digest(value) for value in (*values, sorted(card.aliases), encoder, adapters)))
 
 
 def remedy_of(reason: str, block_size: int, grain: int) -> str:
@@ -134,6 +136,8 @@ def remedy_of(reason: str, block_size: int, grain: int) -> str:
             f"its blocks have {block_size} tokens, which is no multiple of the gateway's --hash-grain, {grain}; "
             "start it with another --block-size, or all gateways with another --hash-grain"
         )
+    if reason == "adapters":
+        return "give all workers of the model the same --adapters"
     return "give all workers of the model the same files" if reason else ""
 
 

@@ -320,6 +320,7 @@ def _wire(
         grain=model.hash_grain,
         salt=None if salt is None else salt + own_salt,
         num_public_tokens=0 if own_salt else num_public,
+        adapter=model.adapter.digest if model.adapter is not None else "",
     )
 
 

@@ -452,6 +452,7 @@ def _token_request(
         fairness_key=caller.account,
         session_affinity=session_key(caller.account, model.model_id, caller.session_affinity or session),
         reject_if_busy=caller.reject_if_busy,
+        adapter=model.adapter,
         wire=prepared.wire,
     )
 

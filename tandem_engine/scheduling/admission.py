@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal
 
 from tandem_engine.messages import AddRequest
@@ -25,8 +26,16 @@ class RequestRefused(Exception):
         self.message = message
 
 
-def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int, added_ns: int) -> Request:
-    """Return the request of a command; raises RequestRefused if it could never be served."""
+def build_request(
+    command: AddRequest, config: SchedulerConfig, *, arrival: int, added_ns: int, adapters: Collection[str] = ()
+) -> Request:
+    """Return the request of a command; raises RequestRefused if it could never be served.
+
+    `adapters`: the names of those that the engine has loaded.
+    """
+    if command.adapter and command.adapter not in adapters:
+        names = ", ".join(sorted(adapters)) or "none"
+        raise RequestRefused("unsupported", f"no adapter {command.adapter!r} in this engine; its adapters: {names}")
     _check_tokens(command, config)
     _check_context(command, config)
     _check_choices(command)
@@ -47,6 +56,7 @@ def build_request(command: AddRequest, config: SchedulerConfig, *, arrival: int,
         choice_seeds=tuple(command.choice_seeds),
         priority=command.priority,
         fairness_key=command.fairness_key,
+        adapter=command.adapter,
         choice_of=command.choice_of or command.request_id,
         attempt=command.attempt,
         arrival=arrival,

@@ -73,6 +73,8 @@ class Request:
     effective_priority: int = field(init=False)
     """Its own priority, or a higher one if its class waited too long."""
     fairness_key: str = ""
+    adapter: str = ""
+    """Name of a LoRA adapter; empty: the model itself."""
     choice_of: str = ""
     attempt: int = 0
     """Choices of one request with the same attempt are offered together."""

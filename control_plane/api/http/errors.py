@@ -33,7 +33,6 @@ from tandem_runtime.errors import (
     Overloaded,
     TandemError,
     Unavailable,
-    Unsupported,
     has_work,
     note_work,
 )
@@ -54,10 +53,6 @@ class BodyMissing(InvalidRequest):
 
 class HeaderMissing(InvalidRequest):
     """HTTP only: a required header is missing."""
-
-
-class NoLora(Unsupported):
-    """HTTP only: the request names a LoRA adapter; Workers AI has its own status for that."""
 
 
 class NoSuchRoute(InvalidRequest):
@@ -115,7 +110,6 @@ _HTTP_ONLY: dict[type[TandemError], tuple[int, int]] = {
     BodyTooLarge: (413, 3006),
     BodyMissing: (400, 3003),
     HeaderMissing: (400, 3003),
-    NoLora: (405, 5005),
     NoSuchRoute: (404, 7003),
     MethodNotAllowed: (405, 7001),
     MalformedRequest: (400, 7003),

@@ -162,13 +162,18 @@ class Completion(TypedDict):
     tandem: NotRequired[ExplainedObject]
 
 
-class ModelObject(TypedDict):
+class _Model(TypedDict):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     context_length: int
     aliases: list[str]
+
+
+class ModelObject(_Model, total=False):
+    parent: str
+    """Of an adapter: the id of its model."""
 
 
 class ModelList(TypedDict):

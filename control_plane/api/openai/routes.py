@@ -88,7 +88,8 @@ def _named(form: AnswerForm, model: ModelDescription) -> str:
 
 
 async def list_models(request: Request) -> Response:
-    models = [_model_json(model) for model in services_of(request).catalog.list()]
+    served = services_of(request).catalog.list()
+    models = [_model_json(each) for model in served for each in (model, *_with_adapters(model))]
     return JSONResponse({"object": "list", "data": models})
 
 
@@ -160,11 +161,19 @@ async def _echoes(request: Request, form: AnswerForm, prompts: Sequence[Prompt])
 
 
 def _model_json(model: ModelDescription) -> ModelObject:
-    return {
-        "id": model.model_id,
+    adapter = model.adapter
+    described: ModelObject = {
+        "id": model.model_id if adapter is None else f"{model.model_id}:{adapter.name}",
         "object": "model",
         "created": model.created_unix_seconds,
         "owned_by": "tandem",
         "context_length": model.context_length,
-        "aliases": list(model.aliases),
+        "aliases": [f"{each}:{adapter.name}" if adapter else each for each in model.aliases],
     }
+    if adapter is not None:
+        described["parent"] = model.model_id
+    return described
+
+
+def _with_adapters(model: ModelDescription) -> list[ModelDescription]:
+    return [replace(model, adapter=adapter) for adapter in model.adapters]

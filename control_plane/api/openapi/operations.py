@@ -31,7 +31,7 @@ _REASONS = {
     "401": "The token is missing or not valid.",
     "403": "The token does not permit this request.",
     "404": "The model or the path does not exist.",
-    "405": "Adapters (lora) are not supported.",
+    "405": "The route takes another method.",
     "408": "The body came too slowly. Outside /v1 also: the request took longer than its deadline.",
     "413": "The body is too large.",
     "414": "The URL is too long.",
@@ -43,8 +43,8 @@ _REASONS = {
 }
 _GENERATION_ERRORS: Mapping[ErrorFormat, tuple[str, ...]] = {
     "openai": ("400", "401", "403", "404", "408", "413", "429", "500", "503", "504"),
-    "cloudflare": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
-    "binding": ("400", "401", "403", "404", "405", "408", "413", "429", "500", "503"),
+    "cloudflare": ("400", "401", "403", "404", "408", "413", "429", "500", "503"),
+    "binding": ("400", "401", "403", "404", "408", "413", "429", "500", "503"),
 }
 _HEAD_ERRORS = ("414", "431")
 """Of every endpoint: what the HTTP server refuses before it looks at the endpoint."""

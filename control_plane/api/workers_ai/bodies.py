@@ -82,7 +82,12 @@ class _Run:
         operation: Operation = "text_completion" if self.body.raw else "chat"
         options = AskedOptions.of(self.body.generation_options())
         session = self.body.prompt_cache_key or ""
-        return Asked(self.model, operation, options, 1, self.reject_if_busy, self.timeout_seconds, session)
+        return Asked(self._asked_model, operation, options, 1, self.reject_if_busy, self.timeout_seconds, session)
+
+    @property
+    def _asked_model(self) -> str:
+        """The name in the catalogue; an adapter of the body takes the place after the model's name."""
+        return f"{self.model}:{self.body.lora}" if self.body.lora else self.model
 
     def form(self, model: ModelFacts) -> AnswerForm:
         return AnswerForm(

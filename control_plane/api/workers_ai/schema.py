@@ -19,7 +19,6 @@ from control_plane.api.chat_fields import (
 )
 from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
 from control_plane.api.http.body import Body, check, refuse_extras
-from control_plane.api.http.errors import NoLora
 from control_plane.generation import ModelFacts
 from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions
 from tandem_engine.sampling_params import MAX_LOGPROBS
@@ -67,8 +66,8 @@ class TextGenerationBody(TextBody, ThinkingFields):
     """Return the log probability of every token; only for models with OpenAI's wire format."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return also this many alternatives per token; needs logprobs."""
-    lora: Annotated[str | None, Field(json_schema_extra={"enum": ["", None]})] = None
-    """Adapters are not supported."""
+    lora: Annotated[str, Field(max_length=128)] | None = None
+    """The name of a LoRA adapter that the model's workers have loaded; the same as `model:adapter`."""
     tools: Tools = None
     """Tools that the answer may call."""
     tool_choice: Choice = None
@@ -78,8 +77,6 @@ class TextGenerationBody(TextBody, ThinkingFields):
 
     def check_extras(self, *, strict: bool = False) -> None:
         super().check_extras(strict=strict)
-        if self.lora:
-            raise NoLora("lora (adapters) is not supported here; leave it out", field="lora")
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send exactly one of prompt and messages", field="prompt")
         if self.prompt == "":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from control_plane.fleet.model_catalog import adapter_named
 from control_plane.generation import ModelDescription
 from tandem_runtime.errors import ModelNotFound
 
@@ -71,6 +73,9 @@ class OneModel:
         self.model = model
 
     async def get(self, name: str) -> ModelDescription:
+        base, colon, adapter = name.rpartition(":")
+        if colon and base in (self.model.model_id, *self.model.aliases):
+            return replace(self.model, adapter=adapter_named(adapter, self.model.model_id, self.model.adapters))
         if name not in (self.model.model_id, *self.model.aliases):
             raise ModelNotFound(f"no model {name!r}; served here: {self.model.model_id}", field="model")
         return self.model

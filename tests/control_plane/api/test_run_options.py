@@ -127,15 +127,14 @@ async def test_a_field_beside_the_inputs_is_not_overlooked(path: str, body: dict
 
 
 @pytest.mark.parametrize("endpoint", ["binding", "rest"])
-async def test_lora_has_a_status_of_its_own(endpoint: str) -> None:
+async def test_an_adapter_that_no_worker_has_is_not_found(endpoint: str) -> None:
     inputs = {"prompt": "hi", "lora": "x"}
     async with serve() as gateway:
         if endpoint == "binding":
             response = await gateway.client.post("/run", json={"inputs": inputs}, headers=BINDING)
         else:
             response = await gateway.client.post(RUN, json=inputs)
-    assert response.status_code == 405 and "lora (adapters) is not supported" in response.text
-    assert "5005" in response.text
+    assert response.status_code == 400 and "no adapter 'x' of" in response.text
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,7 @@ class ModelCard(message.Message):
     ENCODER_FIELD_NUMBER: builtins.int
     EXACTNESS_FIELD_NUMBER: builtins.int
     TAKES_SPACES_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     block_size: builtins.int
     """tokens"""
@@ -469,6 +470,10 @@ class ModelCard(message.Message):
     def encoder(self) -> EncoderCard:
         """of encode workers only; their layout and block_size are empty"""
 
+    @builtins.property
+    def adapters(self) -> containers.RepeatedCompositeFieldContainer[Adapter]:
+        """that the worker has loaded, sorted by name"""
+
     def __init__(
         self,
         *,
@@ -491,10 +496,35 @@ class ModelCard(message.Message):
         encoder: EncoderCard | None = ...,
         exactness: builtins.str = ...,
         takes_spaces: builtins.bool = ...,
+        adapters: abc.Iterable[Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["encoder", b"encoder", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "encoder", b"encoder", "eos_token_ids", b"eos_token_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "takes_spaces", b"takes_spaces", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "aliases", b"aliases", "architecture", b"architecture", "assets", b"assets", "block_size", b"block_size", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_seconds", b"created_unix_seconds", "dtype", b"dtype", "encoder", b"encoder", "eos_token_ids", b"eos_token_ids", "exactness", b"exactness", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "layout", b"layout", "model_id", b"model_id", "num_parameters", b"num_parameters", "takes_spaces", b"takes_spaces", "task", b"task", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Adapter(message.Message):
+    """A LoRA adapter of a model."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """clients write "model:name" """
+    digest: builtins.str
+    """hex, of its files"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +969,7 @@ class Submit(message.Message):
     SPACE_FIELD_NUMBER: builtins.int
     HASH_GRAIN_FIELD_NUMBER: builtins.int
     HANDLE_LAYOUT_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_prompt_tokens: builtins.int
@@ -993,6 +1024,10 @@ class Submit(message.Message):
     def handle_layout(self) -> KvLayout:
         """of the handle's blocks, if it is not the reader's own"""
 
+    @builtins.property
+    def adapter(self) -> Adapter:
+        """of the worker's card; absent: the model itself"""
+
     def __init__(
         self,
         *,
@@ -1021,10 +1056,11 @@ class Submit(message.Message):
         space: builtins.bytes = ...,
         hash_grain: builtins.int = ...,
         handle_layout: KvLayout | None = ...,
+        adapter: Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "adapter", b"adapter", "handle", b"handle", "handle_layout", b"handle_layout", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "sampling", b"sampling", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks", "_max_left_blocks", b"_max_left_blocks", "_time_left_ms", b"_time_left_ms", "account_tag", b"account_tag", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "choice_index", b"choice_index", "choice_seeds", b"choice_seeds", "deadline_unix_ms", b"deadline_unix_ms", "fairness_key", b"fairness_key", "handle", b"handle", "handle_layout", b"handle_layout", "hash_grain", b"hash_grain", "hash_root", b"hash_root", "max_found_blocks", b"max_found_blocks", "max_left_blocks", b"max_left_blocks", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_public_blocks", b"num_public_blocks", "prefix_source", b"prefix_source", "prefix_source_id", b"prefix_source_id", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "space", b"space", "time_left_ms", b"time_left_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_found_blocks: _TypeAlias = typing.Literal["max_found_blocks"]  # noqa: Y015
     _WhichOneofArgType__max_found_blocks: _TypeAlias = typing.Literal["_max_found_blocks", b"_max_found_blocks"]  # noqa: Y015

@@ -28,6 +28,8 @@ from tandem_vllm.model import describe_model, layout, window_of_all
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> tuple[Core, object, list[int]]:
     """Load the model with vLLM; raises ModelUnusable, whose message names the remedy."""
+    if config.kv_region == "device":
+        raise ModelUnusable("--kv-region device is for Tandem's own engine; leave it out, vLLM's blocks are staged")
     torch.set_num_threads(num_threads(config))
     checkpoint = find_checkpoint(config.model, config.served_model_name, report, config.revision)
     is_cpu = _is_cpu(config)

@@ -82,6 +82,7 @@ async def test_a_real_engine_answers_goes_on_with_a_moved_answer_and_stops(tmp_p
         ({"engine_args": ("--async-scheduling",)}, "--async-scheduling"),
         ({"engine_args": ("--max-model-len", "99")}, "--max-model-len"),
         ({"engine_args": ("--no-such-flag",)}, "--no-such-flag"),
+        ({"kv_region": "device"}, "--kv-region"),
         ({"num_kv_blocks": 62}, "--num-kv-blocks"),  # less than one longest request, which vLLM does not serve
     ],
 )

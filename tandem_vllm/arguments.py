@@ -64,8 +64,7 @@ _BROKEN: Mapping[str, str] = {
     "stream_interval": _SCHEDULER,
     "worker_cls": _ONE_PROCESS,
     "worker_extension_cls": _ONE_PROCESS,
-    "distributed_executor_backend": _ONE_PROCESS,
-    "tensor_parallel_size": _ONE_PROCESS,
+    "distributed_executor_backend": "Tandem takes uni for one rank, and mp for several",
     "pipeline_parallel_size": _ONE_PROCESS,
     "data_parallel_size": _ONE_PROCESS,
     "prefill_context_parallel_size": _ONE_PROCESS,
@@ -121,6 +120,9 @@ def engine_args(
     args.block_size = block_size(config, is_cpu)
     args.logits_processors = ["tandem_vllm.sampling:TandemDraw"]
     args.additional_config = dict(facts)
+    if args.tensor_parallel_size > 1:
+        args.distributed_executor_backend = "mp"
+        args.worker_extension_cls = "tandem_vllm.ranks.RankCalls"
     _set_pool(args, config, is_cpu)
     _set_length(args, config)
     _set_adapters(args, adapters)

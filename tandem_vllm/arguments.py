@@ -41,7 +41,7 @@ _OWNED: Mapping[str, str] = {
 """vLLM's name -> the worker's own flag."""
 
 _DRAW = "the tokens are drawn by Tandem, as a function of seed, position and answer"
-_ONE_PROCESS = "this version of tandem_vllm runs one process and one device"
+_ONE_PROCESS = "this version of tandem_vllm has tensor parallelism on one host, and no other"
 _SCHEDULER = "answers would be counted and stopped in another way"
 _KEYS = "the KV cache of each account has its own keys, and these flags change keys or readers"
 _BROKEN: Mapping[str, str] = {

@@ -42,7 +42,7 @@ _OWNED: Mapping[str, str] = {
 """vLLM's name -> the worker's own flag."""
 
 _DRAW = "the tokens are drawn by Tandem, as a function of seed, position and answer"
-_ONE_PROCESS = "this version of tandem_vllm runs one process and one device"
+_ONE_PROCESS = "this version of tandem_vllm has tensor parallelism on one host, and no other"
 _SCHEDULER = "answers would be counted and stopped in another way"
 _KEYS = "the KV cache of each account has its own keys, and these flags change keys or readers"
 _BROKEN: Mapping[str, str] = {
@@ -65,8 +65,7 @@ _BROKEN: Mapping[str, str] = {
     "stream_interval": _SCHEDULER,
     "worker_cls": _ONE_PROCESS,
     "worker_extension_cls": _ONE_PROCESS,
-    "distributed_executor_backend": _ONE_PROCESS,
-    "tensor_parallel_size": _ONE_PROCESS,
+    "distributed_executor_backend": "Tandem takes uni for one rank, and mp for several",
     "pipeline_parallel_size": _ONE_PROCESS,
     "data_parallel_size": _ONE_PROCESS,
     "prefill_context_parallel_size": _ONE_PROCESS,
@@ -126,6 +125,9 @@ def engine_args(
             kv_connector="TandemConnector", kv_connector_module_path="tandem_vllm.connector", kv_role="kv_both"
         )
     args.additional_config = dict(facts)
+    if args.tensor_parallel_size > 1:
+        args.distributed_executor_backend = "mp"
+        args.worker_extension_cls = "tandem_vllm.ranks.RankCalls"
     _set_pool(args, config, is_cpu)
     _set_length(args, config)
     _set_adapters(args, adapters)

@@ -24,6 +24,7 @@ from tandem_engine.scheduling.request import Request
 from tandem_vllm.core import EngineStep, Pool, Run
 from tandem_vllm.drawing import EXTRA_ARGS_KEY, RowRequest, encode_row_request
 from tandem_vllm.keys import pool_key
+from tandem_vllm.ranks import RankDraw, draw_of
 from tandem_vllm.sampling import TandemDraw
 
 _BEFORE_ALL = 1 << 40
@@ -160,7 +161,9 @@ def _loaded(core: EngineCore, adapters: Sequence[AdapterFiles]) -> Mapping[str, 
     return asked
 
 
-def _draw_of(core: EngineCore) -> TandemDraw:
-    runner: Any = core.model_executor.driver_worker.worker.model_runner
-    (draw,) = [each for each in runner.input_batch.logitsprocs.all if isinstance(each, TandemDraw)]
-    return draw
+def _draw_of(core: EngineCore) -> TandemDraw | RankDraw:
+    """Return the draw of this process, or of all ranks."""
+    executor: Any = core.model_executor
+    if core.vllm_config.parallel_config.world_size > 1:
+        return RankDraw(executor)
+    return draw_of(executor.driver_worker.worker)

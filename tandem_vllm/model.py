@@ -134,8 +134,15 @@ def _numerics_class(config: VllmConfig, device: torch.device, tag: str) -> str:
     elif device.type == "cuda":
         where = f"cuda-{torch.cuda.get_device_name(device).lower().replace(' ', '-')}"
     dtype = str(model.dtype).removeprefix("torch.")
-    name = f"vllm-{vllm.__version__.split('+')[0]}/{where}/{dtype}/{model.hf_text_config.model_type}/tp1"
+    name = f"vllm-{vllm.__version__.split('+')[0]}/{where}/{dtype}/{model.hf_text_config.model_type}/{_ranks(config)}"
     return "/".join([name, f"fast-{BATCH_DEPENDENT}", *([tag] if tag else [])])
+
+
+def _ranks(config: VllmConfig) -> str:
+    """Return how the model is cut: sums over ranks round in another order."""
+    parallel = config.parallel_config
+    stages = f"-pp{parallel.pipeline_parallel_size}" if parallel.pipeline_parallel_size > 1 else ""
+    return f"tp{parallel.tensor_parallel_size}{stages}"
 
 
 def _kv_dtype(config: VllmConfig) -> str:

@@ -18,7 +18,12 @@ from pathlib import Path
 
 from tandem_client.cli.engines import LLGUIDANCE_VERSION, VLLM_VERSION
 
-_TESTS = ("tests/tandem_vllm", "tests/tandem_worker/test_vllm_program.py", "tests/system/test_vllm.py")
+_TESTS = (
+    "tests/tandem_vllm",
+    "tests/tandem_worker/test_vllm_program.py",
+    "tests/system/test_vllm.py",
+    "tests/system/test_mixed_engines.py",
+)
 _BROKEN_ON_CPUS = ("torchvision", "torchaudio", "torchcodec")
 """vLLM for CPUs asks for them, and gets builds for CUDA that torch for CPUs cannot load."""
 

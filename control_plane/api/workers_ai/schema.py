@@ -19,6 +19,7 @@ from control_plane.api.chat_fields import (
 )
 from control_plane.api.generation_fields import UNSUPPORTED, RunOptions, TextBody
 from control_plane.api.http.body import Body, check, refuse_extras
+from control_plane.api.http.bounds import MAX_MODEL_CHARACTERS
 from control_plane.generation import ModelFacts
 from control_plane.text.request import ChatRequest, CompletionRequest, GenerationOptions
 from tandem_engine.sampling_params import MAX_LOGPROBS
@@ -66,7 +67,7 @@ class TextGenerationBody(TextBody, ThinkingFields):
     """Return the log probability of every token; only for models with OpenAI's wire format."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return also this many alternatives per token; needs logprobs."""
-    lora: Annotated[str, Field(max_length=128)] | None = None
+    lora: Annotated[str, Field(max_length=MAX_MODEL_CHARACTERS)] | None = None
     """The name of a LoRA adapter that the model's workers have loaded; the same as `model:adapter`."""
     tools: Tools = None
     """Tools that the answer may call."""

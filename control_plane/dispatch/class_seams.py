@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from control_plane.dispatch.request_state import ChoiceState, RequestState
 from control_plane.dispatch.worker_call import WorkerCall
+from tandem.v1 import types_pb2 as pb
 from tandem_engine.scheduling.numerics import gives_equal_bits
 from tandem_runtime.log import get_logger
 
@@ -38,6 +39,18 @@ def note_decode(state: RequestState, call: WorkerCall) -> None:
             from_class=seam.before.numerics_class,
             to_class=seam.after.numerics_class,
         )
+
+
+def note_repeated(state: RequestState, choice: ChoiceState, call: WorkerCall, ledger: pb.PhaseLedger) -> None:
+    """Note that the first token of a choice was prefill's, although decode's stream, which repeats it, came first.
+
+    The ledger of decode's call tells: the worker has sampled fewer tokens than its stream had.
+    """
+    run, prefill = state.history.classes.at(choice.index, 1), state.prefill
+    has_all = call.is_fresh and run is not None and run.worker_id == call.worker_id
+    if prefill is not None and has_all and ledger.num_generated_tokens < len(choice.tokens):
+        worker = prefill.link.worker
+        state.history.classes.begin_before(choice.index, worker.worker_id, worker.info.card.fingerprint)
 
 
 def is_exact_move(state: RequestState, call: WorkerCall) -> bool:

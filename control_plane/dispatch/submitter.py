@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 
-from control_plane.dispatch.class_seams import note_decode, note_prefill
+from control_plane.dispatch.class_seams import note_decode, note_prefill, note_repeated
 from control_plane.dispatch.request_state import GRACE_SECONDS, ChoiceState, RequestState
 from control_plane.dispatch.route_feedback import RouteFeedback
 from control_plane.dispatch.stall_watch import StallWatch
@@ -217,6 +217,7 @@ class DecodeSink:
         if (has_ledger or not self._call.has_output) and output.token_ids:
             _note_output(self._state, self._call, output, self._feedback)
         if has_ledger:
+            note_repeated(self._state, self._choice, self._call, output.ledger)
             self._state.choice_ledger_received(self._choice, output.ledger, is_fresh=self._call.is_fresh)
             self._call.close(cancel=False)
 

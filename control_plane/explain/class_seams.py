@@ -77,6 +77,16 @@ class ClassRuns:
             self._on_other()
         return seam
 
+    def begin_before(self, choice: int, worker_id: str, fingerprint: pb.Fingerprint) -> None:
+        """Note that another worker has produced the first token of a choice, which the first run was noted for."""
+        runs = self._runs[choice]
+        first = Run(0, worker_id, fingerprint)
+        runs[:1] = [first, runs[0]._replace(position=1)]
+        if runs[1].numerics_class != first.numerics_class:
+            self.has_changed = True
+        if self._on_other is not None and first.numerics_class != self._usual_class:
+            self._on_other()
+
     def has_begun(self, choice: int) -> bool:
         """Return whether a worker has produced a token of the choice."""
         return choice in self._runs

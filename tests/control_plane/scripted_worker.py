@@ -71,7 +71,8 @@ async def finish(worker: ScriptedWorker, attach: AttachStream, submit: pb.Submit
     start, end = len(submit.token_ids), submit.num_prompt_tokens + submit.sampling.max_tokens
     for position in range(start, end):
         is_last = position == end - 1
-        last = {"finish_reason": pb.FINISH_REASON_LENGTH, "ledger": pb.PhaseLedger(num_generated_tokens=1)}
+        ledger = pb.PhaseLedger(num_generated_tokens=end - start - worker.num_repeated_tokens)
+        last = {"finish_reason": pb.FINISH_REASON_LENGTH, "ledger": ledger}
         attach.tokens(submit, position, [token_at(position)], **(last if is_last else {}))
 
 
@@ -144,6 +145,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cancels: list[pb.Cancel] = []
         self.num_computed_tokens: int | None = None
         """What the worker reports as computed when a request is cancelled; None: it reports nothing."""
+        self.num_repeated_tokens = 0
+        """How many tokens at the head of its answers the worker reports as sampled by prefill."""
         self.hellos: list[pb.AttachHello] = []
         self.streams: list[AttachStream] = []
         self.pool = pb.KvPool(num_total_blocks=100, num_free_blocks=100, tokens_per_block=16)

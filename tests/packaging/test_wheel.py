@@ -11,9 +11,10 @@ from zipfile import ZipFile
 from infra.wheels.pure import shipped_files
 
 # Alembic runs these two itself, with a context of its own.
+_WITH_VLLM = "arguments assembly connector engine exchange model ranks sampling vllm_blocks".split()
 _RUN_BY_OTHERS = (
     "control_plane.storage.migrations.",  # Alembic
-    *(f"tandem_vllm.{name}" for name in ("arguments", "assembly", "engine", "model", "sampling")),  # they import vLLM
+    *(f"tandem_vllm.{name}" for name in _WITH_VLLM),  # they import vLLM
 )
 _IMPORT_ALL = """
 import importlib, json, pathlib, sys

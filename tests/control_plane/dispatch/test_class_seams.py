@@ -12,6 +12,7 @@ from typing import Any
 import structlog.testing
 
 from control_plane.dispatch.request_stream import RequestStream
+from control_plane.explain.class_seams import Seam
 from tandem.v1 import types_pb2 as pb
 from tandem_runtime.errors import Unavailable
 from tests.control_plane.harness import answer, harness, new_request, tokens_of
@@ -124,13 +125,25 @@ async def test_prefills_token_is_of_prefills_class() -> None:
         assert named(lines, "stream_crossed_class") == []
 
 
-async def test_a_token_of_prefill_that_decode_has_overtaken_is_of_no_class() -> None:
+async def overtaken(num_repeated_tokens: int) -> list[Seam]:
+    """Have decode's whole stream come before prefill's token, which decode repeats or has sampled itself."""
     first_came = asyncio.Event()
     prefill = ScriptedWorker("p", PREFILL, behave=after(first_came), numerics_class=ONE, exactness="layout")
-    async with harness(prefill, ScriptedWorker("d", numerics_class=OTHER, exactness="layout")) as here:
+    decode = ScriptedWorker("d", numerics_class=OTHER, exactness="layout")
+    decode.num_repeated_tokens = num_repeated_tokens
+    async with harness(prefill, decode) as here:
         stream = await here.dispatcher.submit(new_request())
         deltas = aiter(stream)
         tokens = list((await anext(deltas)).token_ids)
         first_came.set()
         assert tokens + [token async for delta in deltas for token in delta.token_ids] == answer()
-        assert stream.state.history.seams == []
+        return stream.state.history.seams
+
+
+async def test_a_token_of_prefill_that_decode_has_overtaken_is_of_no_class() -> None:
+    assert await overtaken(num_repeated_tokens=0) == []
+
+
+async def test_a_token_of_prefill_that_decode_repeats_first_is_of_prefills_class() -> None:
+    (seam,) = await overtaken(num_repeated_tokens=1)
+    assert (seam.position, seam.before.worker_id, seam.after.worker_id) == (1, "p", "d")

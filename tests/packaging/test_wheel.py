@@ -11,7 +11,7 @@ from zipfile import ZipFile
 from infra.wheels.pure import shipped_files
 
 # Alembic runs these two itself, with a context of its own.
-_WITH_VLLM = "arguments assembly connector engine exchange model ranks sampling vllm_blocks".split()
+_WITH_VLLM = ["arguments", "assembly", "connector", "engine", "exchange", "model", "ranks", "sampling", "vllm_blocks"]
 _RUN_BY_OTHERS = (
     "control_plane.storage.migrations.",  # Alembic
     *(f"tandem_vllm.{name}" for name in _WITH_VLLM),  # they import vLLM

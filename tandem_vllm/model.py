@@ -89,9 +89,12 @@ def _order(core: EngineCore) -> str:
     """Return the order that vLLM's backends write blocks in: Tandem's name if it has one, else vLLM's own.
 
     vLLM's name has no difference between its CPU kernels, which read only their own blocks, so theirs is added. Raises
-    ModelUnusable where the backend cannot write the model's blocks.
+    ModelUnusable where the backend cannot write the model's blocks. With several ranks the pool is in their processes,
+    and nobody reads it.
     """
     cache = core.scheduler.kv_cache_config
+    if (num_ranks := core.vllm_config.parallel_config.world_size) > 1:
+        return f"vllm-{cache.kv_cache_layout}-ranks{num_ranks}"
     runner: Any = core.model_executor.driver_worker.worker.model_runner
     context: dict[str, Any] = runner.compilation_config.static_forward_context
     attention = [context[name] for group in cache.kv_cache_groups for name in group.layer_names]

@@ -10,19 +10,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from control_plane.dispatch.request_stream import RequestStream
-from tandem.v1 import types_pb2 as pb
 from tandem_runtime.kv.spaces import model_identity, space_of
 from tests.system.fleet import Fleet, token_request, tokens_of
 from tests.system.reference import clear_prompt, greedy
 from tests.system.streams import MODEL
+from tests.system.test_mixed_hardware import NUM_TOKENS, answered, card
 
 PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
-NUM_TOKENS = 12
 LONG = 200
 """Answer tokens: enough that a worker dies in the middle, not behind the end."""
 SMALL = ("--num-threads", "1", "--num-kv-blocks", "128", "--max-model-len", "1024", "--dtype", "float32")
@@ -46,18 +43,6 @@ async def fleet_of(folder: Path, exactness: str, *workers: tuple[str, str, tuple
             fleet.start(role, name, *flags, "--exactness", exactness)
         await fleet.ready(seconds=START_SECONDS)
         yield fleet
-
-
-async def answered(fleet: Fleet, prompt: list[int], **changes: Any) -> tuple[RequestStream, list[int]]:
-    request = token_request(MODEL, prompt, NUM_TOKENS, cacheable=False, **changes)
-    stream = await fleet.gateway.dispatcher.submit(request)
-    return stream, [token async for delta in stream for token in delta.token_ids]
-
-
-def card(fleet: Fleet, name: str) -> pb.ModelCard:
-    worker = fleet.worker(name)
-    assert worker is not None, f"{name} is not registered"
-    return worker.info.card
 
 
 async def lost(fleet: Fleet, folder: Path, victim: str, heir: str) -> None:

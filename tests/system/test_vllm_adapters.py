@@ -103,7 +103,7 @@ async def test_each_adapter_answers_as_vllm_alone_and_finds_only_what_it_left(
     await fleet.pools_are_full()
 
 
-async def test_an_adapter_is_named_behind_the_model_or_by_lora_and_an_unknown_one_is_a_404_with_the_known_ones(
+async def test_an_adapter_is_named_behind_the_model_or_by_lora_and_an_unknown_one_is_an_error_with_the_known_ones(
     http: httpx.AsyncClient,
 ) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
@@ -118,11 +118,10 @@ async def test_an_adapter_is_named_behind_the_model_or_by_lora_and_an_unknown_on
         found[name] = native.json()["result"]["response"]
         assert found[name] == completed.json()["choices"][0]["text"]
     assert len(set(found.values())) == len(NAMES)
-    for response in (
-        await http.post("/v1/completions", json=asked("green")),
-        await http.post(run, json=inputs | {"lora": "green"}),
-    ):
-        assert response.status_code == 404 and "blue, red" in response.text
+    unknown = await http.post("/v1/completions", json=asked("green"))
+    assert unknown.status_code == 404 and "blue, red" in unknown.text
+    unknown = await http.post(run, json=inputs | {"lora": "green"})
+    assert unknown.status_code == 400 and "blue, red" in unknown.text, "Workers AI's status for an unknown model"
 
 
 async def test_an_answer_of_an_adapter_that_loses_its_engine_goes_on_with_that_adapter(

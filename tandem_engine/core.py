@@ -21,8 +21,7 @@ from functools import partial
 from threading import current_thread
 from typing import NamedTuple, Protocol
 
-from tandem_engine.extents import BlockPart
-from tandem_engine.layout import SourceLayout
+from tandem_engine.errors import CorruptBlock, RegionError
 from tandem_engine.messages import (
     AbortRequest,
     AddRequest,
@@ -40,27 +39,17 @@ from tandem_engine.messages import (
     RequestAborted,
     RequestFailed,
     RequestOutput,
-    SlabImported,
     StartDecode,
     StepDone,
     UnmapRegion,
 )
 from tandem_engine.publisher import PoolPublisher, Publisher
-from tandem_engine.scheduling.copy_budget import pieces
-from tandem_engine.scheduling.hand_over import ImportRefused
 from tandem_engine.scheduling.request import Request, Sampled
 from tandem_engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine.scheduling.slab_importer import PoolMemory
 
 log = logging.getLogger(__name__)
-
-
-class RegionError(ValueError):
-    """A region is not mapped, or a slot was reused while it was read."""
-
-
-class CorruptBlock(RegionError):
-    """The bytes that were read differ from those that were written."""
 
 
 class RequestsFailed(Exception):
@@ -85,16 +74,6 @@ class RequestsFailed(Exception):
         return self._messages.get(request_id, self.message)
 
 
-class _Import:
-    """A slab on its way into the pool; `copy` copies a range of its extents and returns the bytes."""
-
-    def __init__(self, extents: Sequence[ExtentRef], copy: Callable[[slice], int]) -> None:
-        self.num_blocks = len(extents)
-        self.copy = copy
-        self.pieces = pieces(extents)
-        self.num_bytes = 0
-
-
 class Ticket(Protocol):
     """A step that was launched."""
 
@@ -104,7 +83,7 @@ class Ticket(Protocol):
         ...
 
 
-class Runner(Protocol):
+class Runner(PoolMemory, Protocol):
     """Owns the model and the KV tensors; reads requests and never changes them."""
 
     @property
@@ -136,16 +115,6 @@ class Runner(Protocol):
         For a run with drafts: the drafts that equal the token sampled at their position, up to the first that does
         not, and the token sampled there. Raises what `launch` raises.
         """
-        ...
-
-    def import_blocks(self, blocks: Sequence[int], extents: Sequence[ExtentRef]) -> int:
-        """Copy each extent into the block beside it and return the bytes copied; raises RegionError, CorruptBlock."""
-        ...
-
-    def convert_blocks(
-        self, parts: Sequence[Sequence[BlockPart]], extents: Sequence[ExtentRef], layout: SourceLayout
-    ) -> int:
-        """Fill the parts beside each extent, a block of `layout`, and return the bytes read; raises the same."""
         ...
 
     def checksums(self, slots: Sequence[int]) -> list[int]:
@@ -221,7 +190,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, runner.generations, clock, self._load, runner.prepare, monotonic)
         self._monotonic = monotonic
         self._failures: list[RequestFailed] = []
-        self._import: _Import | None = None
+        self._importer = self.scheduler.importer(runner)
 
     def has_work(self) -> bool:
         """Whether a step runs, or `step` would do anything before the next command."""
@@ -311,7 +280,7 @@ class EngineCore:
             case AddRequest():
                 return [self.scheduler.add(command)]
             case ImportSlab():
-                imported = self._import_some(command)
+                imported = self._importer.import_some(command)
                 return [imported] if imported is not None else None
             case StartDecode(request_id, token_ids):
                 self.scheduler.start_decode(request_id, token_ids)
@@ -439,39 +408,6 @@ class EngineCore:
             log.info("a cached prefix is gone: %s", error)
             return 0
         return len(blocks)
-
-    def _import_some(self, command: ImportSlab) -> SlabImported | None:
-        """Copy blocks of a slab within the copy budget; None: some are left."""
-        if not self.scheduler.copy_budget.has_left:
-            return None
-        try:
-            slab, self._import = self._import or self._begin_import(command), None
-            if not self._copy(slab):
-                self._import = slab
-                return None
-        except (ImportRefused, RegionError) as error:
-            if isinstance(error, CorruptBlock):
-                log.error("a slab is corrupt: %s", error)
-                self.scheduler.count("blocks_corrupt")
-            return SlabImported(command.request_id, command.slab_index, 0, str(error))
-        self.scheduler.mark_imported(command, slab.num_blocks, slab.num_bytes)
-        return SlabImported(command.request_id, command.slab_index, slab.num_bytes)
-
-    def _begin_import(self, command: ImportSlab) -> _Import:
-        layout, runner = command.layout, self.runner
-        if layout is not None:
-            parts, extents = self.scheduler.conversion_targets(command, layout)
-            return _Import(extents, lambda piece: runner.convert_blocks(parts[piece], extents[piece], layout))
-        blocks, extents = self.scheduler.import_targets(command)
-        return _Import(extents, lambda piece: runner.import_blocks(blocks[piece], extents[piece]))
-
-    def _copy(self, slab: _Import) -> bool:
-        budget = self.scheduler.copy_budget
-        while budget.has_left:
-            if (piece := next(slab.pieces, None)) is None:
-                return True
-            slab.num_bytes += budget.timed(partial(slab.copy, piece))
-        return False
 
     def _aborted(self, request_id: str, request: Request | None) -> RequestAborted:
         if request is None:

@@ -74,8 +74,10 @@ class VllmCore:
         self._clock = clock
         self._ledger = Ledger(clock)
         self._budget = CopyBudget(monotonic)
-        self._hand_over = HandOver(config, exchange, self._ledger, self._budget) if exchange is not None else None
         self._requests: dict[str, Request] = {}
+        self._hand_over: HandOver | None = None
+        if exchange is not None:
+            self._hand_over = HandOver(config, exchange, self._requests, self._ledger, self._budget)
         self._unprepared: dict[str, Request] = {}
         """Requests whose grammar is being compiled; vLLM does not have them yet."""
         self._blocked: dict[str, Request] = {}
@@ -118,7 +120,7 @@ class VllmCore:
             case ImportSlab(request_id, slab_index):
                 if hand_over is None:
                     return [SlabImported(request_id, slab_index, 0, _NO_EXCHANGE)]
-                imported = hand_over.import_slab(self._requests.get(request_id), command)
+                imported = hand_over.importer.import_some(command)
                 return None if imported is None else [imported]
             case MapRegion() if hand_over is not None:
                 hand_over.map_region(command, fds)

@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from tandem_engine.core import CorruptBlock, RegionError
-from tandem_engine.messages import ExtentRef, FilledBlocks, ImportSlab, MapRegion, SealedBlocks, SlabImported
+from tandem_engine.errors import CorruptBlock, RegionError
+from tandem_engine.messages import ExtentRef, FilledBlocks, MapRegion, SealedBlocks
 from tandem_engine.publisher import Publisher
 from tandem_engine.scheduling.admission import RequestRefused, max_kv_tokens
 from tandem_engine.scheduling.copy_budget import CopyBudget, pieces
-from tandem_engine.scheduling.hand_over import (
-    ImportRefused,
-    conversion_targets,
-    import_targets,
-    num_ready_tokens,
-)
+from tandem_engine.scheduling.hand_over import num_ready_tokens
 from tandem_engine.scheduling.ledger import Ledger
 from tandem_engine.scheduling.request import Request, RequestState
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
+from tandem_engine.scheduling.slab_importer import SlabImporter
 from tandem_vllm.arrivals import Arrivals
 from tandem_vllm.blocks import Blocks, Memory
 from tandem_vllm.keys import num_shared_blocks, pool_key, shared_key
@@ -36,16 +32,6 @@ from tandem_vllm.keys import num_shared_blocks, pool_key, shared_key
 log = logging.getLogger(__name__)
 
 _NO_WINDOW = 0
-
-
-class _Import:
-    """A slab on its way into the pool; `copy` copies a range of its extents and returns the bytes."""
-
-    def __init__(self, extents: Sequence[ExtentRef], copy: Callable[[slice], int]) -> None:
-        self.num_blocks = len(extents)
-        self.copy = copy
-        self.pieces: Iterator[slice] = pieces(extents)
-        self.num_bytes = 0
 
 
 class _Loading(NamedTuple):
@@ -70,13 +56,21 @@ class Exchange(NamedTuple):
 class HandOver:
     """The only writer of `block_table`, and of what Tandem holds in vLLM's pool."""
 
-    def __init__(self, config: SchedulerConfig, exchange: Exchange, ledger: Ledger, budget: CopyBudget) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        exchange: Exchange,
+        requests: Mapping[str, Request],
+        ledger: Ledger,
+        budget: CopyBudget,
+    ) -> None:
+        """`requests` are those that the core has now, by id."""
         self._blocks, self._memory, self.publisher, self._arrivals = exchange
+        self.importer = SlabImporter(requests, self._memory, ledger, budget, config.block_size)
         self._config = config
         self._size = config.block_size
         self._ledger = ledger
         self._budget = budget
-        self._import: _Import | None = None
         self._loading: _Loading | None = None
         self._may_load = True
         self._held: Counter[int] = Counter()
@@ -110,28 +104,6 @@ class HandOver:
         request.num_computed_tokens = len(found) * self._size
         request.state = RequestState.IMPORTING
         self._ledger.found(request, request.num_computed_tokens)
-
-    def import_slab(self, request: Request | None, command: ImportSlab) -> SlabImported | None:
-        """Copy blocks of a slab within the copy budget; None: some are left, call again with the same command."""
-        if not self._budget.has_left:
-            return None
-        try:
-            slab, self._import = self._import or self._begin_import(request, command), None
-            if not self._copy(slab):
-                self._import = slab
-                return None
-        except (ImportRefused, RegionError) as error:
-            if isinstance(error, CorruptBlock):
-                log.error("a slab is corrupt: %s", error)
-                self._ledger.count("blocks_corrupt")
-            return SlabImported(command.request_id, command.slab_index, 0, str(error))
-        assert request is not None, "it waits for this slab"
-        indices = range(command.first_block, command.first_block + len(command.extents))
-        request.imported_blocks.update((command.group, index) for index in indices)
-        request.imported_block_size = command.layout.tokens_per_block if command.layout else self._size
-        self._ledger.count("blocks_imported", slab.num_blocks)
-        self._ledger.count("bytes_imported", slab.num_bytes)
-        return SlabImported(command.request_id, command.slab_index, slab.num_bytes)
 
     def bring(self, request: Request) -> None:
         """Give the blocks of a decode request to vLLM's request of the same id, which follows."""
@@ -223,21 +195,6 @@ class HandOver:
         return admitted
 
     # ------------------------------------------------------------------------------------------------- helpers
-
-    def _begin_import(self, request: Request | None, command: ImportSlab) -> _Import:
-        memory, layout = self._memory, command.layout
-        if layout is not None:
-            parts, extents = conversion_targets(request, command, layout.tokens_per_block, self._size)
-            return _Import(extents, lambda piece: memory.convert_blocks(parts[piece], extents[piece], layout))
-        blocks, extents = import_targets(request, command, self._size)
-        return _Import(extents, lambda piece: memory.import_blocks(blocks[piece], extents[piece]))
-
-    def _copy(self, slab: _Import) -> bool:
-        while self._budget.has_left:
-            if (piece := next(slab.pieces, None)) is None:
-                return True
-            slab.num_bytes += self._budget.timed(partial(slab.copy, piece))
-        return False
 
     def _load(self, request: Request, num_found_tokens: int) -> bool | None:
         """Go on with the load of a request's prefix; loads of other requests wait, and may find the blocks then.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.execution.kv_cache import Slots

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from benchmarks.lib.command import Outcome, Progress, Sheet, Target, parser, run
 from benchmarks.lib.report import Rows
-from benchmarks.vllm_parity.checkpoints import MODELS, made
 from benchmarks.vllm_parity.handed_over import HandedOver, answers_by_two
-from benchmarks.vllm_parity.sides import WORKER_FLAGS, Alone, ask_alone, serving
+from benchmarks.vllm_parity.sides import MODELS, WORKER_FLAGS, Alone, ask_alone, made, serving
 from benchmarks.vllm_parity.work import KINDS, Asked, prompts, requests
 from tandem_worker.vllm_program import vllm_program
 

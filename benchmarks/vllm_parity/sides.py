@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.served import ROOT
 from benchmarks.vllm_parity.work import NUM_TOKENS
 from tandem_engine.channel import Received, close_all
 from tandem_engine.client import EngineClient, Program
+from tandem_engine.demo import checkpoint_path
 from tandem_engine.messages import AddRequest, EngineFailed, Ready, Refused, RequestFailed, StepDone
 from tandem_engine.settings import EngineConfig
 
+DEMO = "built-in"
+MODELS = (DEMO, "llama", "qwen3_moe", "mistral", "gemma3", "llama-int8", "llama-int4")
+"""The built-in model, a random Llama, a mixture of experts, windows in all layers, windows in some layers, the Llama
+with weights of 8 and of 4 bits."""
 _KV_BYTES = 256 << 20
 _MAX_MODEL_LEN = 512
 _MAX_NUM_SEQS = 64
@@ -37,6 +45,14 @@ class Alone:
     noise: float
     """Largest difference of one log probability between two batches, over `num_compared` positions."""
     num_compared: int
+
+
+def made(folder: Path, kind: str) -> Path:
+    """Return the checkpoint's folder, below `folder` if it is made; in a process of its own, which imports torch."""
+    if kind == DEMO:
+        return checkpoint_path()
+    subprocess.run([sys.executable, "-m", "tests.checkpoints", str(folder), kind], cwd=ROOT, check=True)
+    return folder / f"random-{kind}"
 
 
 async def ask_alone(python: str, model: Path, folder: Path, prompts: Sequence[Sequence[int]], num_single: int) -> Alone:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from tandem_engine.core import CorruptBlock
+from tandem_engine.errors import CorruptBlock
 from tandem_engine.execution.kv_cache import DeviceSlots, PagedKVCache, Slots
 from tandem_engine.execution.regions import Bytes
 from tandem_engine.execution.thread_pool import parallel_for

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.block_order import BlockShape, keys_and_values
 from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.pool_views import PoolViews

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.cuda_vmm import Driver, DriverError
 from tandem_engine.execution.huge_pages import map_read_only
 from tandem_engine.execution.regions import Bytes, OwnedRegion

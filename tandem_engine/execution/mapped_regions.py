@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.cuda_vmm import Driver, DriverUnavailable
 from tandem_engine.execution.device_region import MappedDeviceRegion
 from tandem_engine.execution.kv_cache import PagedKVCache

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import RegionError, Ticket
+from tandem_engine.core import Ticket
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.cuda_vmm import Driver
 from tandem_engine.execution.grammar.compiled import no_guide

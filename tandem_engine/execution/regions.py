@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.huge_pages import map_read_only, map_shared
 from tandem_engine.messages import ExtentRef, MapRegion
 from tandem_machine.memfd import memory_file

@@ -70,6 +70,13 @@ def conversion_targets(
     return parts, extents
 
 
+def mark_imported(request: Request, command: ImportSlab, block_size: int) -> None:
+    """Note that all blocks of a slab are imported."""
+    indices = range(command.first_block, command.first_block + len(command.extents))
+    request.imported_blocks.update((command.group, index) for index in indices)
+    request.imported_block_size = command.layout.tokens_per_block if command.layout else block_size
+
+
 def num_ready_tokens(request: Request, block_size: int, window: int) -> int:
     """Count the leading tokens of a decode request whose KV was found here or has arrived.
 

@@ -25,13 +25,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 
-from tandem_engine.extents import BlockPart
-from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (
     AddRequest,
     EngineStats,
-    ExtentRef,
-    ImportSlab,
     Refused,
     RequestOutput,
     Reserved,
@@ -43,9 +39,7 @@ from tandem_engine.scheduling.batch import Batch, ScheduledRun, SchedulerOutput
 from tandem_engine.scheduling.block_pool import BlockPool
 from tandem_engine.scheduling.copy_budget import CopyBudget
 from tandem_engine.scheduling.hand_over import (
-    conversion_targets,
     first_whole_block,
-    import_targets,
     num_ready_tokens,
     seal,
 )
@@ -57,6 +51,7 @@ from tandem_engine.scheduling.request import Request, RequestState, Sampled
 from tandem_engine.scheduling.running import RunningRequests
 from tandem_engine.scheduling.scheduler_config import SchedulerConfig
 from tandem_engine.scheduling.shares import ClassShares
+from tandem_engine.scheduling.slab_importer import PoolMemory, SlabImporter
 from tandem_engine.scheduling.speculation.speculator import Speculator
 from tandem_engine.scheduling.waiting_queue import WaitingQueue
 from tandem_engine.scheduling.window_groups import most_blocks
@@ -121,25 +116,9 @@ class Scheduler:
         self._prepare(request)
         return Reserved(request.request_id, request.num_found_blocks)
 
-    def import_targets(self, command: ImportSlab) -> tuple[list[int], list[ExtentRef]]:
-        """Return the blocks to write and their sources; raises ImportRefused if the request does not wait for them."""
-        return import_targets(self._requests.get(command.request_id), command, self.pool.block_size)
-
-    def conversion_targets(
-        self, command: ImportSlab, layout: SourceLayout
-    ) -> tuple[list[list[BlockPart]], list[ExtentRef]]:
-        """Return the parts of blocks to write and their sources, in blocks of another layout; raises ImportRefused."""
-        request = self._requests.get(command.request_id)
-        return conversion_targets(request, command, layout.tokens_per_block, self.pool.block_size)
-
-    def mark_imported(self, command: ImportSlab, num_blocks: int, num_bytes: int) -> None:
-        """Note that all blocks of a slab are imported; `num_blocks` of them were copied."""
-        indices = range(command.first_block, command.first_block + len(command.extents))
-        request = self._requests[command.request_id]
-        request.imported_blocks.update((command.group, index) for index in indices)
-        request.imported_block_size = command.layout.tokens_per_block if command.layout else self.pool.block_size
-        self._ledger.count("blocks_imported", num_blocks)
-        self._ledger.count("bytes_imported", num_bytes)
+    def importer(self, memory: PoolMemory) -> SlabImporter:
+        """Return what copies slabs into the blocks of these requests; there is one."""
+        return SlabImporter(self._requests, memory, self._ledger, self.copy_budget, self.pool.block_size)
 
     def start_decode(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Continue after the first token, which prefill sampled; compute here what was not imported.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tandem.v1 import kv_transfer_pb2 as kv
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.device_pool import allocate_region
 from tandem_engine.execution.kv_cache import PagedKVCache
 from tandem_engine.execution.model_runner import ModelRunner

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from control_plane.dispatch.request_stream import RequestStream
 from control_plane.generation import TokenRequest
-from tandem_engine.demo import checkpoint_path
+from tests.checkpoints import make_wide_checkpoint
 from tests.system.bit_flips import engine_pid
 from tests.system.fleet import Fleet, token_request, tokens_of, until
 
@@ -219,47 +216,21 @@ async def test_pools_and_a_region_that_are_too_small_only_cost_time(fleet: Fleet
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
 async def test_models_with_windows_hand_over_and_find_their_prompts(kind: str, tmp_path: Path) -> None:
     """A window of 48 tokens in all layers, or in five of six."""
-    folder = make_windows(tmp_path / kind, kind)
+    folder = make_wide_checkpoint(tmp_path, kind)
+    model = folder.name
     flags = (*ENGINE, "--model", str(folder), "--num-kv-blocks", "160")
     async with Fleet(tmp_path) as fleet:
         fleet.start("kv", "kv-a")
         fleet.start("prefill", "prefill-a", *flags)
         fleet.start("decode", "decode-a", *flags)
         await fleet.ready()
-        await fleet.handed_over(kind, "prefill-a", "decode-a")
+        await fleet.handed_over(model, "prefill-a", "decode-a")
         for num_tokens in (40, 64, 70, 300):
             prompt = prompt_of(num_tokens)
-            alone = tokens(await run(fleet, token_request(kind, prompt, 40, cacheable=False), None))
+            alone = tokens(await run(fleet, token_request(model, prompt, 40, cacheable=False), None))
             for _ in range(3):  # decode, and in the second model prefill, find blocks from the second time on
-                handed = await run(fleet, token_request(kind, prompt, 40))
+                handed = await run(fleet, token_request(model, prompt, 40))
                 assert tokens(handed) == alone and ledger(handed).num_computed_tokens == 0, f"{num_tokens} tokens"
-            again = await run(fleet, token_request(kind, prompt, 40), None)
+            again = await run(fleet, token_request(model, prompt, 40), None)
             assert tokens(again) == alone and again.usage.num_cached_tokens == (num_tokens - 1) // BLOCK * BLOCK
         await fleet.pools_are_full()
-
-
-def make_windows(folder: Path, kind: str) -> Path:
-    """Write a random checkpoint with large weights, so that every token depends on its whole window."""
-    torch.manual_seed(1)
-    shape: dict[str, Any] = {
-        "vocab_size": 3072,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "sliding_window": 48,
-        "initializer_range": 0.1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    config = (
-        MistralConfig(**shape, num_hidden_layers=2)
-        if kind == "mistral"
-        else Gemma3TextConfig(**shape, num_hidden_layers=6, query_pre_attn_scalar=32)
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(checkpoint_path() / name, folder / name)
-    return folder

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tandem_engine.core import RegionError
+from tandem_engine.errors import RegionError
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import ExtentRef, FilledBlocks, MapRegion, RequestFailed, SealedBlocks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem_engine.core import CorruptBlock, RegionError
+from tandem_engine.errors import CorruptBlock, RegionError
 from tandem_engine.execution.block_order import BlockShape, keys_and_values
 from tandem_engine.execution.kv_cache import Slots
 from tandem_engine.extents import BlockPart, ExtentRef

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from tandem_engine import messages
 from tandem_engine.channel import Received
-from tandem_engine.core import EngineCore, RegionError, Ticket
+from tandem_engine.core import EngineCore, Ticket
 from tandem_engine.encoder.messages import EncoderCommand
+from tandem_engine.errors import RegionError
 from tandem_engine.execution.mapped_regions import MappedRegions
 from tandem_engine.execution.regions import OwnedRegion
 from tandem_engine.extents import BlockPart

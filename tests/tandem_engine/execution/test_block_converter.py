@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tandem_engine.core import CorruptBlock, RegionError
+from tandem_engine.errors import CorruptBlock, RegionError
 from tandem_engine.execution.block_converter import BlockConverter
 from tandem_engine.execution.block_order import BlockShape
 from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache

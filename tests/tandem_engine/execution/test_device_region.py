@@ -11,8 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import RegionError
-from tandem_engine.errors import ModelUnusable
+from tandem_engine.errors import ModelUnusable, RegionError
 from tandem_engine.execution.cuda_vmm import Driver
 from tandem_engine.execution.device_pool import allocate_region
 from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem_engine.core import CorruptBlock, RegionError
+from tandem_engine.errors import CorruptBlock, RegionError
 from tandem_engine.execution.kv_cache import KVGeometry, PagedKVCache, Slots
 from tandem_engine.execution.model_runner import ModelRunner
 from tandem_engine.execution.staging import StagingMemory

@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem_engine.core import EngineCore, RegionError, RequestsFailed, Ticket
+from tandem_engine.core import EngineCore, RequestsFailed, Ticket
+from tandem_engine.errors import RegionError
 from tandem_engine.extents import BlockPart
 from tandem_engine.layout import SourceLayout
 from tandem_engine.messages import (

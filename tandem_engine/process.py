@@ -152,15 +152,18 @@ def _load(config: EngineConfig, channel: SyncChannel, assemble: Assemble) -> Cor
 
 def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tuple[Core, object, list[int]]:
     report("importing torch", 0.0)
+    gc.disable()  # imports make no garbage, and collections over all their objects take a tenth of their time
     from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
 
     with without_compiler():
         if config.encodes:
             from tandem_engine.encoder.assembly import assemble_encoder
 
+            gc.enable()
             return *assemble_encoder(config, report, numa_node), []
         from tandem_engine.assembly import assemble
 
+        gc.enable()
         assembled = assemble(config, report, numa_node)
         return assembled.core, assembled.ready, list(assembled.region_fds)
 

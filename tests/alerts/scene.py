@@ -17,7 +17,7 @@ import httpx
 from tandem_runtime import metrics
 from tests.alerts.prometheus import Prometheus
 from tests.system.conftest import SMALL
-from tests.system.fleet import Fleet, Service, until
+from tests.system.fleet import START_SECONDS, Fleet, Service, until
 from tests.system.streams import client
 from tests.tandem_runtime.test_memory import stub_folder
 
@@ -103,8 +103,10 @@ async def open_scene(folder: Path) -> AsyncIterator[Scene]:
             scene = Scene(fleet, prometheus, http)
             for name in WORKERS:
                 scene.start_worker(name)
-            await fleet.ready()
+            # Prometheus looks at what it has discovered every five seconds: it begins while the models are loaded.
+            await until(lambda: all(fleet.worker(name) for name in fleet.services), START_SECONDS)
             async with prometheus:
+                await fleet.ready()
                 yield scene
     finally:
         metrics.shutdown()

@@ -16,6 +16,8 @@ import yaml
 from infra.observability.alerts import alerts
 from infra.observability.files import RULES
 from infra.observability.pace import PRODUCTION
+from infra.observability.rules import groups
+from tests.alerts.names import metric_names
 from tests.alerts.promtool import promtool
 
 _ANSWER = 'gen_ai_operation_name="chat", gen_ai_request_model="m", gen_ai_response_model="m"'
@@ -201,25 +203,87 @@ _CASES = [
 ]
 
 
+def _inputs(alert: str) -> set[str]:
+    """Return the names that the rules of an alert read, those of recording rules and of what these read included."""
+    rules = [rule for group in groups(PRODUCTION) for rule in group["rules"]]
+    found: set[str] = set()
+    new = {name for rule in rules if rule.get("alert") == alert for name in metric_names(rule["expr"])}
+    while new - found:
+        found |= new
+        new = {name for rule in rules if rule.get("record") in found for name in metric_names(rule["expr"])}
+    return found
+
+
+def _are_apart(one: Case, other: Case) -> bool:
+    """Return whether neither case has a series that the other's alert reads, or both have the same series."""
+    names, other_names = (set().union(*map(metric_names, each.series)) for each in (one, other))
+    return one.series == other.series or not (names & _inputs(other.alert) or other_names & _inputs(one.alert))
+
+
+def _packs() -> list[list[Case]]:
+    """Return all cases in few packs, whose cases do not know of each other: promtool evaluates all rules in each."""
+    packs: list[list[Case]] = []
+    for case in _CASES:
+        pack = next((pack for pack in packs if all(_are_apart(case, other) for other in pack)), [])
+        packs += [] if pack else [pack]
+        pack.append(case)
+    return packs
+
+
+@pytest.fixture(scope="module")
+def failure(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Let promtool run all cases at once; return what it says if one fails, else ""."""
+    try:
+        _run(_packs(), tmp_path_factory.mktemp("rules"))
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.services
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: f"{case.alert} {case.id or case.labels}")
-def test_an_alert_fires_while_its_cause_lasts_and_ends_after_it(case: Case, tmp_path: Path) -> None:
-    firing = f'count(ALERTS{{alertname="{case.alert}", alertstate="firing", {case.labels}}})'
-    checks = [{"eval_time": f"{minute}m", "expr": firing, "exp_samples": [_ONE]} for minute in case.fires_at]
-    checks += [{"eval_time": f"{minute}m", "expr": firing, "exp_samples": []} for minute in case.quiet_at]
-    _run(case.series, checks, tmp_path)
+def test_an_alert_fires_while_its_cause_lasts_and_ends_after_it(case: Case, failure: str, tmp_path: Path) -> None:
+    if failure:  # of some case: which is seen from each alone
+        _run([[case]], tmp_path)
+
+
+@pytest.mark.services
+def test_all_alerts_together_fire_and_end(failure: str) -> None:
+    assert failure == ""
+
+
+def test_cases_of_a_pack_are_apart() -> None:
+    packs = _packs()
+    assert sorted(id(case) for pack in packs for case in pack) == sorted(id(case) for case in _CASES)
+    for pack in packs:
+        for case in pack:
+            others = {name for each in pack if each.series != case.series for name in each.series}
+            assert not set().union(*map(metric_names, others)) & _inputs(case.alert)
+    assert "gen_ai_server_request_duration_seconds_count" in _inputs("TandemTtftBudgetBurn")
 
 
 _ONE: dict[str, Any] = {"labels": "{}", "value": 1}
 
 
-def _run(series: Mapping[str, str], checks: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": list(checks),
-    }
-    document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}
+def _checks(case: Case) -> list[dict[str, Any]]:
+    firing = f'count(ALERTS{{alertname="{case.alert}", alertstate="firing", {case.labels}}})'
+    checks = [{"eval_time": f"{minute}m", "expr": firing, "exp_samples": [_ONE]} for minute in case.fires_at]
+    return [*checks, *({"eval_time": f"{minute}m", "expr": firing, "exp_samples": []} for minute in case.quiet_at)]
+
+
+def _run(packs: Sequence[Sequence[Case]], folder: Path) -> None:
+    """Let promtool run cases, those of a pack over the same series. Fails if one fails."""
+    tests = []
+    for pack in packs:
+        series = {name: values for case in pack for name, values in case.series.items()}
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": [check for case in pack for check in _checks(case)],
+            }
+        )
+    document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
     (folder / "tests.yml").write_text(yaml.safe_dump(document))
     promtool(["test", "rules", "tests.yml"], folder)
 
@@ -230,7 +294,6 @@ def test_every_alert_has_a_unit_test() -> None:
 
 @pytest.mark.services
 def test_a_wrong_expectation_fails(tmp_path: Path) -> None:
-    series = {'tandem_kv_orphan_bytes{service="kv-0", kind="owner_gone"}': "0x30"}
-    check = {"eval_time": "20m", "expr": 'count(ALERTS{alertname="TandemOrphanedKv"})', "exp_samples": [_ONE]}
+    wrong = Case("TandemOrphanedKv", {'tandem_kv_orphan_bytes{service="kv-0", kind="owner_gone"}': "0x30"}, [20], [])
     with pytest.raises(AssertionError, match="TandemOrphanedKv"):
-        _run(series, [check], tmp_path)
+        _run([[wrong]], tmp_path)

@@ -112,13 +112,16 @@ class Fleet:
         self._drain.set()
         return self._running
 
-    async def restart_gateway(self) -> None:
-        """End the control plane and start another, with another memory, at the same gRPC address."""
+    async def restart_gateway(self, **control: Any) -> None:
+        """End the control plane and start another, with another memory, at the same gRPC address.
+
+        `control`: settings that the new one has otherwise.
+        """
         self._drain.set()
         assert self._running is not None, "entered before"
         await self._running
         self._drain = asyncio.Event()
-        self.gateway = self._new_gateway(replace(self._settings, grpc_listen=self.gateway.grpc_address))
+        self.gateway = self._new_gateway(replace(self._settings, grpc_listen=self.gateway.grpc_address, **control))
         self._running = asyncio.create_task(self.gateway.run(self._drain))
         await asyncio.wait_for(self.gateway.started.wait(), START_SECONDS)
 

@@ -23,18 +23,21 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": f"My secret is 
 OPERATOR = "an-operators-token"
 
 
-@pytest.mark.parametrize("with_texts", [False, True])
 async def test_a_marked_prompt_is_in_its_own_explanation_only_and_only_with_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_texts: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collected(monkeypatch, as_json=True) as telemetry:
-        async with Fleet(tmp_path, explain_texts=with_texts, operator_token=OPERATOR) as fleet:
+        async with Fleet(tmp_path, operator_token=OPERATOR) as fleet:
             fleet.start("decode", "decode-0", *SMALL)
             await fleet.ready()
             database = Database(database_url("", tmp_path / "state"))
             try:
                 secrets = await _accounts(database)
-                await _check(fleet, database, secrets, telemetry, with_texts=with_texts)
+                await _check(fleet, database, secrets, telemetry, with_texts=False)
+                assert telemetry.found(MARK) == []
+                await fleet.restart_gateway(explain_texts=True)
+                await fleet.ready()
+                await _check(fleet, database, secrets, telemetry, with_texts=True)
             finally:
                 await database.close()
             log = fleet.services["decode-0"].log.read_text(errors="replace")

@@ -153,8 +153,9 @@ def _load(config: EngineConfig, channel: SyncChannel, assemble: Assemble) -> Cor
 def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tuple[Core, object, list[int]]:
     report("importing torch", 0.0)
     from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
+    from tandem_engine.models.without_distributed import without_distributed
 
-    with without_compiler():
+    with without_compiler(), without_distributed():
         if config.encodes:
             from tandem_engine.encoder.assembly import assemble_encoder
 

@@ -154,8 +154,9 @@ def _assemble(config: EngineConfig, report: Report, numa_node: int | None) -> tu
     report("importing torch", 0.0)
     gc.disable()  # imports make no garbage, and collections over all their objects take a tenth of their time
     from tandem_engine.models.without_compiler import without_compiler  # imports torch: after the affinity is set
+    from tandem_engine.models.without_distributed import without_distributed
 
-    with without_compiler():
+    with without_compiler(), without_distributed():
         if config.encodes:
             from tandem_engine.encoder.assembly import assemble_encoder
 

@@ -31,7 +31,7 @@ def test_each_target_is_met_or_missed_by_its_own_figure() -> None:
 
 
 def test_no_sick_worker_costs_an_answer_and_each_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(black_holes, "QUICK", Size(25, 25.0))
+    monkeypatch.setattr(black_holes, "QUICK", Size(25, 50.0))
     monkeypatch.setattr(black_holes, "KINDS", {kind: KINDS[kind] for kind in SHORT_FORM})
     assert black_holes.main(["--quick", "--json", str(tmp_path / "figures.json")]) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]

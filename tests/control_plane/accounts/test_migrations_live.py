@@ -17,7 +17,7 @@ from control_plane.accounts.service import Accounts
 from control_plane.storage import migrate
 from control_plane.storage.database import Database, database_url
 from tandem_runtime.errors import InvalidRequest
-from tests.control_plane.accounts.gateway_process import GatewayProcess, gateway_process
+from tests.control_plane.accounts.gateway_process import GatewayProcess, gateway_on_standby, gateway_process
 from tests.release import python_path, release_python, unpack
 
 _RELEASE_HEAD = "0001"
@@ -68,14 +68,15 @@ async def _num_closed(url: str, folder: Path) -> int:
 async def test_the_tables_change_under_a_gateway_of_the_release_before_and_change_back(
     url: str, tmp_path: Path, release: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 1. A gateway of the release before, with an account.
-    made = _command("account", "create", "me", url=url, state=tmp_path, root=release)
-    token = made.stdout.partition("token")[2].split()[0]
-    async with gateway_process(url, root=release) as old:
-        assert (await _answer(old, token))["completion_tokens"] > 0
+    async with gateway_on_standby(url) as first, gateway_on_standby(url) as second:  # they import meanwhile
+        # 1. A gateway of the release before, with an account.
+        made = _command("account", "create", "me", url=url, state=tmp_path, root=release)
+        token = made.stdout.partition("token")[2].split()[0]
+        async with gateway_process(url, root=release) as old:
+            assert (await _answer(old, token))["completion_tokens"] > 0
 
-        # 2. A gateway of this release migrates the tables; both serve.
-        async with gateway_process(url) as new:
+            # 2. A gateway of this release migrates the tables; both serve.
+            new = await first.begin()
             for gateway in (old, new, old, new):
                 await _answer(gateway, token)
             assert await _migrate(url, tmp_path) == 0
@@ -87,21 +88,21 @@ async def test_the_tables_change_under_a_gateway_of_the_release_before_and_chang
             assert f"the database is at revision {migrate.HEAD}, this version needs {_RELEASE_HEAD}" in refused.stderr
             await new.end(signal.SIGTERM)
 
-        # 4. The migrations are taken back under the old gateway: not by accident, then all of them.
-        assert await _migrate(url, tmp_path, "--to", _RELEASE_HEAD) == 2
-        assert "add --drop" in capsys.readouterr().err
-        assert await _migrate(url, tmp_path, "--to", _RELEASE_HEAD, "--drop") == 0
-        expected = f"the database went from revision {migrate.HEAD} back to {_RELEASE_HEAD}\n"
-        assert capsys.readouterr().out.endswith(expected)
-        await _answer(old, token)
-        assert _command("account", "list", url=url, state=tmp_path, root=release).returncode == 0
+            # 4. The migrations are taken back under the old gateway: not by accident, then all of them.
+            assert await _migrate(url, tmp_path, "--to", _RELEASE_HEAD) == 2
+            assert "add --drop" in capsys.readouterr().err
+            assert await _migrate(url, tmp_path, "--to", _RELEASE_HEAD, "--drop") == 0
+            expected = f"the database went from revision {migrate.HEAD} back to {_RELEASE_HEAD}\n"
+            assert capsys.readouterr().out.endswith(expected)
+            await _answer(old, token)
+            assert _command("account", "list", url=url, state=tmp_path, root=release).returncode == 0
 
-        # 5. And forward again. All answers are in the ledger.
-        async with gateway_process(url) as new:
+            # 5. And forward again. All answers are in the ledger.
+            new = await second.begin()
             for gateway in (old, new):
                 await _answer(gateway, token)
             await new.end(signal.SIGTERM)
-        await old.end(signal.SIGTERM)
+            await old.end(signal.SIGTERM)
     assert await _num_closed(url, tmp_path) == 8
 
 

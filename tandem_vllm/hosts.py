@@ -269,6 +269,9 @@ class Link:
         threading.Thread(target=wait, name=f"host-{self.name}", daemon=True).start()
 
     def close(self) -> None:
+        """End the connection, also for a thread that waits for it here."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read(self, num_bytes: int) -> bytes:

@@ -41,11 +41,18 @@ def leader(threads: ThreadPoolExecutor, port: int, num_hosts: int = 2) -> Future
     return threads.submit(Followers.wait, CONFIG, Network(num_hosts, LOOPBACK, port), "vLLM 1", lambda *_: None)
 
 
+def connected(port: int) -> socket.socket:
+    """Connect to what will listen at a port."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((LOOPBACK, port))
+
+
 def test_followers_get_the_settings_and_numbers_and_both_sides_notice_an_end(threads: ThreadPoolExecutor) -> None:
     [port] = free_ports(1)
     waiting = leader(threads, port, num_hosts=3)
     # 1. one caller is no follower, one has another version: both are turned away, and the leader goes on waiting
-    with socket.create_connection((LOOPBACK, port)) as stranger:
+    with connected(port) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

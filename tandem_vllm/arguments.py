@@ -133,6 +133,12 @@ def engine_args(
 def network_of(config: EngineConfig) -> Network:
     """Return what the operator's flags say of the engine's hosts; raises ModelUnusable."""
     parsed = _parsed(config.engine_args)
+    num_ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
+    if num_ranks % parsed.nnodes:
+        raise ModelUnusable(
+            f"--engine-args: --nnodes {parsed.nnodes} is refused: it does not divide the {num_ranks} ranks of "
+            "--tensor-parallel-size times --pipeline-parallel-size"
+        )
     return Network(parsed.nnodes, parsed.master_addr, parsed.master_port)
 
 

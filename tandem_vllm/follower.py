@@ -2,8 +2,9 @@
 
     call the leader -> its settings -> load, with the leader -> the ranks compute -> the leader, or a rank, is gone
 
-`tandem_worker.vllm_follower` starts it in vLLM's environment. It computes nothing itself and has no torch threads; its
-ranks are processes of vLLM. The exit code is 1 however it ends, unless somebody ended it: it is to be started again.
+`tandem_worker.vllm_follower` starts it in vLLM's environment. It computes nothing itself: its ranks are processes of
+vLLM. While they serve, the first SIGTERM only makes it end with code 0 once its leader has ended, because a leader
+drains; another SIGTERM, or SIGINT, ends it at once. Else its exit code is 1: it is to be started again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--state-dir", default="", help="where digests of checkpoints are kept")
     parser.add_argument("--seconds", type=float, default=JOIN_SECONDS, help="how long to wait for the leader")
     asked = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: end("", 0))
+    signal.signal(signal.SIGTERM, lambda *_: _drain())
     signal.signal(signal.SIGINT, lambda *_: end("", 0))
     try:
         _serve(asked)
@@ -39,6 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Exception:  # noqa: BLE001 - ranks that wait for others would keep an interpreter from its end
         traceback.print_exc()
         end("it cannot load the ranks of this host")
+
+
+_serves = threading.Event()
+_drains = threading.Event()
+
+
+def _drain() -> None:
+    """End after the leader, or now, if the ranks do not serve yet or this was asked before."""
+    if not _serves.is_set() or _drains.is_set():
+        end("", 0)
+    _drains.set()
+    _say("serving until the leader has ended", 1.0)
 
 
 def _serve(asked: argparse.Namespace) -> None:
@@ -55,9 +69,10 @@ def _serve(asked: argparse.Namespace) -> None:
     prepared = prepare(config, _say, assigned.place)
     link.send(Loading(identity_of(prepared.model)))
     link.receive(Fit, asked.seconds)
-    link.watch(lambda: end("the leader is gone"))
+    link.watch(lambda: end("the leader is gone", 0 if _drains.is_set() else 1))
     _say("loading the ranks of this host", 0.3)
     executor = MultiprocExecutor(prepared.config, monitor_workers=False)
+    _serves.set()
     _say("the ranks of this host serve", 1.0)
     executor.start_worker_monitor(inline=True)  # returns when a rank has ended
     end("a rank of this host has ended")

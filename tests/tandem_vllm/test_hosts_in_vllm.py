@@ -25,7 +25,7 @@ PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="TANDEM_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(400),  # three engines start, one after the other
+    pytest.mark.timeout(400),  # engines start one after the other
 ]
 
 
@@ -52,32 +52,40 @@ async def two_hosts(
                 process.kill()
         await leader.stop()
         if follower.returncode is None:
-            follower.send_signal(signal.SIGTERM)
+            follower.send_signal(signal.SIGINT)
         await follower.wait()
     _, left = psutil.wait_procs(processes, timeout=30)
     assert not left
 
 
-@pytest.mark.parametrize("flags", ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"])
-async def test_two_hosts_answer_as_one_and_none_stays_without_the_other(flags: str, tmp_path: Path) -> None:
-    expected = await of_one_rank(tmp_path)
+async def answers_are_of_one_rank(leader: EngineClient, events: Any, folder: Path) -> None:
+    expected = await of_one_rank(folder)
+    assert await answers(leader, events) == expected
+    at_once = await answers_at_once(leader, events, num_each=2)
+    assert at_once == {f"{name} 1": expected[name] for name in SAMPLINGS}
+
+
+async def test_two_hosts_of_tensor_parallelism_and_none_stays_without_the_other(tmp_path: Path) -> None:
     [port] = free_ports(1)
     # 1. the follower is killed: the engine ends, and says why
-    async with two_hosts(tmp_path, port, flags) as (leader, events, follower):
-        assert await answers(leader, events) == expected
-        at_once = await answers_at_once(leader, events, num_each=2)
-        assert at_once == {f"{name} 1": expected[name] for name in SAMPLINGS}
+    async with two_hosts(tmp_path, port, "--tensor-parallel-size 2") as (leader, events, follower):
+        await answers_are_of_one_rank(leader, events, tmp_path)
         follower.kill()
         failed = await next_of(events, EngineFailed)
         assert "host 127.0.0.1 of this engine is gone" in failed.message
-    # 2. both are started again, at the same port; then a rank of the follower's is killed: all end
-    async with two_hosts(tmp_path, port, flags) as (leader, events, follower):
-        assert await answers(leader, events) == expected
-        ranks = [each for each in psutil.Process(follower.pid).children() if "spawn_main" in " ".join(each.cmdline())]
-        ranks[0].kill()
+    # 2. both are started again, at the same port; a follower that is to end goes on until its leader has ended
+    async with two_hosts(tmp_path, port, "--tensor-parallel-size 2") as (leader, events, follower):
+        follower.send_signal(signal.SIGTERM)
+        await answers_are_of_one_rank(leader, events, tmp_path)
+        psutil.Process(leader.pid).kill()
+        assert await follower.wait() == 0
+
+
+async def test_two_hosts_of_pipeline_parallelism_end_when_a_rank_of_the_follower_does(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    async with two_hosts(tmp_path, port, "--pipeline-parallel-size 2") as (leader, events, follower):
+        await answers_are_of_one_rank(leader, events, tmp_path)
+        (rank,) = [each for each in psutil.Process(follower.pid).children() if "Worker" in each.cmdline()[0]]
+        rank.kill()
         assert await follower.wait() == 1
         await next_of(events, EngineFailed)
-    # 3. and again; then the leader is killed: the follower ends, to be started again
-    async with two_hosts(tmp_path, port, flags) as (leader, events, follower):
-        psutil.Process(leader.pid).kill()
-        assert await follower.wait() == 1

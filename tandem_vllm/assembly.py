@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 def assemble(config: EngineConfig, report: Progress, numa_node: int | None) -> tuple[Core, object, list[int]]:
-    """Load the model with vLLM; raises ModelUnusable, whose message names the remedy."""
+    """Load the model with vLLM; raises ModelUnusable, whose message names the remedy, and HostFailed."""
     if config.kv_region == "device":
         raise ModelUnusable("--kv-region device is for Tandem's own engine; leave it out, vLLM's blocks are staged")
     torch.set_num_threads(num_threads(config))

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from tandem_engine.errors import ModelUnusable
 from tandem_vllm.__main__ import set_environment
-from tandem_vllm.hosts import JOIN_SECONDS, Fit, HostGone, Loading, identity_of, join, use_network
+from tandem_vllm.hosts import JOIN_SECONDS, Fit, HostFailed, Loading, identity_of, join, use_network
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, lambda *_: end("", 0))
     try:
         _serve(asked)
-    except (HostGone, ModelUnusable) as error:
+    except (HostFailed, ModelUnusable) as error:
         end(str(error))
     except Exception:  # noqa: BLE001 - ranks that wait for others would keep an interpreter from its end
         traceback.print_exc()

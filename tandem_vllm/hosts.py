@@ -97,8 +97,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-class HostGone(Exception):
-    """The other side has closed, sends something else, or takes too long; the message says which."""
+class HostFailed(Exception):
+    """Another host has ended, has something else, or takes too long; the message says which. To be tried again."""
 
 
 def identity_of(model: ModelInfo) -> list[str]:
@@ -137,14 +137,14 @@ class Followers:
 
     @classmethod
     def wait(cls, config: EngineConfig, network: Network, versions: str, report: Progress) -> Followers:
-        """Listen until all followers have called; raises ModelUnusable."""
+        """Listen until all followers have called; raises HostFailed."""
         num_hosts, address, port = network
         deadline = time.monotonic() + JOIN_SECONDS
         links: list[Link] = []
         try:
             listener = socket.create_server((address, port), family=_family(address))
         except OSError as error:
-            raise ModelUnusable(
+            raise HostFailed(
                 f"--engine-args: cannot wait for other hosts at --master-addr {address}, --master-port {port}: {error}"
             ) from error
         with listener:
@@ -158,17 +158,17 @@ class Followers:
         return cls(place, links)
 
     def check(self, model: ModelInfo) -> None:
-        """Compare what each follower has with the leader's; raises ModelUnusable, and tells the follower why."""
+        """Compare what each follower has with the leader's; raises HostFailed, and tells the follower why."""
         ours = identity_of(model)
         for link in self._links:
             try:
                 theirs = link.receive(Loading, _CHECK_SECONDS).identity
-            except HostGone as error:
-                raise ModelUnusable(f"host {link.name} of this engine cannot load the model: {error}") from error
+            except HostFailed as error:
+                raise HostFailed(f"host {link.name} of this engine cannot load the model: {error}") from error
             if theirs != ours:
                 reason = f"it has {', '.join(filter(None, theirs))}, and its leader {', '.join(filter(None, ours))}"
                 link.send(Unfit(reason))
-                raise ModelUnusable(f"host {link.name} of this engine has another model or another machine: {reason}")
+                raise HostFailed(f"host {link.name} of this engine has another model or another machine: {reason}")
             link.send(Fit())
 
     def watch(self, gone: Callable[[str], None]) -> None:
@@ -178,18 +178,18 @@ class Followers:
 
 
 def _accepted(listener: socket.socket, deadline: float, versions: str) -> Link | None:
-    """Return the next caller, None if it is no follower; raises ModelUnusable after the deadline."""
+    """Return the next caller, None if it is no follower; raises HostFailed after the deadline."""
     listener.settimeout(max(0.0, deadline - time.monotonic()))
     try:
         link = Link(*listener.accept())
     except (TimeoutError, BlockingIOError):
-        raise ModelUnusable(
+        raise HostFailed(
             f"not all hosts of this engine have called within {JOIN_SECONDS:.0f} s; start the others with "
             "`python -m tandem_worker.vllm_follower --leader ADDRESS:PORT`"
         ) from None
     try:
         theirs = link.receive(Joining, _HELLO_SECONDS).versions
-    except HostGone:
+    except HostFailed:
         link.close()
         return None
     if theirs != versions:
@@ -203,7 +203,7 @@ def _accepted(listener: socket.socket, deadline: float, versions: str) -> Link |
 
 
 def join(leader: str, port: int, versions: str, seconds: float = JOIN_SECONDS) -> tuple[Link, Assigned]:
-    """Call the leader until it answers, and return what it assigns; raises HostGone."""
+    """Call the leader until it answers, and return what it assigns; raises HostFailed."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -211,7 +211,7 @@ def join(leader: str, port: int, versions: str, seconds: float = JOIN_SECONDS) -
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise HostGone(f"no leader answers at {leader}:{port}: {error}") from error
+                raise HostFailed(f"no leader answers at {leader}:{port}: {error}") from error
             time.sleep(_RETRY_SECONDS)
     link.send(Joining(versions))
     return link, link.receive(Assigned, max(_HELLO_SECONDS, deadline - time.monotonic()))
@@ -242,19 +242,19 @@ class Link:
             self._socket.sendall(struct.pack(">I", len(content)) + content)
 
     def receive(self, kind: type[_Message], seconds: float) -> _Message:
-        """Wait for a message of this kind; raises HostGone."""
+        """Wait for a message of this kind; raises HostFailed."""
         self._socket.settimeout(seconds)
         try:
             (length,) = struct.unpack(">I", self._read(4))
             if length > _MAX_FRAME_BYTES:
-                raise HostGone(f"a message of {length} bytes; Tandem's have at most {_MAX_FRAME_BYTES}")
+                raise HostFailed(f"a message of {length} bytes; Tandem's have at most {_MAX_FRAME_BYTES}")
             message = _decoder.decode(self._read(length))
         except (OSError, msgspec.DecodeError) as error:
-            raise HostGone(f"{type(error).__name__}: {error}") from error
+            raise HostFailed(f"{type(error).__name__}: {error}") from error
         if isinstance(message, Unfit):
-            raise HostGone(message.reason)
+            raise HostFailed(message.reason)
         if not isinstance(message, kind):
-            raise HostGone(f"{type(message).__name__} in the place of {kind.__name__}")
+            raise HostFailed(f"{type(message).__name__} in the place of {kind.__name__}")
         return message
 
     def watch(self, gone: Callable[[], None]) -> None:
@@ -278,7 +278,7 @@ class Link:
         content = b""
         while len(content) < num_bytes:
             if not (more := self._socket.recv(num_bytes - len(content))):
-                raise HostGone("the connection was closed")
+                raise HostFailed("the connection was closed")
             content += more
         return content
 

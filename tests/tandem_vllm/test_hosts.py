@@ -20,7 +20,7 @@ from tandem_engine.errors import ModelUnusable
 from tandem_engine.messages import AdapterInfo, ModelInfo
 from tandem_engine.settings import EngineConfig
 from tandem_vllm import hosts
-from tandem_vllm.hosts import Fit, Followers, HostGone, Loading, Network, identity_of, join, use_network
+from tandem_vllm.hosts import Fit, Followers, HostFailed, Loading, Network, identity_of, join, use_network
 from tests.ports import free_ports
 
 LOOPBACK = "127.0.0.1"
@@ -56,7 +56,7 @@ def test_followers_get_the_settings_and_numbers_and_both_sides_notice_an_end(thr
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    with pytest.raises(HostGone, match="it has vLLM 2, and its leader vLLM 1"):
+    with pytest.raises(HostFailed, match="it has vLLM 2, and its leader vLLM 1"):
         join(LOOPBACK, port, "vLLM 2")
     # 2. two followers are numbered, and all get one address for torch's store
     calls = [threads.submit(join, LOOPBACK, port, "vLLM 1") for _ in range(2)]
@@ -99,9 +99,9 @@ def test_a_host_with_another_model_or_machine_is_refused_on_both_sides(
     waiting = leader(threads, port)
     link, _ = join(LOOPBACK, port, "vLLM 1")
     link.send(Loading(identity_of(msgspec.structs.replace(MODEL, **theirs))))
-    with pytest.raises(ModelUnusable, match="another model or another machine"):
+    with pytest.raises(HostFailed, match="another model or another machine"):
         waiting.result().check(MODEL)
-    with pytest.raises(HostGone, match="and its leader weights"):
+    with pytest.raises(HostFailed, match="and its leader weights"):
         link.receive(Fit, 9.0)
 
 
@@ -109,20 +109,20 @@ def test_waits_have_an_end_and_name_the_other_side(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [port] = free_ports(1)
-    with pytest.raises(HostGone, match=f"no leader answers at {LOOPBACK}:{port}"):
+    with pytest.raises(HostFailed, match=f"no leader answers at {LOOPBACK}:{port}"):
         join(LOOPBACK, port, "vLLM 1", seconds=0.0)
     # a follower that goes before it has loaded
     waiting = leader(threads, port)
     link, _ = join(LOOPBACK, port, "vLLM 1")
     link.close()
-    with pytest.raises(ModelUnusable, match=f"host {LOOPBACK} of this engine cannot load the model"):
+    with pytest.raises(HostFailed, match=f"host {LOOPBACK} of this engine cannot load the model"):
         waiting.result().check(MODEL)
     # nobody calls
     monkeypatch.setattr(hosts, "JOIN_SECONDS", 0.0)
-    with pytest.raises(ModelUnusable, match=r"tandem_worker\.vllm_follower --leader"):
+    with pytest.raises(HostFailed, match=r"tandem_worker\.vllm_follower --leader"):
         leader(threads, port).result()
     # the port is taken
-    with socket.create_server((LOOPBACK, port)), pytest.raises(ModelUnusable, match="--master-port"):
+    with socket.create_server((LOOPBACK, port)), pytest.raises(HostFailed, match="--master-port"):
         leader(threads, port).result()
 
 
